@@ -76,6 +76,10 @@ class RoundBrokenError(RejoinError):
     """The round that this process works in has been broken."""
 
 
+class StepGivenUpError(RoundBrokenError):
+    """This process breaks its round: it has too little memory for the step, or an audit found a wrong result in it."""
+
+
 class PermanentError(ElasticTrainerError):
     """Report it and end; trying the same again cannot help."""
 

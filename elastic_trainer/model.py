@@ -82,6 +82,8 @@ class Cause(StrEnum):
     NODE_LOST = "node_lost"
     CONTACT_LOST = "contact_lost"
     """A collective failed, and nobody was found dead."""
+    STEP_GIVEN_UP = "step_given_up"
+    """A rank had too little memory for a step, or an audit found a wrong result in it."""
     STALLED = "stalled"
     """No rank made progress, and none was found to be the culprit."""
     NODE_JOINED = "node_joined"

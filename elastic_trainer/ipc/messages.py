@@ -72,12 +72,16 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of round ``number`` failed here; ``forming``: while its groups formed."""
+    """A collective of round ``number`` failed here.
+
+    ``forming``: while its groups formed. ``given_up``: none failed, but this rank gives the step up.
+    """
 
     kind: Literal["failed"] = "failed"
     number: int
     error: str
     forming: bool = False
+    given_up: bool = False
 
 
 class Progress(Message):

@@ -342,9 +342,11 @@ class Conductor:
         if current is None or message.number not in (current.number, current.last_number):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
-            reason = f"node {self._node} lost contact with a peer ({message.error})"
+            reason, cause = f"node {self._node} lost contact with a peer ({message.error})", Cause.CONTACT_LOST
+            if message.given_up:
+                reason, cause = message.error, Cause.STEP_GIVEN_UP
             self._acknowledged = max(self._acknowledged, current.last_number + 1)
-            failure = RoundFailure(current.last_number, reason, cause=Cause.CONTACT_LOST)
+            failure = RoundFailure(current.last_number, reason, cause=cause)
             self._record_writer.break_round(failure, self._record(planned=False))
 
     def _evict(self, reason: str) -> None:

@@ -138,9 +138,9 @@ class ChannelLink:
             reason=formation.reason,
         )
 
-    def failed(self, number: int, error: str, *, forming: bool = False) -> None:
-        """Report that a collective of round ``number`` failed here; ``forming``: while its groups formed."""
-        self._send(messages.Failed(number=number, error=error, forming=forming))
+    def failed(self, number: int, error: str, *, forming: bool = False, given_up: bool = False) -> None:
+        """Report what ended round ``number`` here; see :class:`~elastic_trainer.ipc.messages.Failed`."""
+        self._send(messages.Failed(number=number, error=error, forming=forming, given_up=given_up))
 
     def evicted(self, reason: str) -> None:
         self._send(messages.Evicted(reason=reason))

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
+from elastic_trainer.errors import RejoinError, RoundBrokenError, StepGivenUpError, TransientError
 from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
@@ -126,10 +126,13 @@ class Rounds:
         """
         if not self._escape.inside or not is_collective_failure(error):
             return False
+        number, given_up = self._escape.number, isinstance(error, StepGivenUpError)
+        if given_up:  # told before the peers notice, who would call it lost contact
+            self._link.failed(number, summary(error), given_up=True)
         self._escape.sockets.sever()  # so that peers notice at network speed that this rank has left the round
-        number = self._escape.number
         logger().warning("collective.failed", round=number, error=summary(error), trail=trail(error))
-        self._link.failed(number, summary(error))
+        if not given_up:
+            self._link.failed(number, summary(error))
         return self._link.await_over(number)
 
     def abandon(self, *, planned: bool = False) -> None:

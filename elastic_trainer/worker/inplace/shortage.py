@@ -15,7 +15,7 @@ import traceback
 
 import torch
 
-from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.errors import ConfigError, StepGivenUpError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
@@ -40,7 +40,7 @@ class MemoryShortage:
         """The step for which this rank had too little memory; 0: none."""
 
     def seen(self, step: Step, error: BaseException) -> BaseException:
-        """``error`` itself, or RoundBrokenError for an out-of-memory error that can be handled."""
+        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
         if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
             return error
         if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
@@ -51,7 +51,7 @@ class MemoryShortage:
         for each in chain(error):
             traceback.clear_frames(each.__traceback__)
         logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
-        return RoundBrokenError(f"rank {step.rank} ran out of memory in step {step.number}")
+        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
 
     def agree(self, control: Control) -> None:
         """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""

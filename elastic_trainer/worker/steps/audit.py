@@ -12,8 +12,8 @@ Parameters are compared at the end of the step before (:mod:`elastic_trainer.wor
 differs is audited, trained on, or adopted by others.
 
 *Runs in* the worker's main thread of all ranks at once. *Owns* a hook of the optimizer.
-*Fails by* RoundBrokenError when a peer is gone or the step is to be repeated, ConfigError where a pass cannot be
-repeated.
+*Fails by* RoundBrokenError when a peer is gone, StepGivenUpError when the step is to be repeated, ConfigError where a
+pass cannot be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.errors import ConfigError, StepGivenUpError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.arithmetic import arithmetic, check_ranks
@@ -260,7 +260,7 @@ class PassAudit:
         wrong = any(each.finding is AuditFinding.WRONG for each in verdicts)
         if wrong and self._repeats and self._repeated != step:
             self._repeated = step
-            raise RoundBrokenError(f"an audit found a wrong result in step {step}, which is repeated")
+            raise StepGivenUpError(f"an audit found a wrong result in step {step}, which is repeated")
 
     def _computed(self, tasks: Sequence[tuple[int, int]], data: bytes, sizes: Sequence[tuple[int, int]]) -> Results:
         """Have each pass repeated: a task is the rank whose pass it is and the rank that repeats it.

@@ -219,6 +219,10 @@ class Lead:
         said = worker.last(Failed)
         return said is not None and said.number == self.number
 
+    def gave_up(self, workers: Sequence[Worker]) -> list[str]:
+        """Those of ``workers`` that last gave a step up, and did not lose a peer."""
+        return [each.name for each in workers if (said := each.last(Failed)) is not None and said.given_up]
+
     def let_follow(self, workers: Sequence[Worker]) -> None:
         """Give ``workers`` time to get as far as they can without a peer that has failed.
 

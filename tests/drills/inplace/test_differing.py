@@ -72,6 +72,7 @@ def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(
             lead.form(workers)
             for _ in faults:
                 lead.await_failed(workers)
+                assert lead.gave_up(workers) == ["a", "b", "c"]
                 lead.end()
                 lead.form(workers)
             lead.await_done(workers)

@@ -162,6 +162,7 @@ def test_a_rank_that_runs_out_of_memory_takes_all_out_of_the_step(lead: Lead, po
     values = {"habit": "parts", "unshuffled": True, "checks": {"out_of_memory": policy}}
     workers = begun(lead, "ab", [("a", 3, "forward", "memory")], **values)
     assert regrouped(lead, workers, workers) == [2, 2]
+    assert lead.gave_up(workers) == ["a"]
     expected = alone(torch.optim.AdamW, lr=0.01, without=3 if policy == "skip" else 0)
     for result in results(lead, workers, exact=policy == "halve"):
         assert result["step"] == STEPS

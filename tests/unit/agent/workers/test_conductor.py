@@ -227,6 +227,12 @@ def test_a_failed_collective_breaks_the_round_if_it_is_still_on(stage: Stage) ->
     assert len(stage.notebook.breaks) == 1
 
 
+def test_a_step_that_is_given_up_is_no_lost_contact(stage: Stage) -> None:
+    stage.working().say(Failed(number=1, error="rank 1 ran out of memory in step 5", given_up=True))
+    failure = stage.only_break.failure
+    assert (failure.cause, failure.reason) == (Cause.STEP_GIVEN_UP, "rank 1 ran out of memory in step 5")
+
+
 def test_a_failure_in_a_planned_change_breaks_the_round_behind_it(stage: Stage) -> None:
     """Nobody may go on in the next round when some cannot get there."""
     worker = stage.working()
