@@ -27,8 +27,9 @@ from tests.support.watch import ALWAYS, WAIT_S, Watch
 
 SCALE = 1 / 20
 """Three seconds are a minute of the rules: still more than the two from one word of a node to the next."""
-USUAL_LOAD, LONGEST = 4.0, 4.0
-"""With more processes than that for each processor, words take longer, and a minute up to so many times."""
+SCRAPE_S = 0.5
+USUAL_LOAD, SLOWEST = 4.0, 4.0
+"""With more processes than that for each processor all takes longer: a minute too, up to this factor."""
 OPTIONS = {"ttl": "6", "last_call": "0.5", "preload": "off", "join_timeout": "300", "connect_timeout": "60"}
 SLEEPS = """
 import pathlib, sys, time
@@ -115,11 +116,13 @@ class Night:
     watch: Watch
     screens: Sequence[Overview]
     endpoint: str
+    slower: float
+    """How much longer all may take on a machine with this load."""
 
     @property
     def minute_s(self) -> float:
         """Seconds of a minute of the rules."""
-        return 60.0 * self.watch.scale
+        return 60.0 * SCALE * self.slower
 
     def shows(self, sick: Mapping[str, str], healthy: Mapping[str, str]) -> None:
         """Wait until both screens and the command show the ``sick`` runs (run and what it needs), then the ``healthy``
@@ -195,7 +198,7 @@ class Night:
 
     def _until(self, look: Callable[[], bool], what: str, seen: Callable[[], object]) -> None:
         try:
-            self.watch.wait(what, look)
+            self.watch.wait(what, look, WAIT_S * self.slower)
         except AssertionError:
             raise AssertionError(f"not {what}, but {seen()}; sent: {self.messages()}") from None
 
@@ -219,9 +222,9 @@ def _await_training(address: str, runs: set[str]) -> None:
         pause(0.2)
 
 
-def _scale() -> float:
+def _slower() -> float:
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return SCALE * min(max(1.0, load / USUAL_LOAD), LONGEST)
+    return min(max(1.0, load / USUAL_LOAD), SLOWEST)
 
 
 @contextmanager
@@ -241,8 +244,15 @@ def night(
         address = f"127.0.0.1:{port}"
         begun = {plan.name for plan in plans if plan.nodes}
         _await_training(address, begun)  # how long this machine takes to start nodes is nobody's fault
+        slower = _slower()
         watch = stack.enter_context(
-            Watch(directory / "watch", monitors=[address], nodes_from=f"http://{address}/sd/nodes", scale=_scale())
+            Watch(
+                directory / "watch",
+                monitors=[address],
+                nodes_from=f"http://{address}/sd/nodes",
+                scale=SCALE * slower,
+                scrape_s=SCRAPE_S * slower,
+            )
         )
         screens = stack.enter_context(overviews(f"http://{address}/"))
-        yield Night(runs, watch, screens, etcd.endpoint)
+        yield Night(runs, watch, screens, etcd.endpoint, slower)
