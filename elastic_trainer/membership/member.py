@@ -150,6 +150,10 @@ class Member:
         self._presence.publish(record, deadline)
         self._view.wake()
 
+    def work_begins(self) -> None:
+        """In restart mode: the workers of the announced life are being started. The next ``announce`` ends it."""
+        self._presence.key.at_work = True
+
     def record(self) -> NodeRecord:
         """The record that this node last announced."""
         if self._presence.key.record is None:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
-from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundMember
+from elastic_trainer.membership.documents import DocumentError, NodeRecord, NodeState, RoundMember
 from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.leader_priority import SENIORS, oldest_keys, written_by_nodes
 from elastic_trainer.store.api import (
@@ -67,6 +67,8 @@ class OwnKey:
         """Whether it was among the most senior nodes when its key was created."""
         self.record: NodeRecord | None = None
         """The record that the key holds or should hold."""
+        self.at_work = False
+        """In restart mode: whether this life's workers were started. They cannot join another round."""
         self.written: NodeRecord | None = None
         """What the key is known to hold while its lease lives; None while the outcome of a write is unknown."""
         self._mod_revision = 0
@@ -102,6 +104,7 @@ class OwnKey:
 
     def publishing(self, record: NodeRecord, deadline: Deadline) -> Steps:
         """Write ``record``; retries during an outage of the store until ``deadline``."""
+        self.at_work = False
         while True:
             self.record = record
             try:
@@ -118,13 +121,17 @@ class OwnKey:
             yield Pause(AGAIN_S, shared=True)
 
     def returning(self, deadline: Deadline) -> Steps:
-        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown."""
+        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown.
+
+        A life that is at work is not shown as ready: it is no member of any round under its new key.
+        """
         if self.record is None or not self.away:
             return
         if self.lost:
             yield Renew(deadline.remaining_s())
             self.create_revision = 0
-        yield from self._write_again(self.record, deadline)
+        state = NodeState.WARMING if self.at_work else self.record.state
+        yield from self._write_again(self.record.model_copy(update={"state": state}), deadline)
 
     def publishing_again(self, deadline: Deadline) -> Steps:
         """Write the present record once more: a restored store may hold an older one."""

@@ -56,7 +56,7 @@ class Presence:
         self._perform(self.key.publishing(record, deadline))
 
     def return_from_loss(self, deadline: Deadline) -> None:
-        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown."""
+        """After the lease was lost: write the record as a new incarnation; see :meth:`OwnKey.returning`."""
         was_away = self.key.away
         self._perform(self.key.returning(deadline))
         if was_away:

@@ -89,6 +89,7 @@ class Restart(Agent):
             mine = current.member(self.name) if current is not None else None
             if current is not None and self.takes(mine):
                 if current.state is State.ACTIVE:
+                    self.node.key.at_work = True
                     self._current = current
                     return True
                 shown = self.node.key.record

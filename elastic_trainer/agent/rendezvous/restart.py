@@ -267,6 +267,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         record = self._record(node, port.port, local_workers(), life=self._life, planned=planned, cause=cause, **last)
         node.member.announce(record, waiting)
         document = node.member.await_round(self._options.join_timeout)
+        node.member.work_begins()
         self._current = document
         node.supervisor.round_begun(document.number)
         node.health.starting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import RoundState
 from tests.support.plainjob import PlainJob
 
@@ -59,10 +61,14 @@ def _reason(job: PlainJob, number: int, state: RoundState) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_frozen_node_is_left_behind_and_comes_back(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+@pytest.mark.parametrize("thawed", ["all", "all but its worker"])
+def test_a_frozen_node_is_left_behind_and_comes_back(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, thawed: str
+) -> None:
     """All of one node stands still, so that its peers hang in a collective; their Python SIGTERM handlers cannot run
     there. Soon after its lease has ended they train without it, long before torchrun's own 30 seconds. Thawed, it
-    joins again by a planned change: no round is broken for it."""
+    joins again by a planned change: no round is broken for it. It joins when its old worker has ended, which is killed
+    where it does not by itself."""
     with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--handler"], options=ENDING) as job:
         job.start(3)
         order = job.await_order()
@@ -72,7 +78,8 @@ def test_a_frozen_node_is_left_behind_and_comes_back(tmp_path: Path, etcd_endpoi
         job.await_world(*others, after=first)
         assert any("worker.killed" in job.log(name) for name in others), "torchrun's own 30 s were waited for"
 
-        victim.thaw()
+        stuck = victim.worker() if thawed == "all but its worker" else None
+        processes.send([each for each in victim.family() if each != stuck], signal.SIGCONT)
         job.await_world(*others, victim.name, after=first + 1)
         states = [entry.state for entry in job.journal()]
         assert states.count(RoundState.BROKEN) == 1, [entry.reason for entry in job.journal()]

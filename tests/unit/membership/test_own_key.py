@@ -41,6 +41,11 @@ class Owner:
     def renew(self) -> None:
         self.lease_id, self.lost = self.store.grant(TTL_S, self.limit()).id, Flag()
 
+    def lose(self) -> None:
+        """The lease ends, and the owner learns of it."""
+        self.store.revoke(self.lease_id, self.limit())
+        self.lost.set()
+
     def limit(self, seconds: float = 5.0) -> Deadline:
         return Deadline.after(seconds, self.clock)
 
@@ -99,6 +104,25 @@ def test_a_record_that_went_back_is_shown_again() -> None:
     owner.perform(owner.key.returning(owner.limit()))
     assert owner.held == (NEW, owner.key.create_revision)
     assert owner.key.create_revision > created
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_life_at_work_does_not_return_as_ready(began: bool) -> None:
+    """Its workers could not join the round that it would be offered for. One that waits for a round returns as it was;
+    and so does one that has announced its next life."""
+    owner = Owner()
+    owner.publish(NEW)
+    owner.key.at_work = began
+    owner.lose()
+    owner.perform(owner.key.returning(owner.limit()))
+    state = NodeState.WARMING if began else NodeState.READY
+    assert owner.held == (NEW.model_copy(update={"state": state}), owner.key.create_revision)
+    assert owner.key.record == owner.held[0]
+    following = NEW.model_copy(update={"life": 4})
+    owner.publish(following)
+    owner.lose()
+    owner.perform(owner.key.returning(owner.limit()))
+    assert owner.held == (following, owner.key.create_revision)
 
 
 @pytest.mark.parametrize("arrives", ["before the next write", "after it"])
