@@ -95,7 +95,8 @@ def test_the_session_script_survives_a_kill(tmp_path: Path, started: list[Local]
     reached = re.findall(r"epoch 3: ([\d.]+)% on \d ranks?", _said_by_workers(command))
     assert [float(percent) > 90.0 for percent in reached] == [True]
     again = _alone("session_script.py", "--directory", str(command.run_dir / "checkpoints"), "--epochs", "4")
-    assert re.findall(r"epoch (\d)", again) == ["4"]
+    seen = re.findall(r"epoch (\d)", again)
+    assert seen in (["4"], ["3", "4"]), again  # a save may come in the last step, before epoch 3 is evaluated
 
 
 def test_the_sharded_script_survives_a_node_and_resumes_in_one_process(tmp_path: Path, started: list[Local]) -> None:
