@@ -32,6 +32,7 @@ from tests.support.certificates import Authority
 from tests.support.crowd import crowding
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, health, rank, soon
+from tests.support.waiting import eventually
 
 LIMIT_S = 30.0
 
@@ -63,6 +64,13 @@ def await_read(monitor: Monitor) -> None:
     while not monitor.board.reading.runs:
         assert not deadline.expired
         pause(0.01)
+
+
+def await_answered(monitor: Monitor, but: int) -> None:
+    """Wait until the server answers no connections ``but`` this number: a client has its answer somewhat earlier."""
+    eventually(
+        lambda: sum(client.answered for client in list(monitor._server._clients)) <= but, "answers are still under way"
+    )
 
 
 def get(monitor: Monitor, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
@@ -169,6 +177,7 @@ def test_there_is_a_limit_to_connections(
         for connection in (*held, held[0]):
             connection.request("GET", "/api/runs")
             assert connection.getresponse().read()
+            await_answered(monitor, but=1)
         assert get(monitor, "/healthz")[0].status == 200
         assert held[1].sock.recv(1) == b""
         held[0].request("GET", "/healthz")
