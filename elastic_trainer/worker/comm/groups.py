@@ -92,11 +92,11 @@ def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, wo
         hint = "check that all nodes reach this address, and the other ranks' logs"
         if "EADDRINUSE" in cause:
             cause, hint = "another program listens there", "end it, or choose another port"
-        elif not reached.is_completed():  # torch may pause for seconds past its limit
+        elif reached.result is None and (not reached.is_completed() or "timed out" in cause):  # torch may be late
             if _listens(host, port):
                 cause, hint = "what listens there does not answer as a store", "another program may use the port"
             else:
-                cause = f"timed out after {patience.forming_s:g} s: nobody listens there"
+                cause = f"timed out after {patience.forming_s:g} s: it accepts no connection"
         raise TransientError(
             f"rank {formation.rank} of {formation.world_size} cannot form a process group at {host}:{port}: {cause}",
             hint=hint,

@@ -72,7 +72,7 @@ def test_a_group_that_was_left_has_no_threads() -> None:
         (0, True, "another program listens there"),
         (1, True, "what listens there does not answer as a store"),
         (0, False, "rank 0 waits for ranks 1"),
-        (1, False, "timed out after 0.5 s: nobody listens there.*check that all nodes reach this address"),
+        (1, False, "timed out after 0.5 s: it accepts no connection .*check that all nodes reach this address"),
     ],
 )
 def test_processes_without_a_launcher_that_cannot_meet_fail_in_time_and_in_a_sentence(
