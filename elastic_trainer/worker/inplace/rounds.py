@@ -126,13 +126,11 @@ class Rounds:
         """
         if not self._escape.inside or not is_collective_failure(error):
             return False
-        number, given_up = self._escape.number, isinstance(error, StepGivenUpError)
-        if given_up:  # told before the peers notice, who would call it lost contact
-            self._link.failed(number, summary(error), given_up=True)
+        number = self._escape.number
+        # Before the peers can notice: those who lose contact with a rank that gives its step up are not the cause.
+        self._link.failed(number, summary(error), given_up=isinstance(error, StepGivenUpError))
         self._escape.sockets.sever()  # so that peers notice at network speed that this rank has left the round
         logger().warning("collective.failed", round=number, error=summary(error), trail=trail(error))
-        if not given_up:
-            self._link.failed(number, summary(error))
         return self._link.await_over(number)
 
     def abandon(self, *, planned: bool = False) -> None:
