@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
@@ -82,9 +83,9 @@ class Sightings:
     """Since when a member is lost, or has left unplanned."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClusterView:
-    """The input of a membership decision."""
+    """The input of a membership decision. What a decision asks for many times is worked out once."""
 
     me: str
     nodes: Mapping[str, NodeView]
@@ -95,12 +96,45 @@ class ClusterView:
     """A fresh random name for the round that this decision may form."""
     suspects: frozenset[str] = field(default_factory=frozenset)
     """Nodes whose agent's port refuses connections: their process is gone."""
-    members: Mapping[str, RoundMember] = field(init=False)
-    """Those of the round, by name."""
 
-    def __post_init__(self) -> None:
-        rows = self.round.members if self.round is not None else ()
-        object.__setattr__(self, "members", {member.node: member for member in rows})
+    @cached_property
+    def members(self) -> Mapping[str, RoundMember]:
+        """Those of the round, by name."""
+        return {member.node: member for member in self.round.members} if self.round is not None else {}
+
+    @cached_property
+    def ghosts(self) -> frozenset[tuple[str, int, int, int]]:
+        """The keys that the round excludes: node, create- and mod-revision, and life."""
+        found = self.round.ghosts if self.round is not None else ()
+        return frozenset((each.node, each.create_revision, each.mod_revision, each.life) for each in found)
+
+    @cached_property
+    def live(self) -> list[tuple[RoundMember, NodeView]]:
+        """See :func:`live_members`."""
+        if self.round is None:
+            return []
+        return [
+            (member, node)
+            for member in self.round.members
+            if (node := self.nodes.get(member.node)) is not None
+            and node.create_revision == member.create_revision
+            and not is_ghost(self, node)
+        ]
+
+    @cached_property
+    def candidates(self) -> list[NodeView]:
+        """See :func:`candidates`."""
+        willing = [
+            node
+            for node in by_seniority(self.nodes.values())
+            if node.record.state is NodeState.READY
+            and is_free(self, node)
+            and not node.record.stuck
+            and node.id not in self.suspects
+            and not is_ghost(self, node)
+        ]
+        order = {member.node: rank for rank, (member, _) in enumerate(self.live)}
+        return sorted(willing, key=lambda node: order.get(node.id, len(order)))
 
 
 def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
@@ -110,7 +144,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether the round excludes this node and its key has not changed since."""
-    return view.round is not None and bool(view.round.ghosts) and node.ghost in view.round.ghosts
+    return (node.id, node.create_revision, node.mod_revision, node.record.life) in view.ghosts
 
 
 def living(view: ClusterView) -> list[NodeView]:
@@ -120,15 +154,7 @@ def living(view: ClusterView) -> list[NodeView]:
 
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
     """Members of the round whose key, of the same create-revision, still exists; in rank order."""
-    if view.round is None:
-        return []
-    return [
-        (member, view.nodes[member.node])
-        for member in view.round.members
-        if member.node in view.nodes
-        and view.nodes[member.node].create_revision == member.create_revision
-        and not is_ghost(view, view.nodes[member.node])
-    ]
+    return view.live
 
 
 def accused(view: ClusterView) -> list[NodeView]:
@@ -142,17 +168,7 @@ def accused(view: ClusterView) -> list[NodeView]:
 
 def candidates(view: ClusterView) -> list[NodeView]:
     """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
-    willing = [
-        node
-        for node in by_seniority(view.nodes.values())
-        if node.record.state is NodeState.READY
-        and is_free(view, node)
-        and not node.record.stuck
-        and node.id not in view.suspects
-        and not is_ghost(view, node)
-    ]
-    order = {member.node: rank for rank, (member, _) in enumerate(live_members(view))}
-    return sorted(willing, key=lambda node: order.get(node.id, len(order)))
+    return view.candidates
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
