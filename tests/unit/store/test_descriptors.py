@@ -97,8 +97,8 @@ def test_what_is_not_etcd3_is_named(tmp_path: Path) -> None:
     path.write_text("f(serialized_pb=_b('\\u1234'))\n")
     with pytest.raises(ConfigError, match="in an unknown form"):
         serialized_descriptor(path)
-    path.write_text("def broken(:\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    path.write_text("f(serialized_pb=b'\\x1')\n")
+    with pytest.raises(ConfigError, match="in an unknown form"):
         serialized_descriptor(path)
 
 
