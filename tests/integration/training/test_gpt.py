@@ -113,9 +113,13 @@ def test_a_run_cut_off_in_mid_epoch_ends_bitwise_like_a_whole_one(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
-def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(tmp_path: Path, text: Path) -> None:
+def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its parameters keep their names: what it saved is resumed without, and stays where it was to 1e-4."""
     needs("g++", "torch.compile makes C++ of a model on the CPU")
+    # Without vectors torch need not try which ones this machine has, by a compilation for each kind.
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
     # One layer, and batches of one size in training and evaluation: each other shape is compiled anew.
     sizes = ("model.layers=1", "evaluation.batch_size=8", "data.validation_fraction=0.055")
     plain = Trainer(Gpt, _config(tmp_path / "plain", text, *sizes, tokens=128 * 4)).run()

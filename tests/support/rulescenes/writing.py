@@ -30,8 +30,10 @@ GROUPS = [
     for name in ("runs", "ranks", "rates", "progress", "membership", "checkpoints", "services")
 ]
 """Records before alerts: Prometheus does not promise it, and what alerts say would depend on chance."""
-LONG_MINUTES, LONG_EVERY_S = 220, 120.0
-"""From which length on rules are evaluated less often, which their windows of hours allow."""
+FIRING_EVERY_S, LONG_EVERY_S = 60.0, 120.0
+"""How often rules are evaluated in scenes with alerts. In those without: at each tick, as long as an alert may last."""
+LONG_MINUTES = 220
+"""From which length on they are evaluated less often, which their windows of hours allow."""
 LONG = tuple(scene for scene in FIRING if scene.minutes > LONG_MINUTES)
 FILES: Mapping[str, Sequence[Scene]] = {
     "silent.yml": SILENT,
@@ -44,16 +46,23 @@ _ENUMERATED = ("phase", "reason", "op", "state")
 _ALWAYS = ("evaluation", "worker_lost", "save", "training", "ready")
 
 
+def _every_s(scenes: Sequence[Scene]) -> float:
+    if any(scene in LONG for scene in scenes):
+        return LONG_EVERY_S
+    return FIRING_EVERY_S if any(scene in FIRING for scene in scenes) else TICK_S
+
+
 def text(scenes: Sequence[Scene]) -> str:
     """The file with a test of ``scenes``, to be run with ``promtool test rules``."""
+    every_s = _every_s(scenes)
     lines = [
         "rule_files: [rules.yml, alerts.yml]",
         f"group_eval_order: [{', '.join(GROUPS)}]",
-        f"evaluation_interval: {LONG_EVERY_S if any(scene in LONG for scene in scenes) else TICK_S:.0f}s",
+        f"evaluation_interval: {every_s:.0f}s",
         "tests:",
     ]
     for batch in _batches(scenes):
-        lines += _test(batch)
+        lines += _test(batch, every_s)
     return "\n".join(lines) + "\n"
 
 
@@ -77,14 +86,14 @@ def _collide(one: Scene, other: Scene) -> bool:
     return says_what_fires(one, other) or says_what_fires(other, one)
 
 
-def _test(scenes: Sequence[Scene]) -> Iterator[str]:
+def _test(scenes: Sequence[Scene], every_s: float) -> Iterator[str]:
     yield f"  - name: {' '.join(scene.name for scene in scenes)}"
     yield f"    interval: {TICK_S:.0f}s"
     yield "    input_series:"
     for scene in scenes:
         for key, samples in sorted(_that_matter(scene.play()).items()):
             yield f"      - {{series: '{series(key)}', values: '{values(samples)}'}}"
-    yield from _indented({"promql_expr_test": list(_looks(scenes))})
+    yield from _indented({"promql_expr_test": list(_looks(scenes, every_s))})
     said = [_alert_test(scene, TEXTS[scene.name]) for scene in scenes if scene.name in TEXTS]
     if said:
         yield from _indented({"alert_rule_test": said})
@@ -102,13 +111,13 @@ def _that_matter(job: PlayedJob) -> dict[Key, dict[int, float | None]]:
     return kept
 
 
-def _looks(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
+def _looks(scenes: Sequence[Scene], every_s: float) -> Iterator[dict[str, Any]]:
     """At the end of each scene, on all that has fired of its run; and before its fault, on nothing having done so."""
     for scene in scenes:
         if scene.not_before:
             yield _look(scene.not_before, scene.name, ())
         if scene.lasts:
-            yield from _lasting(scene, *scene.lasts)
+            yield from _lasting(scene, every_s, *scene.lasts)
         yield _look(scene.minutes, scene.name, [each for each in scene.fires if each.of_run])
     yield _look(
         max(scene.minutes for scene in scenes),
@@ -130,11 +139,11 @@ def _look(minutes: float, run: str, fired: Sequence[Fires]) -> dict[str, Any]:
     }
 
 
-def _lasting(scene: Scene, begin: float, end: float) -> Iterator[dict[str, Any]]:
+def _lasting(scene: Scene, every_s: float, begin: float, end: float) -> Iterator[dict[str, Any]]:
     """As many evaluations between two minutes found the scene's first alert as there were, and none later on."""
     found = f'ALERTS{{alertstate="firing", alertname="{NAMES}{scene.fires[0].alert}", run="{scene.name}"}}'
     yield {
-        "expr": f"sum(count_over_time({found}[{end - begin:.0f}m])) >= bool {(end - begin) * 60 / TICK_S:.0f}",
+        "expr": f"sum(count_over_time({found}[{end - begin:.0f}m])) >= bool {(end - begin) * 60 / every_s:.0f}",
         "eval_time": f"{end * 60:.0f}s",
         "exp_samples": [{"labels": "{}", "value": 1}],
     }
