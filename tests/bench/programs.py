@@ -152,7 +152,7 @@ def launched(program: Program, sources: Path | None, endpoint: str) -> list[Prog
             program=program,
             sources=sources,
         )
-        for way in columns(endpoint, quick=True).values()
+        for way in columns(endpoint).values()
         if program.in_place or not way.in_place
     ]
 

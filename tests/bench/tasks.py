@@ -45,7 +45,8 @@ PROMISES = (
     Promise("keypoints", "pck", 0.92),
     Promise("gpt", "loss", 1.95, lower_is_better=True, kill_at=100, join_at=200),
 )
-QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=("data.limit=1000", "epochs=8")),)
+SMALL = ("data.limit=1000", "epochs=4", "model.width=4")
+QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=SMALL),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
