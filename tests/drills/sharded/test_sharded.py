@@ -34,6 +34,8 @@ FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000", "stalle
 FORCED = max(1, KILLS // 10)
 """How often each of the faults comes that no kill from outside would hit."""
 PLACES = 2
+PACE_S, AHEAD = (0.01, 25) if COUNT in os.environ else (0.05, 12)
+"""Seconds of rest in each step, which leave the processors to others; and how many steps ahead a fault is announced."""
 CLOSE, FAR = 5e-6, 1e-3
 """To one process after exactly as many steps; and what gradients that are counted twice make of it."""
 ROUGH = 2e-3
@@ -120,7 +122,7 @@ class Sharded:
         victim, *others = self.job.running
         before, ends = [self.workers(other) for other in others], self.workers(victim)
         self._struck += 1
-        fault = {"id": self._struck, "node": victim.name, "kind": kind, "step": self.job.newest() + 25}
+        fault = {"id": self._struck, "node": victim.name, "kind": kind, "step": self.job.newest() + AHEAD}
         (self.directory / "next").write_text(json.dumps(fault))
         (self.directory / "next").rename(self.directory / "fault")
         self.job.wait_for((self.directory / f"came-{self._struck}").exists, f"{kind} did not happen")
@@ -188,7 +190,7 @@ def test_whatever_is_killed_the_survivors_go_on_and_no_step_is_lost(
         COUNT in os.environ
     ):  # over thousands of steps AdamW amplifies the last bit of a sum until nothing can be compared
         options = options | {"sgd": True}
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, **options)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, **options)
     with sharded.job as job:
         job.start(sharded.nodes)
         sharded.await_together()
@@ -208,7 +210,7 @@ def test_a_fault_in_the_middle_of_a_schedule_is_undone_and_repeated(
     tmp_path: Path, etcd_endpoint: str, run_id: str, stages: dict[str, Any]
 ) -> None:
     """One stage on each rank, or two: amid sends and receives, in the update's barrier, and as a whole node."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, save_every=7, **stages)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, save_every=7, **stages)
     with sharded.job as job:
         job.start(2)
         sharded.await_together()
@@ -227,7 +229,7 @@ def test_kernels_that_hang_are_aborted_and_what_they_leave_is_not_committed(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
     """Over groups that behave like NCCL's: a lost peer never shows, and an aborted sum ends without an error."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, like_nccl=True)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, like_nccl=True)
     with sharded.job as job:
         job.start(2)
         sharded.await_together()
@@ -243,7 +245,7 @@ def test_in_restart_mode_the_same_script_resumes_from_its_checkpoint(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
     """All workers start again; checkpoints hold whole tensors, of which each rank takes its shards."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, recovery="restart", save_every=5)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, recovery="restart", save_every=5)
     with sharded.job as job:
         job.start(2)
         sharded.await_together()
@@ -258,7 +260,7 @@ def test_a_node_of_another_size_is_refused_and_the_others_go_on(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
     """It says why; survivors keep their processes."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S)
     with sharded.job as job:
         (first,) = job.start(1)
         job.await_steps(5)
@@ -272,7 +274,7 @@ def test_a_node_of_another_size_is_refused_and_the_others_go_on(
 
 def test_gradients_that_are_not_cleared_are_counted_twice(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Replicas agree then all the same: only the comparison with one process finds it, so that test can fail."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, keeps_stale=True)
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, keeps_stale=True)
     with sharded.job as job:
         job.start(2)
         sharded.await_together()
