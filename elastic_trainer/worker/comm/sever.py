@@ -53,11 +53,13 @@ class Sockets:
         self._before: dict[int, str] | None = None
         self._mine: dict[int, str] | None = None
         self._ends: frozenset[End] = frozenset()
+        self._round = 0
 
-    def forming(self, store: Collection[End]) -> None:
-        """Sockets opened from now on may belong to the group; those connected to its ``store`` do."""
+    def forming(self, store: Collection[End], round_: int = 0) -> None:
+        """Sockets opened from now on may belong to the group of ``round_``; those connected to its ``store`` do."""
         with self._lock:
             self._before, self._mine, self._ends = open_sockets(), None, frozenset(store)
+            self._round = round_
 
     def formed(self, listening: Collection[End]) -> int:
         """The group is complete and its ranks listen at ``listening``; returns the number of its sockets."""
@@ -79,10 +81,13 @@ class Sockets:
         mine, now = self._mine or {}, open_sockets()
         return [number for number, name in mine.items() if now.get(number) == name]
 
-    def sever(self) -> int:
-        """Shut the group's connected sockets down for reading; returns how many."""
+    def sever(self, round_: int | None = None) -> int:
+        """Shut the group's connected sockets down for reading; returns how many. ``round_``: only if they are its own.
+
+        Another thread cannot know whether the group is still the one that it means, however late it looked.
+        """
         with self._lock:
-            if self._before is None:
+            if self._before is None or round_ not in (None, self._round):
                 return 0
             mine = self._appeared() if self._mine is None else self._mine
             now = open_sockets()

@@ -38,7 +38,7 @@ class Escape:
         """Round ``number`` is being formed through ``store``; returns its waits."""
         self.number = number
         self._works = InterruptibleWaits(self._tracker, interruptible=True)
-        self.sockets.forming(store)
+        self.sockets.forming(store, number)
         self._inside.set()
         return self._works
 
@@ -50,17 +50,26 @@ class Escape:
         self._inside.clear()
         self.sockets.forget()
 
-    def free(self, why: str) -> None:
-        self._works.end(why)
-        self.sockets.sever()
+    def free(self, number: int, why: str) -> None:
+        """Free the main thread if it still forms round ``number``."""
+        works = self._works
+        if self.number == number:
+            works.end(why)
+            self.sockets.sever(number)
 
     def over(self, number: int) -> None:
-        """Rounds up to ``number`` are over: free the main thread if it is in one of them."""
-        if self._inside.is_set() and number >= self.number:
+        """Rounds up to ``number`` are over: free the main thread if it is in one of them.
+
+        By a planned change it may enter the next round meanwhile, whose waits and sockets are left alone.
+        """
+        works = self._works  # before the number: a round that begins sets its number first
+        present = self.number
+        if self._inside.is_set() and number >= present:
             groups.abort_nccl()
-            self._works.abort()
-            self.free("the round ended in the middle of a collective")
-            threading.Thread(target=self._sever_until_free, args=(self.number,), name="sever", daemon=True).start()
+            works.abort()
+            works.end("the round ended in the middle of a collective")
+            self.sockets.sever(present)
+            threading.Thread(target=self._sever_until_free, args=(present,), name="sever", daemon=True).start()
 
     def _sever_until_free(self, number: int) -> None:
         """Repeat until the main thread has left the group: a socket may have been busy the first time."""
@@ -68,5 +77,4 @@ class Escape:
         while self._inside.is_set() and self.number == number:
             SYSTEM.wait(threading.Event(), pause_s)
             pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # the main thread may be in an evaluation of an hour
-            if self._inside.is_set() and self.number == number:
-                self.sockets.sever()
+            self.sockets.sever(number)

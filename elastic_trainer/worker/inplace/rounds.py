@@ -94,7 +94,7 @@ class Rounds:
         if self._link.broken(formation.round) is not None:
             raise RejoinError(f"round {formation.round} is broken already")
         why = f"round {formation.round} was not formed within {self._timeouts.forming_s:g} s"
-        limit = threading.Timer(self._timeouts.forming_s, self._escape.free, (why,))
+        limit = threading.Timer(self._timeouts.forming_s, self._escape.free, (formation.round, why))
         started = SYSTEM.monotonic()
         try:
             over = partial(self._link.broken, formation.round)

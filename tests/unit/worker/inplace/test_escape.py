@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any, cast
+
+import pytest
 
 from elastic_trainer.worker.inplace.escape import Escape
 
@@ -22,4 +25,25 @@ def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:
     assert freed == []
     escape.over(3)
     assert freed == ["shards"]
+    escape.leave(planned=True)
+
+
+def test_the_end_of_a_round_does_not_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the thread that severs comes: its round was left meanwhile, and the next has its connections."""
+    escape = Escape(cast("Any", None))
+    escape.enter(1, [])
+    aborted: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as store:
+
+        def next_round() -> None:
+            escape.leave(planned=True)
+            escape.enter(2, [store.getsockname()]).abort_with(lambda: aborted.append("of round 2"))
+
+        monkeypatch.setattr("elastic_trainer.worker.comm.groups.abort_nccl", next_round)
+        escape.over(1)
+        assert aborted == []
+        with socket.create_connection(store.getsockname()):
+            escape.free(1, "it was not formed in time")
+            assert escape.sockets.sever(1) == 0
+            assert escape.sockets.sever(2) == 1
     escape.leave(planned=True)
