@@ -9,6 +9,8 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer.telemetry import logs
 
     logs.configure()
+    atexit.register(gc.freeze)  # else the interpreter would look for garbage among all of torch before it ends: 0.5 s
     in_place = parameters.config.get("recovery") == RecoveryMode.IN_PLACE
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
