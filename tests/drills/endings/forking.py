@@ -47,7 +47,7 @@ def main(directory: Path) -> None:
                 break
             if session.step_number == LAST:
                 (directory / f"children.{session.environment.node}").write_text(json.dumps(found))
-            pause(0.02)
+            pause(0.06)
 
 
 def pool() -> list[int]:

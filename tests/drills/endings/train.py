@@ -65,7 +65,7 @@ def main() -> None:
             if step.committed and end.item():
                 break
             rank = session.rank
-            pause(0.02)
+            pause(0.06)
     while options.linger and rank == 0 and not (options.directory / "go").exists():
         pause(0.05)
 
