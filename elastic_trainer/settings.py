@@ -140,7 +140,7 @@ class StoreSettings(Frozen):
 
     @property
     def renewable(self) -> bool:
-        """Whether what lets us in lies in files, which may be replaced while somebody reads them."""
+        """Whether credentials are in files, which may be replaced while they are read."""
         return any(path is not None for path in (self.password_file, self.ca_cert, self.cert))
 
     @model_validator(mode="after")
@@ -227,7 +227,7 @@ class RendezvousOptions(Frozen):
 
     @property
     def group_timeout_s(self) -> float:
-        """How long ranks wait for one that does something else: as long as the watchdog lets it, in turn."""
+        """How long ranks wait for a busy one: the watchdog's limits for all it may do, one after the other."""
         limits = (self.step_timeout, self.first_step_timeout, self.phase_timeout)
         return GROUP_TIMEOUT_S + sum(limits) if all(limits) else UNLIMITED_S
 
@@ -372,7 +372,7 @@ def resolved_store(
 
 
 def without_store(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what it says of an etcd, for nodes that meet at another one."""
+    """``environ`` without its etcd variables, for nodes that meet at another etcd."""
     return {name: value for name, value in environ.items() if name not in {ENV_ENDPOINT, *STORE_VARIABLES.values()}}
 
 

@@ -1,4 +1,4 @@
-"""``python -m elastic_trainer.watch SCRIPT ...``: the agent sees how a script without a Session gets on.
+"""``python -m elastic_trainer.watch SCRIPT ...``: lets the agent follow the progress of a script without a Session.
 
 For restart mode: ``torchrun ... -m elastic_trainer.watch train.py``. The script runs as it is. Each update of the first
 optimizer that makes one is a step; so the status page, metrics and incidents show ranks and steps, and a worker without

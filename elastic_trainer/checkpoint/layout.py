@@ -74,7 +74,7 @@ def ordered_nonce() -> str:
 
 
 def rescued_name(round: int, step: int, turn: int) -> str:
-    """That of a state which the agent of the ``turn``-th node commits without its workers.
+    """The name of a state that the agent of the ``turn``-th node commits without its workers.
 
     The same step may have other buffers on another node, so no two nodes write under one name. Of several the first
     node's counts as newest, and a checkpoint of the state by its own process as newer still.
@@ -108,7 +108,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True)
 class WriterIdentity:
-    """Identity of a writing process: enough to tell, on its own machine, whether it still lives.
+    """Identity of a writing process: enough to find out, on its own machine, whether it still lives.
 
     ``start`` is its start time in clock ticks since boot (a reused pid has another one); ``boot`` the kernel's boot
     id; ``namespace`` the inode of its pid namespace (containers of one machine share the boot id, not the pids);

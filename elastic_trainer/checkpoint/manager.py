@@ -330,8 +330,8 @@ class CheckpointManager:
     def load_snapshot(
         self, snapshot: StateSnapshot, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None
     ) -> Loaded:
-        """The state that a process of this job has left in memory; DamagedError, and nothing live has changed, if that
-        is not as it was.
+        """The state that a process of this job has left in memory; DamagedError, with no live tensor changed, if it is
+        damaged.
         """
         files = checked(snapshot, check)
         if live is not NOTHING_LIVE and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads

@@ -34,9 +34,9 @@ _EXAMPLE = """examples:
   elastic-trainer admin init --user root --password-file root-password --output monitor-password
   elastic-trainer admin grant my-run --user root --password-file root-password --output my-run-password
   elastic-trainer admin grant my-run --format kubernetes | kubectl apply -n elastic-trainer -f -"""
-_ACTIONS = """init: have root with the given password, a user 'monitor' who may read all runs, and authentication on;
-grant: a user 'run-RUN' who may read and write the keys of that run alone; revoke: remove it; list: who there is.
-init and grant give a new password each time"""
+_ACTIONS = """init: create root with the given password and a user 'monitor' that reads all runs, enable authentication;
+grant: create a user 'run-RUN' that may read and write only that run's keys; revoke: remove it; list: show all.
+init and grant set a new password each time"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not of_run and arguments.run is not None:
         raise ConfigError(f"admin {arguments.action} takes no run", hint=f"leave out {arguments.run!r}")
     if arguments.action == "grant" and arguments.run == "monitor":
-        raise ConfigError("a run that is called 'monitor' gets no user", hint="that is the name of the monitor's own")
+        raise ConfigError("a run called 'monitor' cannot have a user", hint="the monitor's own user has that name")
     if arguments.format == "kubernetes" and of_run and not _SECRET_NAME.fullmatch(arguments.run):
         raise ConfigError(
             f"{SECRET_PREFIX}{arguments.run} cannot be the name of a Secret",
@@ -93,13 +93,13 @@ def _check(arguments: argparse.Namespace) -> None:
 def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
     if settings.user != ROOT or settings.password_file is None:
         raise ConfigError(
-            "admin init needs the password that root has or is to have",
+            "admin init needs root's present password, or the one to set",
             hint="openssl rand -base64 24 > root-password, then --user root --password-file root-password",
         )
     root_password = secret(settings.password_file, "--password-file")
     with _delivered(arguments, "monitor") as password:
         account = granting.initialize(accounts, settings.prefix, root_password, password)
-    _say(f"etcd asks everybody who he is; user {account.name!r} may read {account.right.key}")
+    _say(f"etcd now requires authentication; user {account.name!r} may read {account.right.key}")
 
 
 def _grant(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
@@ -122,7 +122,7 @@ def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
         return
     print(f"authentication is {'on' if accounts.on else 'off'}; the monitor has {'a' if monitor else 'no'} user")
     for name, right in runs.items():
-        print(f"run {name}: user run-{name}{'' if right else ', which is not as it should be: grant again'}")
+        print(f"run {name}: user run-{name}{'' if right else ', whose rights are wrong: grant again'}")
 
 
 @contextmanager

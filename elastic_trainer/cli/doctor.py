@@ -41,10 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--endpoint", metavar="HOST:PORT,...", help="etcd, as for torchrun's --rdzv-endpoint")
-    add("--run-id", metavar="R", help="compare with the nodes of this run; nodes of --peers give the same")
+    add("--run-id", metavar="R", help="compare with the nodes of this run; the same on all --peers")
     add("--peers", type=int, metavar="N", help="measure the network of N nodes, all of which run this command")
     add("--checkpoint-dir", metavar="DIR", help="measure the directory or s3://, gs:// or az:// URL for checkpoints")
-    add("--min-disk", type=float, metavar="GIB", help="so much must be free there")
+    add("--min-disk", type=float, metavar="GIB", help="space that must be free there")
     add("--nproc-per-node", type=int, default=1, metavar="P", help="workers that will run on this node (default: 1)")
     add("--compute", action=argparse.BooleanOptionalAction, default=None, help="measure memory and matrix products")
     add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous: credentials, interface, limits")

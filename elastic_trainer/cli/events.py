@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print them, the oldest first."""
     limit = at_least(1, arguments.limit, "--limit")
     if arguments.incident is not None and arguments.follow:
-        raise ConfigError("--incident is about what is over, --follow about what comes", hint="give one of them")
+        raise ConfigError("--incident shows the past, --follow what happens from now on", hint="give one of them")
     if arguments.format is not None and arguments.incident is None:
-        raise ConfigError("--format is that of --incident", hint="give --incident ROUND too, or --json alone")
+        raise ConfigError("--format needs --incident", hint="give --incident ROUND too, or --json alone")
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
         keys = RunKeys(settings.prefix, arguments.run)

@@ -1,4 +1,4 @@
-"""``elastic-trainer status [RUN]``: how a run is, or all of them; once, or again and again.
+"""``elastic-trainer status [RUN]``: shows one run or all of them, once or continuously.
 
 *Runs in* the process of the command, its main thread. *Owns* the terminal while it watches.
 *Fails by* ConfigError for a run that is not there, StoreUnavailableError when etcd does not answer at the start; while
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id); without it all runs are listed")
-    add("--watch", action="store_true", help="go on until the run is over or the command interrupted")
+    add("--watch", action="store_true", help="refresh until the run is over or the command is interrupted")
     add("--json", action="store_true", help="one JSON object a line, as the monitor's /api has it")
     connection.add_options(parser)
 

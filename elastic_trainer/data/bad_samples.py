@@ -1,4 +1,4 @@
-"""Counts the samples that were left out because they raise, says so, and ends the job when they are too many.
+"""Counts and logs samples that are left out because they raise, and ends the job when there are too many.
 
 *Runs in* the worker's main thread.
 *Fails by* DataError when more of an epoch is bad than allowed.

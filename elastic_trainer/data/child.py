@@ -27,7 +27,7 @@ _HELD_BACK = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Children that are forked in here wait with two things until :func:`settle`, which does what is right for them.
+    """Children that are forked in here hold back two things until :func:`settle`, which handles them.
 
     SIGTERM and SIGINT (other threads of this process, and their C handler, still receive them); and the collection of
     garbage, which would end process groups of the parent that only cycles hold: they wait for threads that a child

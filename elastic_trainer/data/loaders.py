@@ -1,4 +1,4 @@
-"""Samples from a DataLoader of the script's own: a session says which, and knows what its steps have used.
+"""Samples from the script's own DataLoader: the session chooses them, and knows which its steps have used.
 
 A DataLoader fetches ahead of use, so what it has fetched says nothing about what was trained on. The position in the
 data therefore stays the session's. When the ranks change, what was fetched ahead for the old ones is thrown away, and

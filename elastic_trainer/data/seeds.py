@@ -95,7 +95,7 @@ _KEPT: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
 
 @contextmanager
 def undisturbed(generators: Iterable[str] = SEEDED) -> Iterator[None]:
-    """These are afterwards as they were: a step that draws data goes on with numbers of its own."""
+    """Restores these generators afterwards: a step that draws data continues with its own random numbers."""
     before = [(restore, state()) for state, restore in (_KEPT[each] for each in generators)]
     try:
         yield

@@ -159,7 +159,7 @@ class PassLoader(SessionLoader):
 
 
 def train(session: Session, compute: Callable[[Step, Batch, bool], None], update: Callable[[Step], None]) -> Step:
-    """Make the step about the batch at hand until it counts: a round may end in the middle of it.
+    """Repeat the step about the present batch until it commits: a round may end in the middle of it.
 
     ``compute(step, part, first)`` makes one pass on ``part.data``; ``first``: on what the loader gave. ``update(step)``
     makes the update.
@@ -176,7 +176,7 @@ def train(session: Session, compute: Callable[[Step, Batch, bool], None], update
 
 
 class Still(torch.optim.Optimizer):
-    """What a framework steps in place of ``optimizer``, whose update is the session's."""
+    """Stands in for ``optimizer`` in a framework; the session makes the update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], object] = lambda: None) -> None:
         self.optimizer, self._update = optimizer, update

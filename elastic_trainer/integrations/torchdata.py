@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader as streams of a session: it reads ahead, and knows where its user is.
+"""torchdata's StatefulDataLoader as streams of a session: it prefetches, and tracks its consumer's position.
 
 Over map-style data it is a DataLoader as others, with ``session.sampler()``. Over an IterableDataset it has a state, so
 that the job can go on where it was: :func:`streams` gives each stream of the job one of its own.

@@ -103,7 +103,7 @@ RECOVERY = _run(
 TIME = _run("time_seconds", "Time of all ranks together, by phase.", MetricKind.COUNTER, values={"phase": PHASES})
 NONFINITE_LOSSES = _run(
     "nonfinite_losses",
-    "Checks of the loss that found it NaN or infinite, over all ranks, including those that it ended.",
+    "Checks of the loss that found it NaN or infinite, over all ranks, including ranks that ended because of it.",
     MetricKind.COUNTER,
 )
 DIFFERENCES = _run(

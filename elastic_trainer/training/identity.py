@@ -1,8 +1,8 @@
-"""What of a job's data may not change between its runs: kept with the state, compared before anything else of it is.
+"""Facts about a job's data that must not change between its runs: kept with the state, compared before the rest of it.
 
 *Runs in* every rank, main thread.
 *Fails by* ConfigError naming the fact and what is different.
-*Invariant*: the state of a run is never taken over by a job that means other things by its numbers.
+*Invariant*: a job never takes over a state whose numbers (class indices, say) mean other things to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experiment trackers as registered loggers: which there are, and a thread that keeps their troubles from training.
+"""The registry of experiment trackers, and a thread that isolates training from their failures.
 
 A logger is opened by the process that is rank 0, with the run's directory. ``register_logger`` adds one of your own.
 

@@ -1,4 +1,4 @@
-"""What a script with a Session of its own writes about its run, as a job does: ``steps.jsonl``, and to loggers.
+"""Logs the run of a script with a Session as a job logs its own: to ``steps.jsonl`` and to loggers.
 
 ::
 

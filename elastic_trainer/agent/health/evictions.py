@@ -4,7 +4,7 @@ The node of rank 0 asks through a key of the other node, which then leaves as af
 exit code 143.
 
 *Runs in* the agent: the thread ``health-writer``. *Fails by* ElasticTrainerError when the store is away.
-*Invariant*: what was asked of an earlier node of the same name is not obeyed.
+*Invariant*: a request to an earlier node of the same name is ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Evictions:
         self._obeys, self._leave = obeys, leave
 
     def obey(self) -> None:
-        """Leave, if this node was asked to. What was asked before it came was asked of another one of its name."""
+        """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
         if not self._obeys:
             return
         asked = self._store.get(self._keys.eviction(self._node), Deadline.after(_LIMIT_S)).first

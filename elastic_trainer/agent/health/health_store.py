@@ -1,7 +1,7 @@
 """What nodes publish about their workers: each node writes its own document to the store.
 
-*Runs in* any thread. *Fails by* nothing: what cannot be written is replaced by what comes next; an incident
-that could not be written is kept by whoever holds it (ElasticTrainerError passes through there).
+*Runs in* any thread. *Fails by* nothing: a document that cannot be written is replaced by the next one; the
+caller keeps an incident that could not be written (ElasticTrainerError passes through there).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HealthStore:
             self._store.transact([], [Delete(first, range_end=last)], deadline=Deadline.after(WRITE_S))
 
     def fold(self, present: Mapping[str, object]) -> None:
-        """Add up what nodes have counted that are gone, if there are many: the sums stay, the documents go.
+        """If many nodes are gone, add up their counters: the sums stay, their documents are deleted.
 
         ``present`` are nodes known to be there; the store is asked too, as not every node follows all others.
         What this node counted in a life before is added at once, since its document is about to be replaced.

@@ -1,9 +1,9 @@
-"""The health of this node: looks at its workers' pages, kills those that hang, and publishes how they are.
+"""The health of this node: looks at its workers' pages, kills those that hang, and publishes their status.
 
 *Runs in* the agent: a thread named ``health`` looks several times a second, one named ``health-writer`` writes to the
-store every few seconds, so that an outage of the store blinds nobody.
+store every few seconds, so that an outage of the store does not stop the watchdog.
 *Owns* both threads. *Fails by* nothing: a failed turn is logged and the next one comes.
-*Invariant*: time in which the agent itself stood still counts for nobody.
+*Invariant*: time in which the agent itself was frozen counts against no worker.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NOTICED: Final = (
 @dataclass(frozen=True, slots=True)
 class HealthSubject:
     """Whose health it is. ``metrics``: the URL of its endpoint; ``max_nodes``: the most that the run can have;
-    ``alive``: the file whose time says to a kubelet that this agent works, which no stranger can get in the way of;
+    ``alive``: the file whose time shows a kubelet that this agent works, which no client of a port can prevent;
     ``logs``: where its output goes.
     """
 
@@ -222,7 +222,7 @@ class Health:
     # ---- publishing
 
     def publish(self) -> None:
-        """Write how this node's workers are, and what has happened; that waits while the store is away."""
+        """Publish this node's workers and new incidents; incidents wait while the store is away."""
         with self._publishing:
             readings, counters = self._pages.look(), self._pages.counters()
             self._notice(counters)

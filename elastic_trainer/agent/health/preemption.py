@@ -1,4 +1,4 @@
-"""Notices of a cloud that it takes this machine back soon: asks its metadata service, and has the node leave.
+"""Asks the cloud's metadata service whether it will take this machine back soon, and then has the node leave.
 
 The node leaves as after a SIGTERM: by a planned change, with exit code 143, which Kubernetes and Slurm count as no
 failure. Notices come 30 s (GCE, Azure) to two minutes (EC2) before the end.

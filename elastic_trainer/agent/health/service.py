@@ -126,7 +126,7 @@ class HealthService:
         self.pages.mode(Phase.STARTING)
 
     def tell_goodput(self) -> None:
-        """At the end of a run: what became of everybody's time."""
+        """At the end of a run: log how all ranks spent their time."""
         self.health.publish()
         counters = added_up(each.counters for each in self._told.told().values())
         share = goodput(counters)

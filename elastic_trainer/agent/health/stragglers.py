@@ -44,7 +44,7 @@ class StragglerWatch:
         self._reported_at: dict[str, float] = {}
 
     def look(self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
-        """Judge, if it is time and this node's turn; what people should know."""
+        """Judge, if a look is due and this node has rank 0; the incident to report, if any."""
         now = self._clock.monotonic()
         if current is None or current.state is not RoundState.ACTIVE or not current.is_first(self._node):
             self._slow.clear()

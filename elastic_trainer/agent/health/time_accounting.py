@@ -1,7 +1,7 @@
-"""What became of this node's time, and what its workers have counted, over all their lives.
+"""How this node spent its time, and what its workers have counted, over all their lives.
 
-Each local rank is a slot. The time of a slot is that of the workers in it, by their pages, and between them that
-of the agent: gathering nodes, or starting a worker. A gap is booked when the next worker has a page, since its life
+Each local rank is a slot. While a worker is in it, the slot's time is the worker's, from its page; in between it is
+the agent's: gathering nodes, or starting a worker. A gap is booked when the next worker has a page, since its life
 began before that; so every second is booked once, and no sum ever becomes smaller.
 
 *Runs in* the agent, under the lock of its pages. Does no I/O.

@@ -154,7 +154,7 @@ class Conductor:
             self._offer(self._life.number)
 
     def _end_life(self, cause: str, kind: Cause = Cause.WORKER_LOST) -> None:
-        """The workers of this life have ended, or are told to exit. Called with the lock held."""
+        """The workers of this life have ended, or are ordered to exit. Called with the lock held."""
         life, current = self._life, self._document
         self._read_progress(life)
         life.ended = True

@@ -14,12 +14,12 @@ from elastic_trainer.cli.options import add_actions
 
 ACTIONS = {
     "list": (looking.configure_list, looking.run_list, "the checkpoints of a directory, newest first"),
-    "show": (looking.configure_show, looking.run_show, "all that one checkpoint holds"),
+    "show": (looking.configure_show, looking.run_show, "show what one checkpoint holds"),
     "verify": (looking.configure_verify, looking.run_verify, "read every byte and compare it with its checksum"),
-    "diff": (comparing.configure, comparing.run, "in what two checkpoints differ"),
+    "diff": (comparing.configure, comparing.run, "show how two checkpoints differ"),
     "prune": (pruning.configure, pruning.run, "remove those that no rule keeps"),
     "export": (exchanging.configure_export, exchanging.run_export, "write one for other programs"),
-    "import": (exchanging.configure_import, exchanging.run_import, "bring a file of another program in"),
+    "import": (exchanging.configure_import, exchanging.run_import, "import a file of another program"),
     "save": (saving.configure, saving.run, "ask a run that trains for a checkpoint now"),
 }
 

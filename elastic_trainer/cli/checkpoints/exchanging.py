@@ -39,7 +39,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
     add("--part", metavar="PART", help=f"the part of the state to write; model by default, {AVERAGE} for the average")
     add("--all", action="store_true", help="the whole state, which import makes a checkpoint again")
     add("--config", type=Path, metavar="FILE", help="huggingface: the config.json to put beside the weights")
-    add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: the most of one file; 5 GB")
+    add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: largest file (default: 5 GB)")
     add("--force", action="store_true", help="replace DEST if it exists")
     add_json(parser)
 
@@ -110,7 +110,7 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
     what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
     add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
     add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
-    add("--part", metavar="PART", help="where in the file the weights are, if it holds more than they")
+    add("--part", metavar="PART", help="the key of the weights, if the file holds more")
     add("--force", action="store_true", help="replace an earlier import of weights")
     add_json(parser)
 
@@ -143,7 +143,7 @@ def _say_checkpoint(done: Brought, directory: str) -> None:
 def _say_weights(done: Brought) -> None:
     print(f"{done.path}: weights, {_contents(done)}")
     if done.stripped:
-        print(f"taken off the names: {', '.join(done.stripped)}")
+        print(f"removed from the names: {', '.join(done.stripped)}")
     if done.left_out:
         print(f"left out: {named(done.left_out)}")
     print("No job resumes from weights alone. To begin with them, before session.wrap(model, ...):")

@@ -256,7 +256,7 @@ class Control:
 
 
 _PASSES = (Purpose.FORWARD, Purpose.BACKWARD, Purpose.NORM, Purpose.COMMIT)
-_EQUALLY = "in each step all ranks that share a sharded model call it equally often, and step.backward() too"
+_EQUALLY = "in each step all ranks that share a sharded model must call it, and step.backward(), equally often"
 _ON_ALL = "call save(), evaluate(), barrier() and step.loss on all ranks, never on rank 0 alone"
 _BITS, _PARTS = 20, 3
 """With it the sum of squares over 8192 ranks is exact: a double has 53 bits."""

@@ -142,7 +142,7 @@ class Replica:
         """A round was formed."""
 
     def level(self) -> None:
-        """Before a state that is in no checkpoint is begun with."""
+        """Called before training may start from a state that no checkpoint holds."""
 
     def alike(self, control: Control) -> Control:
         """The ranks that must hold what this one holds."""

@@ -323,8 +323,8 @@ class ShardedReplica(Replica):
     def commit_together(self, number: int) -> None:
         """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
 
-        A shard behind its peers is in no whole state. Where nodes hold parts of one, all ranks have to be ready:
-        whoever is left of two groups may have to make up a whole one, and then all make the step that one has made.
+        A shard behind its peers is in no whole state. With groups of several nodes all ranks have to be ready:
+        survivors of two groups may have to form a whole one, and then all make the step that one of them has made.
         """
         self._meet(Purpose.COMMIT, float(number))
         self._passes = None

@@ -41,7 +41,7 @@ class WrappedModel(nn.Module):
         self.__dict__["_through"] = self.called if parallel is None else parallel
 
     def intercept(self, call: Call | None) -> None:
-        """Let ``call`` make each call from now on; None: nobody."""
+        """Route each call through ``call`` from now on; None: call directly."""
         self.__dict__["_call"] = call
 
     def no_sync(self) -> AbstractContextManager[None]:

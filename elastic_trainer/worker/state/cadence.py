@@ -113,8 +113,8 @@ class Experience:
 
     @classmethod
     def resumed(cls, fields: Mapping[str, Any], *, lost: bool = True) -> Experience:
-        """That of a life which begins with the checkpoint of these ``fields``; whether steps behind it were ``lost``,
-        as far as is known."""
+        """The experience of a life that resumes the checkpoint with these ``fields``; ``lost``: whether steps after
+        it were lost, as far as is known."""
         kept = fields.get(FIELD)
         if not isinstance(kept, Mapping):
             return cls()

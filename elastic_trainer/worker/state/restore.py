@@ -177,8 +177,8 @@ def restore(
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
-    What is loaded goes into ``live`` tensors: whatever ends this between ``check`` and ``apply``, the state at hand is
-    not to be used.
+    Loading overwrites ``live`` tensors: if anything ends this between ``check`` and ``apply``, the present state must
+    not be used.
 
     ``unfit`` says why nobody may start from this rank's present state, if so; ``check`` raises, on all ranks, for a
     checkpoint that this job must not start from. ``snapshot`` is what earlier workers left in the node's memory.

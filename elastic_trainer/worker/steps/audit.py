@@ -49,7 +49,7 @@ class Trial:
 
 
 def trials(nodes: Sequence[str], turn: int) -> list[Trial]:
-    """Who repeats whose pass at audit number ``turn``; ``nodes`` are those of the ranks, by rank. Pure.
+    """Which rank repeats which pass at audit number ``turn``; ``nodes``: the node of each rank. Pure.
 
     Checker and judge are on other nodes, as far as there are enough; ranks of a single node check each other. After as
     many turns as there are other nodes, each node has checked each other one.
@@ -106,11 +106,11 @@ def verdict(
     if judge is None:
         if again == checked == third:
             return AuditVerdict(
-                AuditFinding.WRONG, (rank,), f"rank {rank} agrees with rank {checker} only a second time"
+                AuditFinding.WRONG, (rank,), f"rank {rank} agrees with rank {checker} only on its second try"
             )
         if again == first == third:
             return AuditVerdict(
-                AuditFinding.WRONG, (checker,), f"rank {checker} agrees with rank {rank} only a second time"
+                AuditFinding.WRONG, (checker,), f"rank {checker} agrees with rank {rank} only on its second try"
             )
         both = tuple(sorted((rank, checker)))
         return AuditVerdict(
@@ -176,7 +176,7 @@ class PassAudit:
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def bind(self, control: Control) -> None:
-        """PassAudit the ranks of the present round. ConfigError for ranks that compute in different ways."""
+        """Audit the ranks of the present round. ConfigError for ranks that compute in different ways."""
         self._recorder.drop()
         self._control, self._step = control, None
         check_ranks(control, arithmetic(self._device), _PROMISE)

@@ -88,7 +88,7 @@ class OuterSteps:
         self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
         if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
             raise ConfigError(
-                f"at step {position.step} ranks average, and others have made another number of steps",
+                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
                 hint="say the same sync_every on all ranks, and let all make the same steps",
             )
         self._replica.synchronise(self._kept["model"], self._round_end.check_gradients)

@@ -1,7 +1,7 @@
 """Whether all ranks cut the data alike: the same length, batches, seed and order, else samples are missed or repeated.
 
-They compare at the first step of each round, and of each epoch that nobody has promised the same plan for
-(``batches(epochs=5)`` promises five, and a script may make another plan behind them): by one sum, before anything is
+They compare at the first step of each round, and of each epoch for which no rank has promised the same plan
+(``batches(epochs=5)`` promises five, and a script may make another plan after them): by one sum, before anything is
 computed, as ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they compare behind
 steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank calls
 ``batches()``, and all other steps cost nothing.
@@ -68,7 +68,7 @@ def _difference(cut: Cut, right: Cut) -> str:
 
 
 def mark(fields: Fields) -> int:
-    """A number that is as good as certainly another one for other ``fields``."""
+    """A hash of ``fields``: other fields almost certainly give another number."""
     text = json.dumps(dict(fields), sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=_MARK_BYTES).digest())
 

@@ -45,7 +45,7 @@ class SecondOptimizers:
         if mine & self._wrapped:
             raise ConfigError(
                 f"a second optimizer, {kind}, was about to change parameters of the wrapped model; in place the session"
-                " could neither take that back nor give it to other ranks",
+                " could neither undo that nor send it to other ranks",
                 hint="train all of them with the optimizer given to session.wrap(), in parameter groups of their own",
             )
         number = self._steps.uncommitted

@@ -128,14 +128,14 @@ def test_mistakes_of_the_operator_are_one_sentence_each(server: EtcdServer, admi
     """Exit code 78 and no change; no password is in any of them."""
     mistakes: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         ("authentication is disabled", ("grant", "a"), {"user": ""}),
-        ("admin init needs the password that root", ("init",), {"user": ""}),
+        ("admin init needs root's present password", ("init",), {"user": ""}),
         ("", ("init",), {}),
         ("requires a user", ("list",), {"user": ""}),
         ("refuses the credentials", ("list",), {"file": admin.file("wrong", "gue55ed")}),
         ("admin grant needs the name of a run", ("grant",), {}),
         ("admin list takes no run", ("list", "a"), {}),
         ("no rights were granted to run 'a'", ("revoke", "a"), {}),
-        ("a run that is called 'monitor' gets no user", ("grant", "monitor"), {}),
+        ("a run called 'monitor' cannot have a user", ("grant", "monitor"), {}),
         ("cannot be the name of a Secret", ("grant", "A_b", "--format", "kubernetes"), {}),
         ("cannot be written: No such file", ("grant", "a", "--output", str(tmp_path / "no" / "file")), {}),
         ("no rights were granted to run 'a'", ("revoke", "a"), {}),
