@@ -48,7 +48,7 @@ def settle(parent: int, *, forked: bool) -> None:
     if forked:
         gc.freeze()  # nothing of the parent's is ever collected here
         gc.enable()
-        drop_sockets()
+        let_go([number for number in open_sockets() if number > _STANDARD])
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) and number not in _HELD_BACK:
@@ -73,11 +73,21 @@ def end_with(parent: int) -> None:
                 os._exit(1)
 
 
-def drop_sockets() -> None:
-    """Let go of all inherited sockets."""
-    with suppress(OSError):
-        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
-        let_go([number for number in numbers if number > _STANDARD and _is_socket(number)])
+def open_sockets() -> dict[int, str]:
+    """Descriptor number and kernel name (with the inode) of each socket of this process; empty off Linux."""
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"{_DESCRIPTORS}/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[int(name)] = target
+    return found
 
 
 def let_go(numbers: Collection[int]) -> None:
@@ -91,10 +101,3 @@ def let_go(numbers: Collection[int]) -> None:
         for number in numbers:
             os.dup2(nothing, number, inheritable=False)
         os.close(nothing)
-
-
-def _is_socket(number: int) -> bool:
-    try:
-        return os.readlink(f"{_DESCRIPTORS}/{number}").startswith("socket:")
-    except OSError:
-        return False

@@ -22,27 +22,10 @@ import threading
 from collections.abc import Collection, Iterator
 from typing import Any
 
-_DIRECTORY = "/proc/self/fd"
+from elastic_trainer.data.child import open_sockets
 
 End = tuple[str, int]
 """Address and port of one end of a connection."""
-
-
-def open_sockets() -> dict[int, str]:
-    """Descriptor number and kernel name (with the inode) of each socket of this process; empty off Linux."""
-    found: dict[int, str] = {}
-    try:
-        names = os.listdir(_DIRECTORY)
-    except OSError:
-        return found
-    for name in names:
-        try:
-            target = os.readlink(f"{_DIRECTORY}/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found[int(name)] = target
-    return found
 
 
 class Sockets:
