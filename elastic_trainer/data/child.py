@@ -16,7 +16,7 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -43,8 +43,8 @@ def forking() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def settle(parent: int, *, forked: bool) -> None:
-    """Let go of what belongs to the process ``parent``, and end when it ends."""
+def settle(parent: int, forked: bool, theirs: Callable[[int], None] | None, worker: int) -> None:
+    """A ``worker_init_fn``: let go of what belongs to the process ``parent``, and end when it ends; then ``theirs``."""
     if forked:
         gc.freeze()  # nothing of the parent's is ever collected here
         gc.enable()
@@ -57,6 +57,8 @@ def settle(parent: int, *, forked: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
     end_with(parent)
+    if theirs is not None:
+        theirs(worker)
 
 
 def end_with(parent: int) -> None:

@@ -4,7 +4,7 @@ A DataLoader fetches ahead of use, so what it has fetched says nothing about wha
 data therefore stays the session's. When the ranks change, what was fetched ahead for the old ones is thrown away, and
 the same DataLoader, with the same processes, goes on with this rank's new part.
 
-*Runs in* the worker's main thread; :func:`_settled` in processes of the DataLoader.
+*Runs in* the worker's main thread.
 *Fails by* ConfigError for a DataLoader that would give other samples, DataError when one of its processes dies; what
 the data set raises passes through.
 """
@@ -209,7 +209,7 @@ class LoaderSource:
 def separate(loader: DataLoader[Any]) -> None:
     """The processes of ``loader`` will hold no connection of the training, and end with this process."""
     if loader.num_workers:
-        loader.worker_init_fn = partial(_settled, os.getpid(), _forks(loader), loader.worker_init_fn)
+        loader.worker_init_fn = partial(settle, os.getpid(), _forks(loader), loader.worker_init_fn)
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -238,10 +238,3 @@ def _end() -> None:
     for iterator, owner in list(_BEGUN.items()):
         if owner == os.getpid():
             shut(iterator)
-
-
-def _settled(parent: int, forked: bool, theirs: Callable[[int], None] | None, number: int) -> None:
-    """A process of the DataLoader has begun: it must hold no connection of the training, and ends with it."""
-    settle(parent, forked=forked)
-    if theirs is not None:
-        theirs(number)

@@ -243,7 +243,7 @@ class Workers:
             persistent_workers=True,
             pin_memory=self._pin,
             timeout=LOOK_S,
-            worker_init_fn=partial(_begun, os.getpid(), forked),
+            worker_init_fn=partial(settle, os.getpid(), forked, None),
             multiprocessing_context=context,
             generator=torch.Generator(),  # else it draws from the one that training uses
         )
@@ -285,11 +285,6 @@ def alike(one: SampleRequest, other: SampleRequest) -> bool:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _begun(parent: int, forked: bool, number: int) -> None:
-    """A data worker process has begun."""
-    settle(parent, forked=forked)
 
 
 _CAUSES: dict[int, str] = {

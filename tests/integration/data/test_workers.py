@@ -322,7 +322,7 @@ def test_workers_that_cannot_all_be_started_leave_none_behind(monkeypatch: pytes
         _ = draw_one(source, 0).data
 
 
-def _dies(parent: int, forked: bool, number: int) -> None:
+def _dies(parent: int, forked: bool, theirs: None, number: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -337,7 +337,7 @@ def until_all_are_dead() -> None:
 )
 def test_workers_that_die_at_once_are_said_to_be_dead(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """While torch's handler knows of them and raises in the middle of their start, or a moment later."""
-    monkeypatch.setattr(workers, "_begun", _dies)
+    monkeypatch.setattr(workers, "settle", _dies)
     act = getattr(owner, name)
 
     def later(*arguments: Any, **options: Any) -> None:
