@@ -72,15 +72,15 @@ class LoggerKind:
     package: str | None = None
 
 
-def _from(module: str) -> Open:
-    """``open_logger`` of a module here, which is slow to import: on first use."""
-    return lambda opening: importlib.import_module(f"elastic_trainer.training.{module}").open_logger(opening)
+def _from(module: str, kind: str) -> Open:
+    """The logger ``kind`` of a module here, which is slow to import: on first use."""
+    return lambda opening: getattr(importlib.import_module(f"elastic_trainer.training.{module}"), kind)(opening)
 
 
 _KINDS = {
-    "tensorboard": LoggerKind(_from("tensorboard"), background=False, package="tensorboard"),
-    "wandb": LoggerKind(_from("wandb_logger"), package="wandb"),
-    "mlflow": LoggerKind(_from("mlflow_logger"), package="mlflow"),
+    "tensorboard": LoggerKind(_from("tensorboard", "TensorBoard"), background=False, package="tensorboard"),
+    "wandb": LoggerKind(_from("wandb_logger", "WandbLogger"), package="wandb"),
+    "mlflow": LoggerKind(_from("mlflow_logger", "MlflowLogger"), package="mlflow"),
 }
 
 

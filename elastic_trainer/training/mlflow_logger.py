@@ -22,12 +22,7 @@ _PARAMS = 100
 """What MLflow takes at once."""
 
 
-def open_logger(opening: Opening) -> Logger:
-    """Begin or go on with the run in ``opening.directory``."""
-    return MlflowLogger(opening)
-
-
-class MlflowLogger:
+class MlflowLogger(Logger):
     """Through the client alone: the script's own active run of MLflow stays its own."""
 
     def __init__(self, opening: Opening) -> None:

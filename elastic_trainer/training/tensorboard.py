@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_trainer.training.loggers import Opening
+from elastic_trainer.training.loggers import Logger, Opening
 from elastic_trainer.training.task import Exhibits
 
 DIRECTORY = "tensorboard"
 
 
-def open_logger(opening: Opening) -> TensorBoard:
-    """Write into ``opening.directory``."""
-    return TensorBoard(opening)
-
-
-class TensorBoard:
+class TensorBoard(Logger):
     """Points behind ``opening.step`` that an earlier life of the run wrote are hidden."""
 
     def __init__(self, opening: Opening) -> None:

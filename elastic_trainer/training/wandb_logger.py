@@ -28,12 +28,7 @@ EXIT_S = 2 * LEAVE_S
 _AGAIN_S = 0.5
 
 
-def open_logger(opening: Opening) -> Logger:
-    """Begin or go on with the run in ``opening.directory``."""
-    return WandbLogger(opening)
-
-
-class WandbLogger:
+class WandbLogger(Logger):
     """Steps are kept in ``train/step`` and ``test/step``: W&B's own counter belongs to a process."""
 
     def __init__(self, opening: Opening) -> None:
