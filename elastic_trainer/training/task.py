@@ -37,10 +37,6 @@ class Exhibits:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-class NoOptions(Section):
-    """A section in which nothing may be set."""
-
-
 class Task(ABC):
     """Derive from this, name the class in the job file (``task: my_module:MyTask``), and run the job.
 
@@ -68,11 +64,11 @@ class Task(ABC):
     numpy's or Python's global generators (seeded and resumed with the job) or from the identity of the samples.
     """
 
-    Data: ClassVar[type[Section]] = NoOptions
+    Data: ClassVar[type[Section]] = Section
     """What the job file may say under ``data:``; an instance of it becomes ``self.data_options``."""
-    Model: ClassVar[type[Section]] = NoOptions
+    Model: ClassVar[type[Section]] = Section
     """What the job file may say under ``model:``; an instance of it becomes ``self.model_options``."""
-    Options: ClassVar[type[Section]] = NoOptions
+    Options: ClassVar[type[Section]] = Section
     """What the job file may say under ``options:``; an instance of it becomes ``self.options``."""
 
     def __init__(self, config: JobConfig) -> None:
