@@ -47,12 +47,6 @@ def write_atomically(path: Path, text: str) -> None:
             raise
 
 
-def append(path: Path, text: str) -> None:
-    """Add ``text`` at the end of ``path``."""
-    with storage_errors(path), path.open("a", encoding="utf-8") as file:
-        file.write(text)
-
-
 def make_writable(directory: Path) -> None:
     """Create ``directory`` where it is missing and prove that it can be written, before hours of work depend on it."""
     with storage_errors(directory):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint.retention import BestMode
-from elastic_trainer.training.files import append, finite, storage_errors, write_atomically
+from elastic_trainer.training.files import finite, storage_errors, write_atomically
 
 FILE_NAME = "metrics.jsonl"
 
@@ -118,7 +118,8 @@ class History:
         kept = lines_to_keep(lines, self.records)
         new = "".join(_line(record, notes) for record in self.records[len(kept) :])
         if len(kept) == len(lines):
-            append(path, new)
+            with storage_errors(path), path.open("a", encoding="utf-8") as file:
+                file.write(new)
         else:
             write_atomically(path, "".join(kept) + new)
 
