@@ -48,11 +48,6 @@ class SavingOptions:
         if every_s not in (None, AUTO) and (isinstance(every_s, str) or every_s <= 0):
             raise ConfigError(f"snapshot_every_s is {every_s!r}", hint="give seconds, 'auto', or None")
 
-    @property
-    def behind(self) -> WhenBehind:
-        """:attr:`when_behind`, checked."""
-        return WhenBehind(self.when_behind)
-
 
 class OnMismatch(StrEnum):
     """What happens to a step in which an audit has found a rank to be wrong."""
@@ -135,11 +130,6 @@ class SessionOptions:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
-
-    @property
-    def fatal(self) -> bool:
-        """Whether a non-finite loss ends the training."""
-        return self.checks.nonfinite == "raise"
 
 
 def one_of(kind: type[Choice], value: str, what: str) -> Choice:

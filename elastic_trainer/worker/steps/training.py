@@ -29,7 +29,7 @@ from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ran
 from elastic_trainer.worker.model.local import LocalReplica
 from elastic_trainer.worker.model.replica import check_optimizer
 from elastic_trainer.worker.state import loading
-from elastic_trainer.worker.state.cadence import Memory
+from elastic_trainer.worker.state.cadence import Memory, WhenBehind
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
@@ -92,7 +92,7 @@ class Training:
             self._fields,
             place.saved,
             tracker,
-            options.saving.behind,
+            WhenBehind(options.saving.when_behind),
             self._memory(),
         )
         self.round_end = round_end(self)
@@ -273,7 +273,7 @@ class Training:
             place.feed.accord,
             comparison,
             place.tracker,
-            place.options.fatal,
+            checks.nonfinite == "raise",
             self.round_end,
         )
         return StepBoundaries(control, place.signals, work, rare=self.outer is not None)
