@@ -66,10 +66,6 @@ LEAVING_S = 10.0
 _OPEN: list[Session] = []
 
 
-def _nothing() -> None:
-    """No ranks are hidden."""
-
-
 class Session(SessionData):
     """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
 
@@ -116,7 +112,7 @@ class Session(SessionData):
         self._meshes = Meshes()
         self._driven: DrivenStep | None = None
         """The last step that the script began itself."""
-        self._show_ranks: Callable[[], None] = _nothing
+        self._show_ranks: Callable[[], None] | None = None
 
     # ---- opening and closing
 
@@ -183,7 +179,8 @@ class Session(SessionData):
 
     def _close(self, process: Process, status: str) -> None:
         forks.leave(self._disown)
-        self._show_ranks()
+        if self._show_ranks is not None:
+            self._show_ranks()
         if self in _OPEN:
             _OPEN.remove(self)
         if self._training is not None:
@@ -201,7 +198,7 @@ class Session(SessionData):
         process is the one that reports is still said by :attr:`is_rank0`.
         """
         self._require_open()
-        if self._show_ranks is _nothing:
+        if self._show_ranks is None:
             self._show_ranks = alone.hide()
 
     def on_ranks_changed(self, fn: Callable[[], object]) -> None:

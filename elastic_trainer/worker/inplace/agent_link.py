@@ -186,7 +186,8 @@ class ChannelLink:
             if isinstance(message, messages.Welcome):
                 self._welcome = message
             elif isinstance(message, messages.Formation):
-                self._take(message)
+                if self._formation is None or message.number > self._formation.number:
+                    self._formation = message
             elif isinstance(message, messages.Drain):
                 if self._drain is None or message.number > self._drain.number:
                     self._drain = message
@@ -195,10 +196,6 @@ class ChannelLink:
             self._changed.notify_all()
         if isinstance(message, messages.Over):
             self._on_over(message.number)
-
-    def _take(self, formation: messages.Formation) -> None:
-        if self._formation is None or formation.number > self._formation.number:
-            self._formation = formation
 
     def _usable(self, number: int) -> messages.Formation | None:
         found = self._formation
