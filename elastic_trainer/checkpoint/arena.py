@@ -267,7 +267,7 @@ class _Slot:
             files.append(FileImage(file.name, file.head, file.body_size, lambda body=body: (body,)))  # type: ignore[misc]
         if parts.on_device:
             self.pin()
-        arrived = parts.queue(self._cuda) if parts.on_device else _at_once
+        arrived = parts.queue(self._cuda) if parts.on_device else lambda: None
         parts.copy()
         return Image(tuple(files), image.watched), arrived
 
@@ -283,10 +283,6 @@ class _Slot:
         if self._pinned:
             self._cuda.unpin(self._array)
         self.size, self._array, self._memory, self._pinned = 0, None, None, None
-
-
-def _at_once() -> None:
-    """Return at once: nothing is in progress."""
 
 
 def _touch(array: Any) -> None:

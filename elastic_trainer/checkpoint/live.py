@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]
 
 
-def _anything(state: Mapping[str, Any]) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
     """The live tensors: ``state`` is a state dict; ``like`` has, by path, models of tensors that it lacks.
@@ -37,7 +33,7 @@ class Live:
 
     state: Mapping[str, Any] = field(default_factory=dict)
     like: Mapping[Path, torch.Tensor] = field(default_factory=dict)
-    fits: Callable[[dict[str, Any]], bool] = _anything
+    fits: Callable[[dict[str, Any]], bool] = lambda state: True
 
     def chosen(self, leaves: Mapping[Path, Leaf], found: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The tensors to fill, by the names of the stored ones."""
