@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -156,7 +156,7 @@ class _Load:
         filled = [buffer[: part.size] for buffer, (part, _) in zip(held, row, strict=True)]
         control.broadcast_all([(each, owner) for each, (_, owner) in zip(filled, row, strict=True)])
         for each, (part, _) in zip(filled, row, strict=True):
-            self._placing.put(part, _bytes_of(each))
+            self._placing.put(part, each.numpy().data)
         ahead.free += held
 
 
@@ -220,11 +220,7 @@ class _ReadAhead:
             return self.error
         try:
             self._most = max(2, reader.threads(part))
-            reader.read(part, _bytes_of(into))
+            reader.read(part, into.numpy().data)
         except CheckpointError as error:
             return error
         return None
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(cast("Any", tensor.numpy()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -60,7 +60,7 @@ def _send(control: Control, source: int, skeleton: FileImage, data: FileImage) -
     control.broadcast_bytes(b"".join(skeleton.body()), source)
     control.broadcast_bytes(data.head, source)
     buffer = torch.empty(min(CHUNK, max(1, data.body_size)), dtype=torch.uint8)
-    view, filled = _bytes_of(buffer), 0
+    view, filled = buffer.numpy().data, 0
     for piece in _cut(data.body()):
         begin = 0
         while begin < len(piece):
@@ -84,7 +84,7 @@ def _receive(control: Control, source: int) -> dict[str, Any]:
     while left:
         part = buffer[: min(left, len(buffer))]
         control.broadcast(part, source)
-        view = _bytes_of(part)
+        view = part.numpy().data
         while len(view):
             if not len(target):
                 target = next(arriving.targets)
@@ -105,10 +105,6 @@ class _Arriving:
 
     def state(self) -> dict[str, Any]:
         return codec.decode(self._skeleton, tensors.build(self._placed, self._slabs), _WHERE)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(cast("Any", tensor.numpy()))
 
 
 def _cut(views: Iterable[memoryview]) -> Iterator[memoryview]:
