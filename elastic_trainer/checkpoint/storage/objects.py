@@ -77,7 +77,7 @@ class ObjectStorage:
         return None
 
     def create(self, temporary: str, name: str | None = None) -> None:
-        with self._writing():
+        with _writing(self.location):
             self._bucket.put(f"{temporary}/{name or _TRIAL}", _MARK)
         if name is not None:
             self._final[temporary] = name
@@ -96,7 +96,7 @@ class ObjectStorage:
         self._final[temporary] = name
 
     def mark(self, temporary: str, file: str) -> bool:
-        with self._writing():
+        with _writing(self.location):
             try:
                 self._bucket.put(f"{temporary}/{file}", _MARK, new=True)
             except FileExistsError:
@@ -109,7 +109,7 @@ class ObjectStorage:
 
     def discard(self, temporary: str, file: str) -> None:
         """Removes only the mark: an incomplete object is invisible, and a late one has the same bytes."""
-        with self._writing():
+        with _writing(self.location):
             self._bucket.delete([f"{temporary}/{file}"])
 
     def source(self, name: str, file: str) -> ByteSource:
@@ -119,7 +119,7 @@ class ObjectStorage:
         if self._lease.lost:
             raise StorageError(f"checkpoints at {self.location} may have been taken over by another job meanwhile")
         manifest, key = bytes(self._manifests.pop(temporary)), f"{name}/{MANIFEST_FILE}"
-        with self._writing():
+        with _writing(self.location):
             try:
                 self._bucket.put(key, manifest, new=True)
             except FileExistsError as error:
@@ -169,7 +169,7 @@ class ObjectStorage:
         return self._bucket.items(f"{reference}/")[0].modified - max(touched)
 
     def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
-        with self._writing():
+        with _writing(self.location):
             return self._lease.hold(words, gives_way)
 
     def let_go(self) -> None:
@@ -188,13 +188,6 @@ class ObjectStorage:
         if items:
             self._bucket.delete([each.key for each in items])
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise not_written(error, self.location) from error
-
 
 def _stands_for(name: str, marks: tuple[Item, ...]) -> list[str]:
     """The checkpoints whose objects belong to the entry ``name``."""
@@ -205,6 +198,14 @@ def _stands_for(name: str, marks: tuple[Item, ...]) -> list[str]:
         return []
     marked = [each.key.removeprefix(f"{name}/") for each in marks]
     return [each for each in marked if parse_checkpoint(each) is not None]
+
+
+@contextmanager
+def _writing(location: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise not_written(error, location) from error
 
 
 class _Kept:
@@ -239,11 +240,11 @@ class _ObjectSink:
             data = data[len(taken) :]
             if len(self._part) == size:
                 part, self._part, self._sent = self._part, bytearray(), self._sent + 1
-                with self._writing():
+                with _writing(self._location):
                     self._upload.add(part)
 
     def finish(self, *, durable: bool = True) -> None:
-        with self._writing():
+        with _writing(self._location):
             self._upload.finish(self._part)
         self._finished = True
 
@@ -252,13 +253,6 @@ class _ObjectSink:
             self._finished = True
             with suppress(OSError):  # what is left is removed with the entry
                 self._upload.abort()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise not_written(error, self._location) from error
 
 
 class _ObjectSource:
