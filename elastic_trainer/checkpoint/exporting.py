@@ -21,6 +21,7 @@ from elastic_trainer.checkpoint import codec, reading, tensorfile, tensors
 from elastic_trainer.checkpoint.codec import Leaf
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.storage.posix_io import sync
 from elastic_trainer.checkpoint.tensorfile import Placed
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
@@ -251,7 +252,7 @@ def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]
 
 def _appear(temporary: Path, goal: Path, *, force: bool, folder: bool) -> None:
     for path in (*(temporary.iterdir() if folder else ()), temporary):
-        _sync(path)
+        sync(path)
     if folder and force and goal.exists():  # no call replaces a folder that is not empty: the old one steps aside first
         aside = Path(tempfile.mkdtemp(dir=goal.parent, prefix=f".{goal.name}.old."))
         goal.rename(aside / goal.name)
@@ -261,7 +262,7 @@ def _appear(temporary: Path, goal: Path, *, force: bool, folder: bool) -> None:
         temporary.rename(goal)
     else:
         _link(temporary, goal)
-    _sync(goal.parent)
+    sync(goal.parent)
 
 
 def _link(temporary: Path, goal: Path) -> None:
@@ -279,11 +280,3 @@ def _vanish(temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastic_trainer.checkpoint.layout import OWNER_FILE
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
-from elastic_trainer.checkpoint.storage.posix_io import PosixSink, PosixSource
+from elastic_trainer.checkpoint.storage.posix_io import PosixSink, PosixSource, sync
 from elastic_trainer.errors import StorageError
 
 _RETRIED_REMOVALS = 3
@@ -58,7 +58,7 @@ class PosixStorage:
             missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
             self._root.mkdir(parents=True, exist_ok=True)
             for path in missing:
-                _sync_directory(path.parent)
+                sync(path.parent)
 
     def names(self) -> tuple[str, ...]:
         try:
@@ -111,9 +111,9 @@ class PosixStorage:
         if self.exists(name):
             raise StorageError(f"checkpoint directory {self.location} already has a {name}; it was not overwritten")
         with self._writing():
-            _sync_directory(self._root / temporary)
+            sync(self._root / temporary)
             os.rename(self._root / temporary, self._root / name)
-            _sync_directory(self._root)
+            sync(self._root)
 
     def rename(self, old: str, new: str) -> None:
         """rename(2) itself refuses to replace a directory that is not empty, and checkpoints never are."""
@@ -186,11 +186,3 @@ def _locked(descriptor: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -146,6 +146,15 @@ class PosixSource:
         os.close(self._descriptor)
 
 
+def sync(path: Path) -> None:
+    """Wait until the disk has the file or directory ``path``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _set_direct(descriptor: int, *, on: bool) -> bool:
     """Whether writes go past the page cache from now on.
 
