@@ -52,6 +52,7 @@ class DcpFolder:
 
     def read(self, wanted: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """Read the tensors for the meta tensors ``wanted``, in their order."""
+        import torch
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -63,7 +64,7 @@ class DcpFolder:
                 return metadata
 
         try:
-            found = {self.names[id(each)]: _empty(each) for each in wanted}
+            found = {self.names[id(each)]: torch.empty(each.shape, dtype=each.dtype) for each in wanted}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".* load in a single process")  # as it should
                 load(found, storage_reader=Reader(self.path), no_dist=True)
@@ -124,12 +125,6 @@ def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     for key in path[:-1]:
         state = state.setdefault(key, {})
     state[path[-1]] = value
-
-
-def _empty(described: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.empty(described.shape, dtype=described.dtype)
 
 
 def unreadable(source: Path, error: BaseException) -> ConfigError:

@@ -15,7 +15,7 @@ import json
 import mmap
 import sys
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -200,13 +200,9 @@ def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, 
         )
     chosen, stripped = _stripped(_chosen(source, tuple(placed for placed, _ in values.values()), part))
     found = {name: (Placed(name, each.dtype, each.shape), values[each.name][1]) for name, each in chosen.items()}
-    left_out = _others(source, [index.name, *names])
+    left_out = tuple(sorted(each.name for each in source.iterdir() if each.name not in (index.name, *names)))
     about = about if part is None and not stripped else {}
     return _weights(source, storage, found, about, stripped, left_out, force=force)
-
-
-def _others(source: Path, known: Collection[str]) -> tuple[str, ...]:
-    return tuple(sorted(each.name for each in source.iterdir() if each.name not in known))
 
 
 # ---- torch
@@ -229,16 +225,11 @@ def _tensors(
 ) -> Brought:
     named, stripped = _stripped(weights)
     kept, aliases = _distinct(source, named)
-    found = {name: (_described(name, each), _bytes(each)) for name, each in kept.items()}
+    found = {
+        name: (Placed(name, tensors.element_type(each), tuple(each.shape)), tensors.memory(each))
+        for name, each in kept.items()
+    }
     return _weights(source, storage, found, aliases, stripped, left_out, force=force)
-
-
-def _described(name: str, tensor: Any) -> Placed:
-    return Placed(name, tensors.element_type(tensor), tuple(tensor.shape))
-
-
-def _bytes(tensor: Any) -> memoryview:
-    return tensors.memory(tensor) if tensor.numel() else memoryview(b"")
 
 
 def _loaded(source: Path) -> Any:
