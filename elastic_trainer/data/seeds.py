@@ -17,7 +17,7 @@ import torch
 _MASK: Final = (1 << 64) - 1
 _AUGMENT: Final = 5
 _COLLATE: Final = 6
-"""Purposes, different from those in ``worker.seeds``: each has a stream of its own."""
+"""Purposes, different from those in ``worker.state.rng``: each has a stream of its own."""
 
 
 def key(*parts: int, start: int = 0) -> int:
