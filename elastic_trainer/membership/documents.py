@@ -160,7 +160,6 @@ class NodeRecord(Document):
     """Port of rank 0's store if this node becomes the first: reserved anew for each life."""
     probe_port: int = Field(ge=0, le=65535)
     """Port on which the agent listens: a refused connection proves that the agent is dead."""
-    metrics_port: int = 0
     place: int | None = Field(default=None, ge=0)
     """In place, with shard groups of several nodes: the place in a group whose shards its workers hold."""
     state: NodeState = NodeState.WARMING

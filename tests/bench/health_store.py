@@ -122,7 +122,6 @@ class SimulatedRun:
             local_world_size=RANKS,
             store_port=29400,
             probe_port=29401,
-            metrics_port=9400,
             state=NodeState.READY,
         ).encode()
         self._write([Put(keys.node(name(number)), record) for number in numbers])

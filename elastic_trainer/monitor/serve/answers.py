@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 
-from elastic_trainer.membership.documents import join_address
 from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.snapshot import as_values
 from elastic_trainer.monitor.read.reading import FORGET_S, RunReading, StoreReading
@@ -128,15 +127,13 @@ def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str,
 
 
 def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
-    """Name, scheme and address of each node with an endpoint, from its health document or its key."""
+    """Name, scheme and address of each node whose health document names an endpoint."""
     found = []
-    for name, view in sorted(run.documents.live.items()):
-        health, record = run.documents.health.get(name), view.record
+    for name in sorted(run.documents.live):
+        health = run.documents.health.get(name)
         told = TARGET.fullmatch(health.metrics) if health is not None else None
         if told is not None:
             found.append((name, told[1], told[2]))
-        elif health is None and record.metrics_port:
-            found.append((name, "http", join_address(record.address, record.metrics_port)))
     return found
 
 

@@ -197,11 +197,8 @@ def test_before_the_store_was_read_there_is_no_list_of_targets(clock: ManualCloc
 
 
 def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
-    """The key's port serves until the node has told of its endpoint; what is none is passed over."""
-    views = {
-        name: NodeView(name, 1, 1, record(1, metrics_port=port))
-        for name, port in (("early", 9100), ("odd", 9100), ("told", 9100), ("without", 0))
-    }
+    """What is no endpoint is passed over, and a node that has not told of any."""
+    views = {name: NodeView(name, 1, 1, record(1)) for name in ("early", "odd", "told")}
     told = {
         "told": health("told", metrics="http://[::1]:9000/"),
         "odd": health("odd", metrics="http://user@host:1/../x"),
@@ -210,17 +207,14 @@ def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
     documents = run(nodes=views, health=told)
     found = targets(StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}))
     assert [(each["labels"], each["targets"]) for each in found] == [
-        ({"__scheme__": "http", "run": "r", "node": "early"}, ["127.0.0.1:9100"]),
         ({"__scheme__": "http", "run": "r", "node": "told"}, ["[::1]:9000"]),
     ]
 
 
 def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
     """A key may stay that nobody removes."""
-    over, observer = (
-        run(state=RoundState.CLOSED, nodes={"n0": NodeView("n0", 1, 1, record(metrics_port=1))}),
-        Observer(),
-    )
+    node, told = NodeView("n0", 1, 1, record()), health("n0", metrics="http://10.0.0.1:9000")
+    over, observer = run(state=RoundState.CLOSED, nodes={"n0": node}, health={"n0": told}), Observer()
     observer.look(over, 0.0, 0.0)
     assert targets(StoreReading({"r": RunReading(over, observer.look(over, 10.0, 10.0))}))
     assert not targets(StoreReading({"r": RunReading(over, observer.look(over, 4000.0, 4000.0))}))
