@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from elastic_trainer.clock import Deadline
@@ -33,9 +32,7 @@ class Accounts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 
@@ -60,9 +59,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, work: Callable[..., None], *arguments: socket.socket) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
@@ -140,9 +139,7 @@ class Lead:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             worker.close()
 
