@@ -105,7 +105,7 @@ def harness(spec: ClusterSpec, place: Place | None = None, etcd_members: int = 1
             store = connect_checked(settings, Deadline.after(CONNECT_S))
             stack.callback(store.close)
             keys = RunKeys(prefix, spec.run)
-            meeting = RunStore(etcd, store, keys, RoundFeed.follow(store, keys.round))
+            meeting = RunStore(etcd, store, keys, RoundFeed(store, keys.round))
         cluster = stack.enter_context(place.cluster(replace(spec, endpoint=endpoint)))
         yield Harness(cluster, LedgerTail(spec.ledger), meeting)
 

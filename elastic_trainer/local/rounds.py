@@ -1,7 +1,7 @@
 """Follows the changes of a run's round document in the store.
 
 *Runs in* the local cluster's process; changes arrive on the watch's thread and wait in a queue.
-*Owns* one watch. *Fails by* nothing: while the store is unreachable the queue stays empty; it counts unreadable
+*Owns* one watch. *Fails by* nothing: while the store is unreachable the queue stays empty; it skips unreadable
 documents. *Invariant*: documents come out in the order of their revisions, each once.
 """
 
@@ -9,28 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
-from typing import Self
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.membership.documents import DocumentError, RoundDocument
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, WatchEvent
 
 
 class RoundFeed:
-    """A listener of the store; :meth:`take` returns new documents with their arrival times (monotonic seconds)."""
+    """A listener of ``key``; :meth:`take` returns new documents with their arrival times (monotonic seconds).
 
-    def __init__(self, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
+    Closing the store ends it.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
         self._queue: SimpleQueue[tuple[RoundDocument, float]] = SimpleQueue()
         self._seen = 0
-        self.unreadable = 0
-
-    @classmethod
-    def follow(cls, store: Store, key: str) -> Self:
-        """A feed of ``key``; closing the store ends it."""
-        feed = cls()
-        store.watch(key, feed, exact=True)
-        return feed
+        store.watch(key, self, exact=True)
 
     def take(self) -> list[tuple[RoundDocument, float]]:
         """Documents that arrived since the last call, oldest first."""
@@ -51,6 +45,6 @@ class RoundFeed:
                 continue
             self._seen = item.mod_revision
             try:
-                self._queue.put((RoundDocument.decode(item.value, item.key), self._clock.monotonic()))
+                self._queue.put((RoundDocument.decode(item.value, item.key), SYSTEM.monotonic()))
             except DocumentError:
-                self.unreadable += 1
+                continue

@@ -41,12 +41,11 @@ def end_of(path: Path) -> list[str]:
 
 
 class LedgerTail:
-    """Reads the new ledger lines of all processes of a run; ``unreadable`` counts lines that could not be parsed."""
+    """Reads the new ledger lines of all processes of a run, and skips those that cannot be parsed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, FileTail] = {}
-        self.unreadable = 0
 
     def read(self) -> list[Line]:
         """Lines that appeared since the last call, in the order of their times."""
@@ -54,5 +53,4 @@ class LedgerTail:
             self._files.setdefault(path, FileTail(path))
         texts = [text for tail in self._files.values() for text in tail.read()]
         lines = [line for line in map(parse, texts) if line is not None]
-        self.unreadable += len(texts) - len(lines)
         return sorted(lines, key=lambda line: line.t)
