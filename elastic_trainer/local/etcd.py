@@ -67,7 +67,6 @@ class EtcdServer:
         directory: Path | None = None,
         *,
         binary: str | None = None,
-        enable_v2: bool = False,
         tls: ServerTls | None = None,
         arguments: Sequence[str] = (),
         name: str = "default",
@@ -79,7 +78,6 @@ class EtcdServer:
         self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-"))
         self.directory.mkdir(parents=True, exist_ok=True)
         self.log_path = self.directory / "etcd.log"
-        self._enable_v2 = enable_v2
         self._tls = tls
         self._arguments = tuple(arguments)
         self.name = name
@@ -169,12 +167,6 @@ class EtcdServer:
             raise StoreUnavailableError(f"etcd at {self.endpoint} did not answer {method}: {error}") from error
         return dict(answer)
 
-    def call_as(self, user: tuple[str, str], method: str, **fields: Any) -> dict[str, Any]:
-        """As :meth:`call`, authenticated as the user of that name and password."""
-        name, password = user
-        token = str(self.call("auth/authenticate", name=name, password=password)["token"])
-        return dict(json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields), token)))
-
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
@@ -241,19 +233,18 @@ class EtcdServer:
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=1h",  # off by default, and a run of weeks would fill the database
             "--logger=zap",
-            *(["--enable-v2"] if self._enable_v2 else ()),  # etcd 3.6 has removed the flag
             *(self._tls.arguments() if self._tls is not None else ()),
             *self._arguments,
         ]
 
-    def _http(self, verb: str, path: str, body: str | None = None, token: str = "", timeout_s: float = 30.0) -> str:
+    def _http(self, verb: str, path: str, body: str | None = None, timeout_s: float = 30.0) -> str:
         connection = (
             http.client.HTTPSConnection(HOST, self.client_port, timeout=timeout_s, context=self._tls.context())
             if self._tls is not None
             else http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
         )
         try:
-            connection.request(verb, path, body, {"Authorization": token} if token else {})
+            connection.request(verb, path, body)
             response = connection.getresponse()
             text = response.read().decode()
         finally:
@@ -280,11 +271,10 @@ class EtcdServer:
 class EtcdCluster:
     """An etcd cluster of several servers. A context manager like :class:`EtcdServer`."""
 
-    def __init__(self, size: int = 3, *, directory: Path | None = None, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, size: int = 3, *, directory: Path | None = None) -> None:
         self._temporary = directory is None
         self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-cluster-"))
         self._size = size
-        self._arguments = tuple(arguments)
         self._started = False
         self.members = self._built()
 
@@ -293,9 +283,7 @@ class EtcdCluster:
         names = [f"m{number}" for number in range(self._size)]
         peers = dict(zip(names, ports[self._size :], strict=True))
         return tuple(
-            EtcdServer(
-                self.directory / name, name=name, ports=(port, peers[name]), peers=peers, arguments=self._arguments
-            )
+            EtcdServer(self.directory / name, name=name, ports=(port, peers[name]), peers=peers)
             for name, port in zip(names, ports[: self._size], strict=True)
         )
 

@@ -19,7 +19,8 @@ EPOCHS, STEPS, SAMPLES = 1, 6, 86
 @pytest.fixture(scope="module")
 def etcd_with_v2(etcd_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """An etcd that speaks both of its protocols, the old one for torchrun's own backends."""
-    with EtcdServer(tmp_path_factory.mktemp("etcd-v2"), binary=etcd_binary, enable_v2=True) as server:
+    flag = "--enable-v2"  # which etcd 3.6 has removed
+    with EtcdServer(tmp_path_factory.mktemp("etcd-v2"), binary=etcd_binary, arguments=[flag]) as server:
         yield server
 
 

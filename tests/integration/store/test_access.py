@@ -21,6 +21,7 @@ from elastic_trainer.errors import (
 )
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer, ServerTls
 from elastic_trainer.store import connect_checked, connect_patiently
+from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.connection import StoreConnection
 from tests.integration.store.support import client, put, settings, soon
@@ -110,7 +111,8 @@ def test_a_password_may_change_while_a_store_is_open(guarded: EtcdServer, tmp_pa
         recorder.wait_snapshots(1)
         put(store, "/elastic_trainer/a", b"1")
         recorder.wait_events(1)
-        guarded.call_as(("root", "r00t"), "auth/user/changepw", name="trainer", password="another")
+        with Accounts(settings(guarded.endpoint, user="root", password="r00t"), soon()) as accounts:
+            accounts.set_password("trainer", "another")
         with pytest.raises(StoreUnavailableError):
             store.get("/elastic_trainer/a", Deadline.after(2.0))
         assert isinstance(refusal(guarded.endpoint, **login), ConfigError)
