@@ -10,8 +10,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,21 +46,13 @@ def run_drill(options: DrillOptions, say: Say = lambda _: None) -> Report:
     drill = named(options.name)
     default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
     directory = new_directory(default if options.directory is None else options.directory.absolute())
-    with Interrupts() as interrupts, _segment(drill) as segment:
+    with Interrupts() as interrupts, ExitStack() as stack:
+        segment = stack.enter_context(Segment()) if drill.networks else None
         effects, problems, points = _play(drill, options, directory, segment, interrupts, say)
     report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
     if report.ok and options.directory is None and not options.keep:
         shutil.rmtree(directory, ignore_errors=True)
     return report
-
-
-@contextmanager
-def _segment(drill: Drill) -> Iterator[Segment | None]:
-    if not drill.networks:
-        yield None
-        return
-    with Segment() as segment:
-        yield segment
 
 
 def _play(
