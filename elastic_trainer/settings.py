@@ -302,7 +302,6 @@ class WorkerEnvironment(Frozen):
     metrics_key: Path | None = None
     ledger_dir: Path | None = None
     """Where to write one line for each committed step (``ELASTIC_TRAINER_LEDGER_DIR``)."""
-    log_level: str = "info"
     leave_within: float | None = Field(default=None, gt=0.0)
     """Seconds from SIGTERM to this machine's end, less what the agent needs to leave; None: no limit is known."""
 
