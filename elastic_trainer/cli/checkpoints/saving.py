@@ -13,18 +13,20 @@ import argparse
 import json
 import sys
 import uuid
+from typing import TypeVar
 
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.checkpoints.places import add_json
 from elastic_trainer.cli.options import seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, PermanentError
-from elastic_trainer.membership.documents import DocumentError, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Document, DocumentError, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.save_request import SaveRequest
 from elastic_trainer.store.api import Delete, KeyValue, Put, Read, Store, prefix_end, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain
 
+DocumentT = TypeVar("DocumentT", bound=Document)
 LIMIT_S = 600.0
 _LOOK_S = 0.2
 _SAY_EVERY_S = 10.0
@@ -80,7 +82,7 @@ def _require_training(store: Store, keys: RunKeys) -> None:
     """NotTrainingError unless the run has a round, and a node."""
     reads = [Read(keys.round), Read(keys.nodes, prefix_end(keys.nodes), limit=1, keys_only=True)]
     round_, nodes = store.transact([], reads, deadline=Deadline.after(connection.CONNECT_S)).reads
-    run, current = keys.run_id, _decoded(round_.first)
+    run, current = keys.run_id, _decoded(RoundDocument, round_.first)
     if current is not None and current.state is RoundState.CLOSED:
         how = "finished" if current.result is RunResult.SUCCEEDED else "failed"
         raise NotTrainingError(
@@ -92,9 +94,9 @@ def _require_training(store: Store, keys: RunKeys) -> None:
         raise NotTrainingError(f"run {run!r} does not train yet: its nodes are gathering", hint="ask it later")
 
 
-def _decoded(item: KeyValue | None) -> RoundDocument | None:
+def _decoded(kind: type[DocumentT], item: KeyValue | None) -> DocumentT | None:
     try:
-        return RoundDocument.decode(item.value, item.key) if item is not None else None
+        return kind.decode(item.value, item.key) if item is not None else None
     except DocumentError:
         return None
 
@@ -104,20 +106,13 @@ def _ask(store: Store, keys: RunKeys) -> SaveRequest:
     mine = SaveRequest(id=uuid.uuid4().hex, wall=SYSTEM.wall())
     while True:
         there = store.get(keys.save, Deadline.after(connection.CONNECT_S)).first
-        known = _request(there)
+        known = _decoded(SaveRequest, there)
         if known is not None and not known.answered:
             return known
         guard = unchanged(keys.save, there.mod_revision if there is not None else 0)
         write = [Put(keys.save, mine.encode())]
         if store.transact([guard], write, deadline=Deadline.after(connection.CONNECT_S)).succeeded:
             return mine
-
-
-def _request(item: KeyValue | None) -> SaveRequest | None:
-    try:
-        return SaveRequest.decode(item.value, item.key) if item is not None else None
-    except DocumentError:
-        return None
 
 
 def _wait(store: Store, keys: RunKeys, asked: SaveRequest, deadline: Deadline) -> SaveRequest | None:
@@ -143,7 +138,7 @@ def _wait(store: Store, keys: RunKeys, asked: SaveRequest, deadline: Deadline) -
 
 def _standing(store: Store, keys: RunKeys, asked: SaveRequest) -> SaveRequest:
     """The request ``asked`` as it is now."""
-    request = _request(store.get(keys.save, Deadline.after(connection.CONNECT_S)).first)
+    request = _decoded(SaveRequest, store.get(keys.save, Deadline.after(connection.CONNECT_S)).first)
     if request is None or request.id != asked.id:
         raise NotTrainingError(f"the request to run {keys.run_id!r} was removed", hint="ask it again")
     return request
@@ -151,6 +146,6 @@ def _standing(store: Store, keys: RunKeys, asked: SaveRequest) -> SaveRequest:
 
 def _withdraw(store: Store, keys: RunKeys, asked: SaveRequest) -> None:
     there = store.get(keys.save, Deadline.after(connection.CONNECT_S)).first
-    if there is not None and _request(there) == asked:
+    if there is not None and _decoded(SaveRequest, there) == asked:
         guard = unchanged(keys.save, there.mod_revision)
         store.transact([guard], [Delete(keys.save)], deadline=Deadline.after(connection.CONNECT_S))
