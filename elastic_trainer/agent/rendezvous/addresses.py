@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 
-from elastic_trainer.agent.suspicion.liveness_server import Answering, LivenessServer, no_answer
+from elastic_trainer.agent.suspicion.liveness_server import Answering, LivenessServer
 from elastic_trainer.ipc.listening import listen
 from elastic_trainer.settings import Endpoint
 
@@ -46,7 +46,7 @@ class LivenessPort:
     A peer that sends a question gets ``answer(question)``.
     """
 
-    def __init__(self, address: str, answer: Answering = no_answer) -> None:
+    def __init__(self, address: str, answer: Answering) -> None:
         self._socket = listen(address)
         self._closing = False
         self.port: int = self._socket.getsockname()[1]

@@ -28,11 +28,6 @@ _RETRY_S: Final = 0.05
 Answering = Callable[[bytes], bytes | None]
 
 
-def no_answer(question: bytes) -> bytes | None:
-    """For an agent without answers."""
-    return None
-
-
 class LivenessServer:
     """See the module. ``answer(question)`` returns the line to send, or None."""
 

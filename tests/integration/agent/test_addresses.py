@@ -29,7 +29,7 @@ TRIES = 3000
 LISTEN = """
 import sys
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
-print(LivenessPort(sys.argv[1]).port, flush=True)
+print(LivenessPort(sys.argv[1], lambda question: None).port, flush=True)
 input()
 """
 
@@ -95,13 +95,13 @@ def test_a_port_that_was_given_up_is_free_again() -> None:
 
 def test_a_living_process_does_not_refuse() -> None:
     """However often it is asked."""
-    with closing(LivenessPort(LOCAL)) as port:
+    with closing(LivenessPort(LOCAL, lambda question: None)) as port:
         assert not any(refuses(LOCAL, port.port, timeout_s=LIMIT_S) for _ in range(10))
 
 
 def test_a_closed_liveness_port_refuses() -> None:
     """And its thread is gone."""
-    port = LivenessPort(LOCAL)
+    port = LivenessPort(LOCAL, lambda question: None)
     port.close()
     assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
     port._thread.join(LIMIT_S)
@@ -140,7 +140,7 @@ def test_ports_of_both_address_families(family: str) -> None:
     """A node that is reached by IPv6 has its ports there."""
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    with closing(LivenessPort(family)) as alive, closing(ReservedPort(family)) as reserved:
+    with closing(LivenessPort(family, lambda question: None)) as alive, closing(ReservedPort(family)) as reserved:
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)
         assert refuses(family, reserved.port, timeout_s=LIMIT_S)
 

@@ -93,7 +93,7 @@ def test_another_node_at_the_address_is_a_dead_agent(asker: Asker) -> None:
 
 def test_an_agent_that_knows_no_questions_lives(asker: Asker) -> None:
     """An older version hangs up at once; one of another run answers nothing."""
-    with closing(LivenessPort(LOCAL)) as old, Agent(StatusBoard("another", "other")) as foreign:
+    with closing(LivenessPort(LOCAL, lambda question: None)) as old, Agent(StatusBoard("another", "other")) as foreign:
         for port in (old.port, foreign.port.port):
             ask(asker, port)
             found = heard(asker)
