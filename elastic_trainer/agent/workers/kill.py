@@ -50,13 +50,8 @@ class HungWorkers:
         if kill_now(pid, reason, local_rank=local_rank):
             self._count()
 
-    def reason(self, pid: int) -> str | None:
-        """Why ``pid`` was killed; None if it was not."""
-        with self._lock:
-            return self._reasons.get(pid)
-
     def take(self, pid: int) -> str | None:
-        """The same for a process that has ended; forgets it, since the kernel may reuse its id."""
+        """Why ``pid``, which has ended, was killed; None if it was not. Forgets it: the kernel may reuse the id."""
         with self._lock:
             return self._reasons.pop(pid, None)
 

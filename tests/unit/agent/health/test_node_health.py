@@ -49,7 +49,7 @@ class NoKills(HungWorkers):
         self.ended: list[int] = []
 
     def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
-        if self.reason(pid) is None:
+        if pid not in self._reasons:
             self._reasons[pid] = reason
             self.ended.append(pid)
             self._count()
@@ -179,7 +179,7 @@ def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:
     desk.turns(30.0)
     assert desk.judge.ended == [1]
     assert desk.pages.counters()["workers_killed"] == 1.0
-    assert "it has made no progress for 10.5 s" in str(desk.judge.reason(1))
+    assert "it has made no progress for 10.5 s" in str(desk.judge.take(1))
 
 
 def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:

@@ -35,8 +35,8 @@ def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes
     hung.kill(process.pid, "it said nothing", local_rank=0)
     assert process.wait(LIMIT_S) == -signal.SIGKILL
     assert (counted, asked) == ([1], [process.pid])
-    assert hung.reason(process.pid) == "it stood still"
-    assert hung.reason(1) is None
+    assert hung.take(process.pid) == "it stood still"
+    assert hung.take(1) is None
 
 
 def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
