@@ -80,8 +80,8 @@ class Conductor:
             self._node, ports.reachability, lambda: self._document, self._released, call_later
         )
         self.met = threading.Event()
-        self._false_start: FalseStart | None = None
         """Set when the first worker of the present life has opened a session."""
+        self._false_start: FalseStart | None = None
         self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.hung, clock)
         self._watchdog.start()
 
