@@ -12,7 +12,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import SpecMismatchError, StoreUnavailableError
 from elastic_trainer.membership.documents import PROTOCOL_VERSION, RoundDocument, RoundState, Spec, VersionError
 from elastic_trainer.membership.member import closed_error
-from elastic_trainer.store.api import Compare, Field, Put, Relation, Store, absent, prefix_end, unchanged
+from elastic_trainer.store.api import Put, Store, absent, none_below, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
@@ -86,8 +86,7 @@ def _settle_spec(store: Store, keys: RunKeys, spec: Spec, deadline: Deadline) ->
     difference = theirs.disagreement(spec)
     if difference is None:
         return True
-    nobody = Compare(keys.nodes, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(keys.nodes))
-    guards = [unchanged(keys.spec, found.mod_revision), nobody]
+    guards = [unchanged(keys.spec, found.mod_revision), none_below(keys.nodes)]
     if store.transact(guards, [Put(keys.spec, spec.encode())], deadline=deadline).succeeded:
         logger().info("spec.replaced", difference=difference)
         return True

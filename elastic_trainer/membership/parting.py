@@ -10,18 +10,7 @@ from typing import Any
 
 from elastic_trainer.membership.documents import Departure, RoundDocument, RoundState
 from elastic_trainer.membership.health import Incident
-from elastic_trainer.store.api import (
-    Compare,
-    Delete,
-    Field,
-    KeyValue,
-    Operation,
-    Put,
-    Read,
-    Relation,
-    prefix_end,
-    unchanged,
-)
+from elastic_trainer.store.api import Compare, Delete, KeyValue, Operation, Put, Read, none_below, unchanged
 from elastic_trainer.store.keys import RunKeys
 
 GAVE_UP = "node_gave_up"
@@ -35,11 +24,10 @@ def parting(
 
     The last node reads the open incident, which no other node will complete: see :func:`closing`.
     """
-    nobody = Compare(keys.nodes, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(keys.nodes))
     number = int(departure.wall * 1000.0)
     said = Put(keys.incident(number), _incident(departure, current).encode())
     if_last = (Put(keys.departure, departure.encode()), said, Read(keys.open_incident))
-    return (nobody,), if_last, () if departure.planned else (said,)
+    return (none_below(keys.nodes),), if_last, () if departure.planned else (said,)
 
 
 def closing(

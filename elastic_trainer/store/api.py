@@ -240,6 +240,11 @@ def absent(key: str) -> Compare:
     return Compare(key, Field.CREATE_REVISION, Relation.EQUAL, 0)
 
 
+def none_below(prefix: str) -> Compare:
+    """Holds while no key begins with ``prefix``."""
+    return Compare(prefix, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(prefix))
+
+
 def unchanged(key: str, mod_revision: int) -> Compare:
     """Holds while ``key`` has not changed since ``mod_revision`` (0: absent)."""
     return Compare(key, Field.MOD_REVISION, Relation.EQUAL, mod_revision)
