@@ -36,7 +36,6 @@ class StateReport(BaseModel):
 
     round: int
     step: int
-    digest: str = ""
     epoch: int = 0
     samples: int = 0
     """Samples of ``epoch`` already used."""

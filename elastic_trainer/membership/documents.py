@@ -137,7 +137,6 @@ class Identity(BaseModel):
 
     round: int
     step: int
-    digest: str = ""
     epoch: int = 0
     samples: int = 0
     """Samples of ``epoch`` already used."""
@@ -255,7 +254,6 @@ class RoundDocument(Document):
     members: tuple[RoundMember, ...]
     store: str = ""
     """``host:port`` of the TCPStore at which the workers of this round rendezvous."""
-    source: str | None = None
     last_step: int | None = None
     failures: int = 0
     """Consecutive worker failures after ``last_step`` steps: a poison batch would kill one node after another."""

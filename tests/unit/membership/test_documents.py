@@ -36,7 +36,7 @@ numbers = st.integers(0, 2**53)
 workers = st.integers(1, MOST_WORKERS)
 ports = st.integers(0, 65535)
 texts = st.text(max_size=30).filter(lambda text: text.isprintable())
-identities = st.builds(Identity, round=numbers, step=numbers, digest=texts)
+identities = st.builds(Identity, round=numbers, step=numbers)
 members = st.builds(
     RoundMember,
     node=names,
@@ -78,7 +78,6 @@ plain_rounds = st.builds(
     state=st.sampled_from(RoundState),
     members=st.lists(members, max_size=4).map(tuple),
     store=texts,
-    source=st.none() | names,
     last_step=st.none() | numbers,
     ghosts=st.lists(st.builds(Ghost, node=names, mod_revision=numbers), max_size=2).map(tuple),
     reason=texts,
