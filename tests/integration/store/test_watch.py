@@ -42,10 +42,6 @@ class Script:
         self.streams.put(ScriptedStream(list(batches), reading, stays))
         return self
 
-    def then_silence(self) -> Script:
-        """The next stream confirms nothing and says nothing."""
-        return self.then(stays=True)
-
     def open(self, revision: int) -> ScriptedStream:
         self.opens += 1
         self.opened.put(revision)
@@ -123,20 +119,6 @@ def test_a_progress_notification_advances_the_resumption() -> None:
     loop.close()
 
 
-def test_compaction_leads_to_a_new_snapshot() -> None:
-    """History that is gone is replaced by the present state, and events go on from there."""
-    script = Script().then(created(history(5)), reading=reading(history(5)))
-    script.then(created(history(90)), EventBatch(history(90), compacted=True))
-    script.then(created(history(90)), changes(91), reading=reading(history(90), b"new"), stays=True)
-    recorder = Recorder()
-    loop = WatchLoop(script.open, recorder, "t")
-    recorder.wait_events(1)
-    assert script.opened_at(3) == [0, 6, 0]
-    assert [snapshot.revision for snapshot in recorder.snapshots] == [5, 90]
-    assert recorder.values() == [b"91"]
-    loop.close()
-
-
 def test_a_lagging_member_is_not_taken_for_a_wiped_store() -> None:
     """A revision behind ours is only trusted after a linearizable read: here the read is ahead, and we go on."""
     script = Script().then(created(history(50)), reading=reading(history(50)))
@@ -201,15 +183,3 @@ def test_an_absent_store_is_not_hammered() -> None:
     assert recorder.connected == [False]
     # the shortest pauses are 0.05, 0.1, 0.2 and then 0.25 s
     assert 2 <= script.opens <= 13
-
-
-def test_closing_frees_a_thread_that_waits_for_the_stream() -> None:
-    """Close cancels the stream that is being read, confirmed or not."""
-    for script in (
-        Script().then_silence(),
-        Script().then(created(history(5)), reading=reading(history(5)), stays=True),
-    ):
-        loop = WatchLoop(script.open, Recorder(), "close-me")
-        script.opened_at(1)
-        loop.close()
-        assert "watch-close-me" not in {thread.name for thread in threading.enumerate()}
