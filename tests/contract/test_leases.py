@@ -94,3 +94,13 @@ def test_a_revoked_lease_is_noticed_and_renewed(store: Store, world: World) -> N
     assert not pause(session.ttl_s + 2.0, session.lost), "the new lease is kept alive"
     assert store.keep_alive(second, soon()) > 0
     session.close()
+
+
+def test_its_owner_may_give_a_lease_up(store: Store) -> None:
+    """Whoever learns elsewhere that the lease is gone may set ``lost``; renewal then grants another."""
+    session = LeaseSession(store, 60.0, soon())
+    first = session.lease_id
+    session.lost.set()
+    assert session.renew(soon()) != first
+    assert not session.lost.is_set()
+    session.close()
