@@ -72,20 +72,21 @@ def test_a_users_own_task_runs_from_its_own_directory(tmp_path: Path) -> None:
 
 
 def test_two_ranks_train_together_and_a_finished_job_stays_finished(tmp_path: Path) -> None:
-    """One report, one set of files; the same command again trains nothing and reports the same metrics."""
+    """One report, one set of files; the same command again trains nothing, reports the same and saves nothing."""
     arguments = ["mnist", *QUICK, f"checkpoint.directory={tmp_path}", "micro_batch=4", "clip_norm=1.0"]
     first = train(*arguments, world=2)
     assert first.code == 0, first.err
     report = first.report
     assert (report["rank"], report["world_size"], report["step"], report["epoch"]) == (0, 2, 16, 2)
     assert [record["step"] for record in records(tmp_path)] == [8, 16]
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    before, names = (tmp_path / "metrics.jsonl").read_bytes(), {path.name for path in tmp_path.iterdir()}
     again = train(*arguments, world=2)
     assert again.code == 0, again.err
     assert again.report["metrics"] == report["metrics"]
     assert again.report["step"] == 16
     assert again.report["resumed_from"] is not None
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_with_the_tree_a_job_has_the_same_history_at_any_number_of_ranks(tmp_path: Path) -> None:

@@ -71,18 +71,6 @@ def _final_state(directory: Path) -> dict[str, Any]:
     return dict(manager.load(entry).state)
 
 
-def test_a_finished_run_started_again_leaves_everything_as_it_is(tmp_path: Path) -> None:
-    """Nothing is trained, measured or saved a second time."""
-    first = Trainer(Mnist, _config(tmp_path)).run()
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.name != "config.yaml"}
-    again = Trainer(Mnist, _config(tmp_path)).run()
-    assert again["metrics"] == first["metrics"]
-    names = {path.name for path in tmp_path.iterdir() if path.name != "config.yaml"}
-    assert names == before.keys()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-
-
 def test_an_evaluation_is_told_where_rank_0_is_by_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's node may be lost in the middle of it: the process that is rank 0 then tells of it."""
 
