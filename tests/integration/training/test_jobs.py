@@ -143,14 +143,6 @@ def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path:
     assert records(interrupted) == records(tmp_path / "whole")
 
 
-def test_bf16_on_the_cpu_trains(tmp_path: Path) -> None:
-    """Mixed precision by configuration alone; the digits are learnt all the same."""
-    overrides = ["precision=bf16", "epochs=3", "data.limit=1500", "optimizer.lr=0.003"]
-    outcome = train("mnist", *overrides, f"checkpoint.directory={tmp_path}")
-    assert outcome.code == 0, outcome.err
-    assert outcome.report["metrics"]["accuracy"] > 0.85
-
-
 NOISY_TASK = '''
 """A task whose samples are drawn at random, and one of which is broken."""
 import torch
