@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.errors import ConfigError
 from tests.support.commands import understand
 from tests.support.deployment import DEPLOY
 from tests.support.units import SYSTEMD, UNITS, unit
@@ -36,12 +35,6 @@ def test_commands_exist(page: Path) -> None:
         for word in words:
             if word.startswith("deploy/"):
                 assert (DEPLOY.parent / word).is_file(), line
-
-
-def test_a_wrong_command_would_be_noticed() -> None:
-    """The check above has teeth."""
-    with pytest.raises(ConfigError):
-        understand(["elastic-trainer", "forget", "--everything"])
 
 
 def test_units_and_numbers_are_those_of_the_files() -> None:
