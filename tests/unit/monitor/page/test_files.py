@@ -13,24 +13,10 @@ STATIC = files("elastic_trainer.monitor.page").joinpath("static")
 NAMES = sorted(each.name for each in STATIC.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../words.py",
-        "..",
-        "",
-        ".",
-        "/etc/passwd",
-        "page.css/..",
-        "%2e%2e/words.py",
-        "STYLE.CSS",
-        "x\0y",
-        "../static/page.css",
-    ],
-)
-def test_no_name_leads_out_of_the_folder(name: str) -> None:
+def test_no_name_leads_out_of_the_folder() -> None:
     """Only the names of the files themselves are served."""
-    assert page.static(name) is None
+    outside = ("../words.py", "../static/page.css", "/etc/passwd", "page.css/..", "%2e%2e/words.py", "..", ".", "")
+    assert [name for name in (*outside, "PAGE.CSS", "x\0y") if page.static(name) is not None] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
