@@ -105,13 +105,6 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
-    """A reader who looks for one finds it."""
-    named = re.findall(r"`((?:elastic_trainer|tests)/[\w./]+)`", page.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_block_is_executed_or_says_why_not(block: Block) -> None:
     """What may stand in a page: code that is run, or with its reason for not being run; files; what is printed."""

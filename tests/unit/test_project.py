@@ -184,11 +184,11 @@ def test_make_says_how_to_get_virtual_environments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_tests_that_a_document_names_exist(document: Path) -> None:
-    """No link of a document leads nowhere, and no promise rests on a test file that is not there."""
+def test_links_and_files_that_a_document_names_exist(document: Path) -> None:
+    """No link of a document leads nowhere, and whoever looks for a file of ours that it names finds it."""
     written = document.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", written) if "://" not in link]
-    files = re.findall(r"`(tests/[\w/]+\.py)`", written)
+    files = re.findall(r"`((?:elastic_trainer|tests)/[\w./]+)`", written)
     lost = [link for link in links if not (document.parent / link).exists()]
     assert lost + [file for file in files if not (ROOT / file).exists()] == []
 
