@@ -15,9 +15,9 @@ def soon() -> Deadline:
     return Deadline.after(LIMIT_S)
 
 
-def eventually(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
-    """Wait until ``condition()`` holds; fail with ``what`` otherwise."""
-    deadline = soon()
+def eventually(condition: Callable[[], object], what: str | Callable[[], str], limit_s: float = LIMIT_S) -> None:
+    """Wait until ``condition()`` is true; fail with ``what`` otherwise."""
+    deadline = Deadline.after(limit_s)
     while not condition():
         assert not deadline.expired, what if isinstance(what, str) else what()
         pause(0.005)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -17,11 +16,11 @@ from elastic_trainer.checkpoint import CheckpointManager, Event, Transition
 from elastic_trainer.checkpoint.layout import Kind, kind_of
 from elastic_trainer.checkpoint.storage import locations, open_storage
 from elastic_trainer.checkpoint.storage.s3 import S3Bucket
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.killing import kill_savers
 from tests.drills.checkpoint.remote_job import train
 from tests.support.s3server import BUCKET, Fault, S3Server
+from tests.support.waiting import eventually
 
 STEPS, SAVE_EVERY = 24, 4
 LIMIT_S = 100.0
@@ -34,13 +33,6 @@ pytestmark = pytest.mark.timeout(400)
 def undisturbed() -> torch.Tensor:
     """The parameters at the end of the same training without checkpoints or faults."""
     return train(None, STEPS, SAVE_EVERY)[1]
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    patience = Deadline.after(LIMIT_S)
-    while not true():
-        assert not patience.expired, f"{what} did not happen in {LIMIT_S} s"
-        pause(0.05)
 
 
 def saved_steps(url: str) -> list[int]:
@@ -74,12 +66,12 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
 
     def after(session: Session, step: int) -> None:
         if step == 6:
-            until(lambda: Transition.COMMITTED in [event.kind for event in events], "the save of step 4")
+            eventually(lambda: Transition.COMMITTED in [event.kind for event in events], "step 4 is not saved", LIMIT_S)
             s3.inject(injected)
             if fault == "time-out":  # no longer than the fault: a loaded machine may need more for a save
                 limits.request_s = limits.part_s = 5.0
         if step == 10:
-            until(failed, "a failed save")
+            eventually(failed, "no save fails", LIMIT_S)
             assert session.save(wait=True) is None
             met.append(s3.hits())
             s3.inject()
@@ -113,7 +105,7 @@ def test_a_training_killed_in_mid_upload_resumes_exactly_and_sweeps_what_it_left
     s3.inject(Fault("^PUT .*/step-000000008.*partNumber=2", stall_s=3600.0))
     command = [sys.executable, "-m", "tests.drills.checkpoint.remote_job", s3_url, str(STEPS), str(SAVE_EVERY)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until(s3.hits, "the upload of step 8")
+    eventually(s3.hits, "step 8 is not uploaded", LIMIT_S)
     process.send_signal(signal.SIGKILL)
     process.wait()
     s3.inject()

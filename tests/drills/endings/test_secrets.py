@@ -21,6 +21,7 @@ from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Read
 from tests.drills.endings.job import Job
 from tests.support.following import COMMAND, LIMIT_S, monitor
+from tests.support.waiting import eventually
 
 SECRETS = {
     "root": "r00t-of-all-evil",
@@ -187,10 +188,7 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
         note_commands(forgetful, run_id, safe, login)
         watching = ("--user", "monitor", "--password-file", str(safe.file("monitor")))
         with monitor(forgetful.endpoint, *watching, "--token-file", str(safe.file("page token"))) as (_, port):
-            deadline = Deadline.after(LIMIT_S)
-            while run_id.encode() not in ask(port, "/api/runs", SECRETS["page token"]):
-                assert not deadline.expired
-                pause(0.1)
+            eventually(lambda: run_id.encode() in ask(port, "/api/runs", SECRETS["page token"]), "no run is listed")
             note_pages(port, run_id, safe)
         job.tell("stop")
         assert [job.exit_code(node) for node in job.nodes[:2]] == [0, 0], job.describe()

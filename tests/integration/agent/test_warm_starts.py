@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents, processes
 from tests.support.plainjob import LIMIT_S, PlainJob
+from tests.support.waiting import eventually
 
 
 def starts(job: PlainJob, node: str) -> list[dict[str, Any]]:
@@ -82,10 +82,7 @@ def test_a_node_that_is_asked_to_leave_ends_its_forked_workers(tmp_path: Path, e
         assert len(family) == 4  # torchrun, its template, the worker, and the process that ends orphaned workers
         node.terminate()
         assert job.exit_code(node) == 143
-        deadline = Deadline.after(LIMIT_S)
-        while [each for each in family if processes.alive(each)]:
-            assert not deadline.expired
-            pause(0.05)
+        eventually(lambda: not any(map(processes.alive, family)), "something of the node stays", LIMIT_S)
 
 
 @pytest.mark.timeout(300)

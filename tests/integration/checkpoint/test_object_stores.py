@@ -41,6 +41,7 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.local.ports import free_ports
 from tests.support.s3server import BUCKET, Fault, S3Server
+from tests.support.waiting import eventually
 
 LIMIT_S = 60.0
 ELSEWHERE = json.dumps({"run": "a", "job": None, "pid": 1, "start": 2, "boot": "b" * 32, "namespace": 3, "host": "far"})
@@ -305,10 +306,7 @@ def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch
     successor = f"{lease.DIRECTORY}{2:012d}.json"
     bucket.put(successor, ELSEWHERE.replace('"a"', '"b"').encode(), new=True)
     storage = checkpoints._storage
-    patience = Deadline.after(LIMIT_S)
-    while not storage._lease.lost:  # type: ignore[attr-defined]
-        assert not patience.expired
-        pause(0.05)
+    eventually(lambda: storage._lease.lost, "it does not find out")  # type: ignore[attr-defined]
     with pytest.raises(StorageError, match="in use by run 'b'"):
         checkpoints.save({"x": 2}, SaveInfo(2))
     temporary = f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"

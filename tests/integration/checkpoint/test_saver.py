@@ -12,7 +12,6 @@ import structlog
 import torch
 
 from elastic_trainer.checkpoint import Places
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
@@ -28,6 +27,7 @@ from elastic_trainer.worker.state.shares import ShardPart
 from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated
+from tests.support.waiting import eventually
 
 
 class Trained:
@@ -155,10 +155,7 @@ def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(
     assert trained.saver.attempt() is None
 
     def said() -> None:
-        limit = Deadline.after(LIMIT_S)
-        while sum(each["event"] == "storage.awaited" for each in logs) < 2:
-            assert not limit.expired
-            pause(0.01)
+        eventually(lambda: sum(each["event"] == "storage.awaited" for each in logs) >= 2, "it does not say so again")
 
     def slow(at: Callable[..., Any]) -> Callable[..., Any]:
         def later(*given: Any) -> Any:

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
 from tests.integration.worker.launch import LIMIT_S, finished, plain, run, started, tail
 from tests.support.dockerfile import values, words
 from tests.support.requirements import needs, needs_root
+from tests.support.waiting import eventually
 
 ORPHAN = """
 import os, sys, time
@@ -62,10 +62,7 @@ def test_sigterm_to_process_1_lets_a_training_save_and_leave_with_143(tmp_path: 
     with started(
         contained(*plain("train.py", tmp_path, "1000", "--step-s", "0.02", "--save-every", "3")), log
     ) as process:
-        deadline = Deadline.after(LIMIT_S)
-        while not list(tmp_path.glob("checkpoints/*")):
-            assert not deadline.expired, tail(log)
-            pause(0.05)
+        eventually(lambda: list(tmp_path.glob("checkpoints/*")), lambda: tail(log), LIMIT_S)
         (init,) = psutil.Process(process.pid).children()
         init.send_signal(signal.SIGTERM)
         assert finished(process, log) == 143, tail(log)

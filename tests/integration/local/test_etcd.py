@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.local import etcd_binary as binaries
 from elastic_trainer.local.etcd import EtcdServer
@@ -21,6 +20,7 @@ from elastic_trainer.local.ports import free_ports
 from elastic_trainer.local.processes import wait_gone
 from elastic_trainer.store.api import Put
 from tests.integration.store.support import client, soon
+from tests.support.waiting import eventually
 
 
 def value(server: EtcdServer, key: str) -> bytes | None:
@@ -69,10 +69,7 @@ def test_a_frozen_server_can_be_stopped(own_etcd: EtcdServer) -> None:
     pid = own_etcd.pid
     assert pid is not None
     own_etcd.pause()
-    deadline = soon()
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED and not deadline.expired:
-        pause(0.01)
-    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is not stopped")
     own_etcd.stop()
     assert not psutil.pid_exists(pid)
 

@@ -60,10 +60,7 @@ def monitor(backend: MemoryBackend, writer: Writer) -> Iterator[Monitor]:
 
 
 def await_read(monitor: Monitor) -> None:
-    deadline = Deadline.after(LIMIT_S)
-    while not monitor.board.reading.runs:
-        assert not deadline.expired
-        pause(0.01)
+    eventually(lambda: monitor.board.reading.runs, "nothing was read")
 
 
 def await_answered(monitor: Monitor, but: int) -> None:
@@ -215,10 +212,7 @@ def test_more_connections_than_there_are_places_keep_nobody_from_asking(
     with crowding(monitor.port, 200) as crowd:
         for _ in range(10):
             assert asked(monitor, "/healthz") == 200
-        deadline = Deadline.after(LIMIT_S)
-        while not crowd.returned:
-            assert not deadline.expired, "nobody was cut off"
-            pause(0.05)
+        eventually(lambda: crowd.returned, "nobody was cut off")
 
 
 def test_probes_are_answered_when_nothing_else_is(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:

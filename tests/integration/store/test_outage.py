@@ -56,10 +56,8 @@ class Writer:
 
     def wait_for_more(self, count: int) -> None:
         """Wait for ``count`` more acknowledged writes."""
-        wanted, deadline = len(self.acknowledged) + count, soon()
-        while len(self.acknowledged) < wanted:
-            assert not deadline.expired, "the writer does not get through"
-            pause(0.02)
+        wanted = len(self.acknowledged) + count
+        eventually(lambda: len(self.acknowledged) >= wanted, "the writer does not get through")
 
     def stop(self) -> None:
         self._stop.set()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.training.loading import load_job
 from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
 from tests.support.forked import Forked
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -128,10 +128,7 @@ def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path:
     out, err = tmp_path / "out", tmp_path / "err"
     err.touch()
     process = Forked([*command(), *long, f"checkpoint.directory={interrupted}"], environment(), out, err)
-    deadline = Deadline.after(LIMIT_S)
-    while '"training.evaluated"' not in err.read_text():
-        assert not deadline.expired, err.read_text()
-        pause(0.02)
+    eventually(lambda: '"training.evaluated"' in err.read_text(), err.read_text, LIMIT_S)
     process.terminate()
     assert process.wait(LIMIT_S) == EXIT_LEFT, err.read_text()
     assert "Traceback" not in err.read_text()

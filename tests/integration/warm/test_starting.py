@@ -18,6 +18,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents
 from elastic_trainer.local.processes import alive
 from elastic_trainer.warm.starting import Adopted, ColdStart, Starter, StartRequest
+from tests.support.waiting import eventually
 
 LOOK = Path(__file__).parent / "look.py"
 LIMIT_S = 60.0
@@ -243,10 +244,8 @@ def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
     """The start after it is cold, with the reason; the next one is warm again."""
     others = set(templates())  # that of this process's clusters
     with starter() as it:
-        deadline = Deadline.after(LIMIT_S)
-        while not (before := set(templates()) - others):
-            assert not deadline.expired
-            pause(0.02)
+        eventually(lambda: set(templates()) - others, "there is no template")
+        before = set(templates()) - others
         next(iter(before)).kill()
         with pytest.raises(ColdStart, match=r"the template has ended"):
             place.warm(it, str(LOOK))
@@ -279,17 +278,11 @@ def test_a_template_dies_with_its_owner(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    deadline = Deadline.after(LIMIT_S)
-    while alive(template) and not deadline.expired:
-        pause(0.05)
-    assert not alive(template)
+    eventually(lambda: not alive(template), "the template lives on")
     assert alive(program)
     program.kill()
 
 
 def await_text(path: Path, text: str) -> None:
     """Wait until ``path`` has ``text``."""
-    deadline = Deadline.after(LIMIT_S)
-    while text not in path.read_text():
-        assert not deadline.expired
-        pause(0.02)
+    eventually(lambda: text in path.read_text(), path.read_text)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.clock import Deadline, pause
 from tests.integration.worker.launch import LIMIT_S, free_port, plain, run, standalone, started, torchrun
+from tests.support.waiting import eventually
 
 SLOW = ["100", "--save-every", "2", "--step-s", "0.1"]
 
@@ -36,10 +36,7 @@ def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path: Path) -> No
     goes on; when it is killed, the next begins where it ended."""
     logs, extra = (tmp_path / "log-a", tmp_path / "log-b"), {"ELASTIC_TRAINER_LEDGER_DIR": str(tmp_path / "ledger")}
     with started(plain("train.py", tmp_path, *SLOW), logs[0], extra) as first:
-        patience = Deadline.after(LIMIT_S)
-        while not (tmp_path / "checkpoints").exists() or not runs(tmp_path):
-            assert not patience.expired, logs[0].read_text()
-            pause(0.05)
+        eventually(lambda: (tmp_path / "checkpoints").exists() and runs(tmp_path), logs[0].read_text, LIMIT_S)
         run(plain("train.py", tmp_path, *SLOW), logs[1], expected=1)
         assert f"in use by another job (process {first.pid} on " in logs[1].read_text()
         assert first.poll() is None

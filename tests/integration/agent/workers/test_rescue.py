@@ -15,9 +15,10 @@ from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Owner
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.storage.posix import PosixStorage
-from elastic_trainer.clock import SYSTEM, pause
+from elastic_trainer.clock import pause
 from elastic_trainer.errors import StorageError
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from tests.support.waiting import eventually
 from tests.unit.agent.workers.test_rescue import view
 from tests.unit.checkpoint.test_snapshot import leave
 
@@ -86,9 +87,6 @@ def test_an_agent_leaves_the_state_to_the_one_that_is_writing_it(
         pause(1.0)
         assert rescued_from(tmp_path) == []
         goes_on.set()
-        limit = SYSTEM.monotonic() + LIMIT_S
-        while any(thread.name == "snapshot-rescue" for thread in threading.enumerate()):
-            assert SYSTEM.monotonic() < limit
-            pause(0.02)
+        eventually(lambda: "snapshot-rescue" not in [each.name for each in threading.enumerate()], "a rescue goes on")
     assert rescued_from(tmp_path) == [source]
     assert [line["event"] for line in logs if line["event"] == "snapshot.rescued"] == ["snapshot.rescued"]
