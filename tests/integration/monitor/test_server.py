@@ -252,36 +252,13 @@ def test_no_request_makes_the_server_fail(monitor: Monitor, capsys: pytest.Captu
 
 def malformed(chance: random.Random, number: int) -> bytes:
     """A request of which some part is wrong, by chance."""
-    targets = [
-        "http://[",
-        "//[",
-        "/%",
-        "/%zz",
-        "/\x00",
-        "http://[::1",
-        "/runs/" + "%c3" * 40,
-        "/api/runs/..%2f",
-        "*",
-        "",
-    ]
-    values = [
-        "[",
-        "[::",
-        "::]",
-        "\x00",
-        "é" * 9,
-        ",;=,",
-        "Basic ====",
-        "Bearer",
-        'text/plain;q="',
-        "gzip;q=;",
-        "9" * 50,
-    ]
+    paths = ["http://[", "//[", "/%", "/%zz", "/\x00", "http://[::1", "/runs/" + "%c3" * 40, "/api/runs/..%2f", "*", ""]
+    texts = ["[", "[::", "::]", "\x00", "é" * 9, ",;=,", "Basic ====", "Bearer", 'text/plain;q="', "gzip;q=;", "9" * 50]
     names = ["Host", "Accept", "Authorization", "Accept-Encoding", "If-None-Match", "Content-Length", "No name", ""]
     method, version = chance.choice(["GET", "HEAD", "G T", ""]), chance.choice(["1.1", "1.0", "x"])
-    lines = [f"{method} {chance.choice(targets)} HTTP/{version}"]
+    lines = [f"{method} {chance.choice(paths)} HTTP/{version}"]
     lines += [
-        f"{chance.choice(names)}{chance.choice([': ', ':', ' '])}{chance.choice(values)}" for _ in range(number % 4)
+        f"{chance.choice(names)}{chance.choice([': ', ':', ' '])}{chance.choice(texts)}" for _ in range(number % 4)
     ]
     sent = bytearray("\r\n".join([*lines, "", ""]).encode())
     for _ in range(number % 3):
