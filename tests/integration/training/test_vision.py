@@ -144,24 +144,3 @@ def test_a_corrupt_image_is_left_out_on_request(tmp_path: Path) -> None:
     refused = train(*job, f"checkpoint.directory={tmp_path / 'other'}")
     assert refused.code == EXIT_CONFIG
     assert refused.complaints[0].startswith(f"error: {root / 'val' / 'a' / '0.png'}: not an image")
-
-
-def test_data_that_are_not_there_are_one_line(tmp_path: Path) -> None:
-    """Before anything is trained or written: missing folders, other classes in the test, a broken annotation file."""
-    root = pictures(tmp_path / "data")
-    (tmp_path / "empty").mkdir()
-    shutil.rmtree(root / "val" / "c")
-    (tmp_path / "a.json").write_text("{}")
-    files = f"{{annotations: {tmp_path / 'a.json'}, images: {tmp_path}}}"
-    where = f"checkpoint.directory={tmp_path / 'run'}"
-    for words, sentence in (
-        (("imagefolder", f"data.directory={tmp_path / 'no'}"), f"error: {tmp_path / 'no'}: there is no such directory"),
-        (("imagefolder", f"data.directory={tmp_path / 'empty'}"), f"error: {tmp_path / 'empty'}: has neither val/"),
-        (("imagefolder", f"data.directory={root}"), f"error: {root / 'val'} lacks class 'c' of {root / 'train'}"),
-        (("keypoints", f"data.train={files}", f"data.test={files}"), f"error: {tmp_path / 'a.json'}: 'categories' is"),
-    ):
-        outcome = train(*words, where)
-        assert outcome.code == EXIT_CONFIG
-        assert outcome.err.startswith(sentence)
-        assert outcome.err.count("\n") == 1
-    assert not (tmp_path / "run").exists()

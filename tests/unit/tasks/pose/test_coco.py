@@ -84,6 +84,7 @@ def changed(*path: Any, value: Any = None) -> dict[str, Any]:
         ("{", "not valid JSON"),
         ([], "a list instead of an object"),
         (changed("annotations"), "'annotations' is missing"),
+        (changed("categories"), "'categories' is missing"),
         (changed("images", 1, "file_name"), r"images\[1\]\.file_name is missing"),
         (changed("annotations", 0, "bbox"), r"annotations\[0\]\.bbox is missing"),
         (changed("annotations", 0, "bbox", 2, value=-1), r"annotations\[0\]\.bbox\[2\] is wrong"),

@@ -97,6 +97,13 @@ def test_test_images_may_be_in_val_or_test_or_anywhere(tmp_path: Path) -> None:
         task(tmp_path / "absent")
 
 
+def test_classes_that_the_test_lacks_are_named(tmp_path: Path) -> None:
+    images(tmp_path, "abc", ("train",))
+    images(tmp_path, "ab", ("val",))
+    with pytest.raises(DataError, match=r"val lacks class 'c' of .*train"):
+        task(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
