@@ -188,30 +188,6 @@ def test_a_foreign_token_ends_the_run_with_its_place(tmp_path: Path) -> None:
         Trainer(Gpt, _config(tmp_path / "run", tmp_path / "a.bin", *ids, "epochs=1", tokens=128 * 99)).run()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["data.files={text}.gone"], "error: data.files '{text}.gone' matches no file"),
-        (["data.files={text}", "model.context=9999", "options.batch_tokens=9999"], "error: the training text has 4802"),
-        (["data.files={text}", "options.batch_tokens=100"], "error: options.batch_tokens 100 is not a multiple"),
-        (["data.files={text}", "model.heads=3"], "error: task gpt: 'model.heads' 3 does not divide"),
-        (
-            ["data.files={text}", "model.tensor_parallel=2"],
-            "error: task gpt: 'model.tensor_parallel' needs 'model.shard'",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_78(
-    tmp_path: Path, text: Path, arguments: list[str], sentence: str
-) -> None:
-    """Nothing else is on standard error, no traceback least of all."""
-    given = [argument.format(text=text) for argument in arguments]
-    outcome = train("gpt", f"checkpoint.directory={tmp_path / 'run'}", *given)
-    assert outcome.code == EXIT_CONFIG
-    assert outcome.err.startswith(sentence.format(text=text)), outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that knows the verse, whose texts are gone."""

@@ -71,6 +71,7 @@ def test_a_budget_goes_with_a_batch_in_samples(text: str) -> None:
         ({"options": {"sample_tokens": 5}, "epochs": 1}, "task gpt: 'global_batch' is missing"),
         ({"micro_batch": 5}, "'micro_batch' 5 is larger than 'global_batch' 4"),
         ({"model": {**SIZES, "heads": 3}}, "'model.heads' 3 does not divide 'model.width' 8"),
+        ({"model": {**SIZES, "tensor_parallel": 2}}, "task gpt: 'model.tensor_parallel' needs 'model.shard'"),
         ({"data": {"tokenizer": "words"}}, "'data.tokenizer' is 'words'"),
     ],
 )
