@@ -90,33 +90,21 @@ def test_two_ranks_train_together_and_a_finished_job_stays_finished(tmp_path: Pa
 
 
 def test_with_the_tree_a_job_has_the_same_history_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """Losses and metrics of the averaged model, to the last bit, on one and three ranks."""
+    """Losses and metrics of the averaged model, to the last bit, on one and three ranks.
+
+    997 samples in batches of 100 leave the ranks uneven parts to measure: each sample still counts exactly once.
+    """
     job = ["mnist", *QUICK, "reduction=tree", "micro_batch=5", "average=0.9", "precision=bf16", "clip_norm=1.0"]
+    uneven = ["data.test_size=997", "evaluation.batch_size=100"]
     histories = []
     for world in (1, 3):
-        outcome = train(*job, f"checkpoint.directory={tmp_path / str(world)}", world=world)
+        outcome = train(*job, *uneven, f"checkpoint.directory={tmp_path / str(world)}", world=world)
         assert outcome.code == 0, outcome.err
         histories.append(records(tmp_path / str(world)))
     assert len(histories[0]) == 2
     assert histories[0] == histories[1]
-
-
-def test_metrics_do_not_depend_on_how_the_data_are_divided(tmp_path: Path) -> None:
-    """997 samples over 3 ranks in batches of 100 leave uneven parts: each sample still counts exactly once.
-
-    A vanishing learning rate keeps the model what the seed made it, so one and three ranks measure the same model.
-    """
-    frozen = ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "max_steps=1"]
-    uneven = ["data.test_size=997", "evaluation.batch_size=100"]
-    found = {}
-    for world in (1, 3):
-        directory = f"checkpoint.directory={tmp_path / str(world)}"
-        outcome = train("mnist", *QUICK, *frozen, *uneven, directory, world=world)
-        assert outcome.code == 0, outcome.err
-        found[world] = outcome.report["metrics"]
-    assert found[1]["accuracy"] == found[3]["accuracy"]
-    assert round(found[1]["accuracy"] * 997, 9) == round(found[1]["accuracy"] * 997)
-    assert found[1]["loss"] == pytest.approx(found[3]["loss"], rel=1e-6)
+    right = histories[0][-1]["metrics"]["accuracy"] * 997
+    assert right == pytest.approx(round(right), abs=1e-9)
 
 
 def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
