@@ -10,12 +10,11 @@ import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.local.ledger import LineKind
-from tests.drills.checkpoint.rescued import SAVED_AT
 from tests.drills.endings.job import LASTING, Job
 from tests.integration.training.launch import ran
 
-SCRIPT = Path(__file__).with_name("rescued.py")
-STEPS, PAUSE_S = 300, 0.02
+SCRIPT = Path(__file__).with_name("soaked.py")
+STEPS, PAUSE_S, SAVED_AT = 300, 0.02, 20
 KILLED_AT = (100, 200)
 MOST_AGAIN = 60
 """More steps than fit into four intervals between snapshots, on a machine of any speed: each takes ``PAUSE_S``."""
@@ -48,7 +47,7 @@ def test_a_job_whose_workers_all_die_loses_one_snapshot_interval(
     assert ran([str(SCRIPT), str(alone := tmp_path / "alone"), str(STEPS)]).code == 0
     directory = tmp_path / "job"
     directory.mkdir()
-    entry = [str(SCRIPT), str(directory), str(STEPS), str(PAUSE_S)]
+    entry = [str(SCRIPT), str(directory), str(STEPS), str(PAUSE_S), str(SAVED_AT)]
     with Job(directory, etcd_endpoint, run_id, entry=entry, most=2, options=LASTING | {"recovery": recovery}) as job:
         job.start(2)
         manager = CheckpointManager(directory / "checkpoints")
