@@ -17,7 +17,7 @@ from elastic_trainer.cli.options import console
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
-from elastic_trainer.monitor.read.reading import Reader, StoreReading, pause_s
+from elastic_trainer.monitor.read.reading import Pacing, Reader, StoreReading
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry import logs
 
@@ -77,6 +77,7 @@ def _shower(arguments: argparse.Namespace) -> Show:
 
 def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) -> None:
     """Show each reading until the run is over."""
+    pacing = Pacing(_EVERY_S)
     while True:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
         show(reading, over)
@@ -84,7 +85,7 @@ def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) 
             return
         began = SYSTEM.monotonic()
         reading = reader.poll()
-        pause(pause_s(SYSTEM.monotonic() - began, reading.store.connected, _EVERY_S))
+        pause(pacing.pause_s(SYSTEM.monotonic() - began, reading.store.connected))
 
 
 def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing | None:

@@ -10,6 +10,7 @@ what was read before, and :attr:`StoreReading.store` gives its age.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -222,6 +223,19 @@ def run_names(store: Store, prefix: str, limit_s: float, *, after: str = "", clo
             yield name
 
 
-def pause_s(poll_s: float, connected: bool, every_s: float = EVERY_S) -> float:
-    """Seconds to wait after a poll that took ``poll_s`` seconds; a failed poll does not count as work."""
-    return max(every_s - poll_s, poll_s * (1 - SHARE) / SHARE) if connected else every_s
+class Pacing:
+    """How long to wait between polls, so that they take no more than ``SHARE`` of the time.
+
+    Of the last two polls the shorter one counts: a single long one may be that of a machine that was frozen for a
+    moment, and a pause of four times that would make etcd look unreachable.
+    """
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s, self._last_s = every_s, math.inf
+
+    def pause_s(self, poll_s: float, connected: bool) -> float:
+        """Seconds to wait after a poll that took ``poll_s`` seconds; a failed poll does not count as work."""
+        if not connected:
+            return self._every_s
+        usual_s, self._last_s = min(poll_s, self._last_s), poll_s
+        return max(self._every_s - poll_s, usual_s * (1 - SHARE) / SHARE)

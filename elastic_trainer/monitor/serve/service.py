@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from elastic_trainer.clock import SYSTEM, pause
-from elastic_trainer.monitor.read.reading import FORGET_S, Reader, pause_s
+from elastic_trainer.monitor.read.reading import FORGET_S, Pacing, Reader
 from elastic_trainer.monitor.serve.answers import MonitorSite
 from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.store.api import Store
@@ -71,6 +71,7 @@ class Monitor:
         logger().info("monitor.stopped")
 
     def _poll(self) -> None:
+        pacing = Pacing()
         while not self._stopped.is_set():
             began = SYSTEM.monotonic()
             connected = False
@@ -80,4 +81,4 @@ class Monitor:
                 self.board.publish(reading)
             except Exception:  # noqa: BLE001 - thread edge: an unexpected document must not stop the monitor
                 logger().exception("poll.failed")
-            pause(pause_s(SYSTEM.monotonic() - began, connected), self._stopped)
+            pause(pacing.pause_s(SYSTEM.monotonic() - began, connected), self._stopped)

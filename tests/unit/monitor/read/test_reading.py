@@ -12,7 +12,7 @@ from elastic_trainer.membership.health import GONE
 from elastic_trainer.monitor.read import feed as feeds
 from elastic_trainer.monitor.read import reading as readings
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.monitor.read.reading import Reader, pause_s, run_names
+from elastic_trainer.monitor.read.reading import Pacing, Reader, run_names
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, TransactionResult
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, health, incident, rank, record, soon
@@ -293,6 +293,9 @@ def test_only_one_run_is_read_where_only_one_is_asked_for(store: CountingStore, 
 
 def test_long_polls_are_followed_by_longer_pauses() -> None:
     """So that the store is never busy with a monitor for more than a fifth of the time; one in vain was no work."""
-    assert pause_s(0.01, True, 1.0) == pytest.approx(0.99)
-    assert pause_s(1.0, True, 1.0) == pytest.approx(4.0)
-    assert pause_s(5.0, False, 1.0) == 1.0
+    pacing = Pacing(1.0)
+    assert pacing.pause_s(1.0, True) == pytest.approx(4.0)
+    assert pacing.pause_s(5.0, False) == 1.0
+    assert pacing.pause_s(0.01, True) == pytest.approx(0.99)
+    assert pacing.pause_s(2.0, True) == pytest.approx(0.04)  # the machine was frozen, perhaps
+    assert pacing.pause_s(3.0, True) == pytest.approx(8.0)  # it was not
