@@ -197,7 +197,7 @@ def test_before_the_store_was_read_there_is_no_list_of_targets(clock: ManualCloc
 
 
 def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
-    """What is no endpoint is passed over, and a node that has not told of any."""
+    """Nodes that have published no endpoint, or a malformed one, are left out."""
     views = {name: NodeView(name, 1, 1, record(1)) for name in ("early", "odd", "told")}
     told = {
         "told": health("told", metrics="http://[::1]:9000/"),
