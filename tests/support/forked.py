@@ -36,6 +36,7 @@ PRELOADED = [
     "elastic_trainer.training.trainer",
     "elastic_trainer.tasks.vision.mnist",
     "elastic_trainer.worker.session",
+    "tests.support.frozen",
 ]
 
 

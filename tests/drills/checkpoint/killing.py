@@ -23,7 +23,7 @@ from elastic_trainer.telemetry import logs
 
 COUNT = "ELASTIC_TRAINER_SAVE_KILLS"
 """The variable for how many kills the long forms of these drills make."""
-START_LIMIT_S = 100.0
+START_LIMIT_S = 300.0
 ELEMENTS = 500_000
 SAVES = 3
 """A life lasts for up to so many saves, however long the disk takes for one, and for a part of one more."""
@@ -114,7 +114,7 @@ Saver = Callable[[Any, Connection], None]
 def forks() -> Any:
     """Processes forked from a clean one that has torch imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "elastic_trainer.checkpoint", __name__])
+    context.set_forkserver_preload(["torch", "elastic_trainer.checkpoint", __name__, "tests.support.frozen"])
     return context
 
 

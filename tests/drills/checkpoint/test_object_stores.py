@@ -23,10 +23,10 @@ from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
 
 STEPS, SAVE_EVERY = 24, 4
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 KILLS = 10
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture(scope="module")
