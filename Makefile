@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c $(AT_LEAST_3_11) 2>/dev/null && { echo $$p; exit; }; done; echo python3)
 VENV ?= .venv
-# `uv pip`, which takes a tenth of the time, reads no settings of pip.
+# `uv pip` takes a tenth of the time and reads no settings of pip. It installs where UV_PYTHON says.
 INSTALLER ?= $(BIN)/python -m pip --disable-pip-version-check
 DEMO_NODES ?= 1:3
 DEMO_START ?= 3
@@ -28,6 +28,7 @@ TORCHFT_PYTHON ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
 STAMP := $(VENV)/.installed
+export UV_PYTHON := $(abspath $(BIN)/python)
 # What the demo needs is a third of what tests need; where all is installed, nothing more is.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
 AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
