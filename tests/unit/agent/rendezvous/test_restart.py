@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
+from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import default_node_id
 from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, was_terminated
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
@@ -24,6 +25,7 @@ from elastic_trainer.agent.rendezvous.restart import (
     Etcd3RendezvousHandler,
     round_is_over,
 )
+from elastic_trainer.agent.workers import warm_starts
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
@@ -154,6 +156,14 @@ def test_the_launcher_is_found_up_the_stack() -> None:
         local_workers()
 
 
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plugin changes in torchrun's process stays as it is in this one, and no template is started."""
+    monkeypatch.setattr(sigterm, "listen", lambda: None)
+    monkeypatch.setattr(warm_starts, "install", lambda preload: warm_starts.at_once)
+
+
+@pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize(
     ("run_id", "endpoint", "limits", "config", "sentence"),
     [
@@ -187,6 +197,7 @@ def test_wrong_parameters_end_in_one_sentence(
     assert said.count("\n") == 1
 
 
+@pytest.mark.usefixtures("torchrun")
 def test_torchrun_s_own_options_are_no_error() -> None:
     """torchrun adds a timeout to every backend's configuration: what fails here is only the store."""
     parameters = RendezvousParameters(
