@@ -24,8 +24,6 @@ from tests.support.node_logs import said
 from tests.support.requirements import missing
 from tests.support.s3server import BUCKET, S3Server, serving, use
 
-gc.disable()  # until all tests are collected: imports leave next to no garbage
-
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -56,6 +54,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports leave next to no garbage, and what they have made stays: looking for garbage in all of torch took a third
+    of the unit tests' time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests have the longest limits come first, so that no long file runs alone at the end."""
     limits_s: Counter[Path] = Counter()
@@ -63,13 +74,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         limit = item.get_closest_marker("timeout")
         limits_s[item.path] += limit.args[0] if limit is not None else UNMARKED_S
     items.sort(key=lambda item: -limits_s[item.path])
-
-
-def pytest_collection_finish() -> None:
-    """What has been imported stays: looking for garbage in all of torch took a third of the unit tests' time."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
