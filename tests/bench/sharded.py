@@ -29,7 +29,7 @@ from tests.drills.sharded.test_sharded import Sharded
 JOB = Path(__file__).with_name("sharded_job.py")
 PLACES = 2
 COPYING = Shape(2, 1536, 32, 8, 100)
-AT_50_MS, QUICK = Shape(2, 768, 256, 20, 5), Shape(1, 128, 8, 2, 3)
+AT_50_MS, QUICK = Shape(2, 768, 256, 20, 5), Shape(2, 128, 8, 2, 3)
 FAULTS, QUICK_FAULTS = 10, 1
 WIDE, QUICK_WIDE = 1184, 48
 """Three blocks of 8 x width x width parameters: with AdamW's two moments each of two places holds 200 MB."""
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("sharded", __doc__, argv, repeats=3)
     shape, faults = (QUICK, QUICK_FAULTS) if options.quick else (AT_50_MS, FAULTS)
-    copying = replace(QUICK, nodes=2) if options.quick else COPYING
+    copying = QUICK if options.quick else COPYING
     steps, alone, copies, calibrations = [], [], [], []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
         for repeat in range(options.repeats):

@@ -59,8 +59,9 @@ behind Prometheus."""
 
 
 def test_the_page_leads_to_a_job_that_is_watched(tmp_path: Path) -> None:
-    """etcd, monitor, Prometheus and Alertmanager come up; the job, for four of its ten epochs, trains on three nodes,
-    which hold unequal parts of each batch, and learns; Prometheus knows it, and nobody is woken."""
+    """etcd, monitor, Prometheus and Alertmanager come up; the job trains on three nodes, which hold unequal parts of
+    each batch, and reads 97 of 100 unseen digits, as the ready-made job promises; Prometheus knows it, and nobody is
+    woken."""
     needs_root("the page gets a network of its own")
     for program in ("ip", "unshare", "prometheus", "prometheus-alertmanager", "promtool", "amtool"):
         needs(
@@ -70,16 +71,14 @@ def test_the_page_leads_to_a_job_that_is_watched(tmp_path: Path) -> None:
     page = blocks_of(section(PAGE, HEADING), PAGE.name)
     commands = [block.text for block in page if block.language == "sh" and block.not_run is None]
     assert len(commands) >= 3
-    text = "".join([*commands[:-1], DELIVERED, commands[-1]])
-    assert text.count(" mnist ") == 1
-    said = shell(tmp_path, text.replace(" mnist ", " mnist epochs=4 "))
+    said = shell(tmp_path, "".join([*commands[:-1], DELIVERED, commands[-1]]))
     assert "run digits  succeeded" in said
     assert {"elastic-trainer-etcd", "elastic-trainer-monitor"} <= set(re.findall(r'^up\{.*job="([\w-]+)"', said, re.M))
     assert re.search(r'elastic_trainer_run_state\{.*run="digits".*\} => 1', said), said[-2000:]
     assert set(re.findall(r"ElasticTrainer\w+", said)) == {"ElasticTrainerDeadMansSwitch"}  # which always fires
     results = [json.loads(line) for line in (tmp_path / "runs/digits/metrics.jsonl").read_text().splitlines()]
-    assert results[-1]["metrics"]["accuracy"] >= 0.9
-    assert [each["step"] for each in results] == list(range(63, 253, 63))
+    assert results[-1]["metrics"]["accuracy"] >= 0.97
+    assert [each["step"] for each in results] == list(range(63, 631, 63))
     logs = [(tmp_path / f"runs/service/{node}.log").read_text() for node in "abc"]
     progressed = [json.loads(line) for log in logs for line in log.splitlines() if '"training.progressed"' in line]
     assert {line["rank"] for line in progressed} == {0}

@@ -60,17 +60,15 @@ def test_digits_in_class_folders_are_told_apart(tmp_path: Path, cache: str) -> N
     assert report["best"]["top1"] == max(record["metrics"]["top1"] for record in records(tmp_path))
 
 
-def test_key_points_are_learned_in_half_precision(tmp_path: Path) -> None:
-    """By their schedule; the best checkpoint is the one with the best score of points. (test_tasks.py finds them.)"""
-    job = ("keypoints", "data.count=100", "data.test_count=20", "epochs=4", "global_batch=10", "precision=bf16")
-    network = ("model.channels=[4, 8]", "model.stages=[{branches: 1, blocks: 1}, {branches: 2, blocks: 1}]")
-    where = (f"checkpoint.directory={tmp_path}", "checkpoint.metric=point_f1")
-    schedule = ("scheduler.milestones=[3]", "scheduler.warmup_steps=5")
-    outcome = train(*job, *network, *where, *schedule)
+def test_key_points_of_digits_are_found(tmp_path: Path) -> None:
+    """A small network on a fifth of the default data, in half precision, best by the score of points."""
+    job = ("keypoints", "data.count=400", "data.test_count=60", "epochs=4", "global_batch=10", "precision=bf16")
+    network = ("model.channels=[8, 16]", "model.stages=[{branches: 1, blocks: 1}, {branches: 2, blocks: 1}]")
+    where = (f"checkpoint.directory={tmp_path}", "checkpoint.metric=point_f1", "scheduler.milestones=[3]")
+    outcome = train(*job, *network, *where)
     assert outcome.code == 0, outcome.err
-    lines = records(tmp_path)
-    assert lines[-1]["metrics"]["heat_loss"] < 0.8 * lines[0]["metrics"]["heat_loss"]
-    rates = [record["lr"] for record in lines]
+    assert outcome.report["metrics"]["point_f1"] > 0.6
+    rates = [record["lr"] for record in records(tmp_path)]
     assert rates[:2] == [0.006, 0.006]
     assert rates[-1] == pytest.approx(0.0012)
 
