@@ -74,6 +74,7 @@ SPOILED = [
     ("etcd-away-monitor-slow", "alerts.yml",
      "max_over_time(elastic_trainer_monitor_store_last_success_timestamp_seconds[1m])",
      "elastic_trainer_monitor_store_last_success_timestamp_seconds"),
+    ("etcd-away-monitor-slow", "alerts.yml", ") >= 3\n", ") >= 300\n"),
     ("too-few-and-etcd-away", "rules.yml", ">= 2 * 60", ">= 2000 * 60"),
     ("failed-at-start", "alerts.yml", '{outcome="failed"}[1h]', '{outcome="failed"}[1m]'),
     ("failed-long-ago", "alerts.yml", ") < 1 * 3600", ") < 9 * 3600"),

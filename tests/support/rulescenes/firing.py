@@ -292,7 +292,15 @@ def _etcd_away(job: PlayedJob, minute: float) -> None:
         job.monitors[0].reads = False
 
 
-@_scene("etcd-away-monitor-slow", "every other scrape of the monitor fails, too", 60, STORE_OF_ALL, alone=True)
+@_scene(
+    "etcd-away-monitor-slow",
+    "every other scrape of the monitor fails, too",
+    60,
+    STORE_OF_ALL,
+    NO_MONITOR,
+    not_before=21,
+    alone=True,
+)
 def _etcd_away_monitor_slow(job: PlayedJob, minute: float) -> None:
     job.monitors[0].reads = minute < 20
     job.monitors[0].answers = minute < 20 or minute % 2 != 0

@@ -228,14 +228,15 @@ class PlayedJob:
         return shown
 
     def _of_monitor(self, monitor: Monitor) -> dict[Key, float]:
+        named = {"instance": f"{self.run}-{monitor.instance}", "job": "elastic-trainer-monitor", **self.place}
+        place = tuple(sorted(named.items()))
+        up: dict[Key, float] = {("up", place): float(monitor.answers)}
         if not monitor.answers:
-            return {}
+            return up
         if monitor.reads:
             monitor.last_read = self.now
             monitor.seen = self._of_run() if self.exists else {}
-        named = {"instance": f"{self.run}-{monitor.instance}", "job": "elastic-trainer-monitor", **self.place}
-        place = tuple(sorted(named.items()))
-        shown = {(name, tuple(sorted({*labels, *place}))): value for (name, labels), value in monitor.seen.items()}
+        shown = {(name, tuple(sorted({*labels, *place}))): value for (name, labels), value in monitor.seen.items()} | up
         shown[families.MONITOR_STORE.full_name, place] = monitor.last_read
         return shown
 

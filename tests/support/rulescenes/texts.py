@@ -268,9 +268,17 @@ TEXTS: dict[str, Text] = {
         30,
         NO_MONITOR,
         "watch",
-        "No monitor answers",
+        "The monitor does not answer, or only now and then",
         "Prometheus gets nothing from the monitor. Training does not need it, but alerts about nodes, rounds and "
         "checkpoints are blind, and new nodes are not scraped.",
+    ),
+    "etcd-away-monitor-slow": Text(
+        45,
+        NO_MONITOR,
+        "watch",
+        "The monitor does not answer, or only now and then",
+        "The monitor stopped answering 7 times in 15 minutes. Training does not need it, but alerts about nodes, "
+        "rounds and checkpoints are blind, and new nodes are not scraped.",
     ),
     "run-unwatched": Text(
         30,
