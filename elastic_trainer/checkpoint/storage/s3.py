@@ -179,14 +179,14 @@ class _Multipart:
         self._upload: str | None = None
         self._under_way: deque[Future[Any]] = deque()
         self._done: list[dict[str, Any]] = []
-        self._count = 0
+        self._count, self._size = 0, 0
 
     def add(self, part: bytearray) -> None:
         if self._upload is None:
             self._upload = self._bucket.request("create_multipart_upload", self._key)["UploadId"]
         while len(self._under_way) >= PARALLEL_PARTS:
             self._collect()
-        self._count += 1
+        self._count, self._size = self._count + 1, self._size + len(part)
         self._under_way.append(self._bucket.begin(self._send(self._upload, self._count, io.BytesIO(part))))
 
     def finish(self, last: bytearray) -> None:
@@ -199,9 +199,16 @@ class _Multipart:
             self._collect()
         parts = {"Parts": self._done}
         limit_s = self._bucket.limits.part_s  # large ones take a while to be put together
-        self._bucket.request(
-            "complete_multipart_upload", self._key, limit_s, UploadId=self._upload, MultipartUpload=parts
-        )
+        try:
+            self._bucket.request(
+                "complete_multipart_upload", self._key, limit_s, UploadId=self._upload, MultipartUpload=parts
+            )
+        except OSError:
+            if not self._is_there():  # the answer that the object was put together is lost
+                raise
+
+    def _is_there(self) -> bool:
+        return (self._key, self._size) in {(item.key, item.size) for item in self._bucket.items(self._key)}
 
     def abort(self) -> None:
         for future in self._under_way:

@@ -146,6 +146,17 @@ def test_a_manifest_whose_answer_was_lost_counts_as_written(s3: S3Server, s3_url
     assert [entry.name for entry in CheckpointManager(s3_url).entries()] == [name]
 
 
+def test_a_large_file_whose_completion_was_not_answered_counts_as_written(s3: S3Server, s3_url: str) -> None:
+    """Each try fails, and the first one has put the object together: it is whole, and the save goes on."""
+    checkpoints, state = CheckpointManager(s3_url), {"w": torch.randn(9_000_000)}
+    s3.inject(Fault("^POST .*uploadId", status=500, late=True))
+    checkpoints.save(state, SaveInfo(1))
+    assert s3.hits() > 1
+    loaded = CheckpointManager(s3_url).load_newest()
+    assert loaded is not None
+    assert torch.equal(loaded.state["w"], state["w"])
+
+
 def test_a_save_of_unknown_outcome_is_whole_or_unseen(s3: S3Server, s3_url: str) -> None:
     """No answer comes at all, though the manifest was written: the save fails, and the data must stay."""
     s3.inject(Fault("^PUT .*manifest.json", status=500, late=True))
