@@ -17,14 +17,15 @@ from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
 
-ENDPOINT_S = 4.0
-"""Time limit of one endpoint, in seconds."""
+ENDPOINT_S, ENDPOINT_SHARE = 4.0, 0.1
+"""Time limit of one endpoint, in seconds, and as a share of the time for all checks; the longer one holds."""
 _TRIES = 7
 
 
 def endpoints(settings: StoreSettings, run: str | None, limits: FitLimits, deadline: Deadline) -> list[Finding]:
     """One finding for each endpoint. If some work, failures of others are only warnings."""
-    found = [_endpoint(settings, each, run, limits, deadline.at_most(ENDPOINT_S)) for each in settings.endpoints]
+    limit_s = max(ENDPOINT_S, ENDPOINT_SHARE * deadline.remaining_s())
+    found = [_endpoint(settings, each, run, limits, deadline.at_most(limit_s)) for each in settings.endpoints]
     if all(finding.status is Status.BAD for finding in found):
         return found
     return [each.but(Status.WARN, each.hint) if each.status is Status.BAD else each for each in found]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import NoReturn
 
 import pytest
 
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.preflight import coordination
 from elastic_trainer.preflight.coordination import judged_round_trip
 from elastic_trainer.preflight.finding import Finding, Status, amount, bad, counted, sentence, size_text
 from elastic_trainer.preflight.gpu import understood
 from elastic_trainer.preflight.limits import FitLimits
+from elastic_trainer.settings import Endpoint, StoreSettings
+from tests.support.memory_backend import ManualClock
 
 
 def test_a_finding_survives_json() -> None:
@@ -22,6 +28,22 @@ def test_only_what_is_bad_speaks_against_a_node() -> None:
     findings = [Finding(str(status), status, f"text {status}") for status in Status]
     assert [finding.name for finding in bad(findings)] == ["bad"]
     assert sentence(findings[1:3]) == "warn: text warn; bad: text bad"
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(20.0, 4.0), (150.0, 15.0)])
+def test_an_endpoint_gets_a_tenth_of_the_time(
+    timeout_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no less than four seconds; the rest of the time is for what comes after it."""
+
+    def silent(_: StoreSettings, deadline: Deadline, **__: object) -> NoReturn:
+        assert deadline.remaining_s() == pytest.approx(limit_s, abs=1e-6)
+        raise StoreUnavailableError("no answer")
+
+    monkeypatch.setattr(coordination, "connect_checked", silent)
+    settings, clock = StoreSettings(endpoints=(Endpoint(host="h", port=1),)), ManualClock()
+    found = coordination.endpoints(settings, None, FitLimits(), Deadline.after(timeout_s, clock))
+    assert [(each.status, each.text) for each in found] == [(Status.BAD, "no answer")]
 
 
 @pytest.mark.parametrize(
