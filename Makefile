@@ -67,7 +67,7 @@ test-units: $(STAMP)
 test-others: $(STAMP)
 	$(PYTEST) --durations=25 --budget=$(TEST_BUDGET_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/contract tests/integration tests/drills tests/bench
 
-test-quick: $(STAMP) ## run the unit tests but for those of manifests, in less than a minute: for between two edits
+test-quick: $(STAMP) ## run the unit tests but for those of manifests, in one to three minutes: between two edits
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
 
 soak: $(STAMP) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)

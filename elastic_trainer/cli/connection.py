@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     group.description = "What is not given is taken from the environment: ELASTIC_TRAINER_ENDPOINT, _USER and so on."
     add("--endpoint", metavar="HOST:PORT,...", help="where etcd is (default: ELASTIC_TRAINER_ENDPOINT, this machine)")
-    add("--prefix", default=DEFAULT_PREFIX, metavar="PREFIX", help=f"of all keys in etcd (default: {DEFAULT_PREFIX})")
+    add("--prefix", default=DEFAULT_PREFIX, metavar="PREFIX", help=f"prefix of all keys (default: {DEFAULT_PREFIX})")
     add("--user", metavar="NAME", help="for an etcd that asks for one")
     add("--password-file", type=Path, metavar="FILE", help="holds the password of --user")
     add("--ca-cert", type=Path, metavar="FILE", help="for an etcd that speaks TLS: the CA that vouches for it")

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"drills:\n{listed}\n\n{_EXAMPLE}"
     add = parser.add_argument
     add("name", metavar="NAME", help="which drill, see below")
-    add("--repeats", type=int, default=1, metavar="N", help="faults to strike with (default: 1)")
+    add("--repeats", type=int, default=1, metavar="N", help="number of faults (default: 1)")
     add("--seconds", type=float, default=60.0, metavar="S", help="length of an outage or a load (default: 60)")
     add("--slack", type=float, default=0.0, metavar="S", help="seconds allowed beyond a drill's limit (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of a table")

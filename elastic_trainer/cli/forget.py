@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id)")
-    add("--unfinished", action="store_true", help="also if the run is not over, and no node is in it")
+    add("--unfinished", action="store_true", help="also a run that is not over, if it has no nodes")
     add("--older-than-days", type=float, metavar="N", help="instead of one run: all that ended at least N days ago")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     connection.add_options(parser)

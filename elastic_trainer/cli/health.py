@@ -34,9 +34,7 @@ class Word:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add(
-        "--port", type=int, action="append", metavar="PORT", help="must answer; by default 9470 and 9471 if they listen"
-    )
+    add("--port", type=int, action="append", metavar="PORT", help="port that must answer (default: 9470, 9471 if open)")
     add("--address", default="127.0.0.1", metavar="HOST", help="where it listens (default: 127.0.0.1)")
 
 

@@ -39,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--recovery", choices=[str(mode) for mode in RecoveryMode], help="default: in_place for a script with a Session"
     )
-    add("--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=f"of this node (default: {MAX_RESTARTS})")
+    add(
+        "--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=f"worker failures (default: {MAX_RESTARTS})"
+    )
     add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous, as for torchrun")
     add("--dry-run", action="store_true", help="print the command and end")
     what = "a script.py, -m module, a job.yaml or a ready-made task"

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: elastic-trainer k8s scale gpt 6"
     add = parser.add_argument
     add("run", help="the name of the run and of its Job")
-    add("pods", type=int, metavar="N", help="how many pods it is to have, within its --nodes")
+    add("pods", type=int, metavar="N", help="new number of pods, within its --nodes")
     add("--namespace", metavar="NAME", help="where it runs (default: that of kubectl)")
     add("--dry-run", action="store_true", help="print kubectl's command and change nothing")
 
