@@ -41,8 +41,8 @@ class HungWorkers:
     def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
         """Log the stacks of the hung worker ``pid`` and kill it, at most once."""
         with self._lock:
-            if pid in self._reasons:
-                return
+            if pid in self._reasons or not os.path.exists(f"/proc/{pid}"):
+                return  # who read its page may be late: it has ended, and its reason was taken
             self._reasons[pid] = reason
         page = self._page_of(pid)
         if page is not None:

@@ -48,12 +48,17 @@ def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
     assert hung.take_any() is None
 
 
-def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes]) -> None:
-    """Somebody was faster."""
-    counted = list[int]()
-    hung = HungWorkers(lambda: counted.append(1))
+def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Somebody was faster. Neither are its stacks logged, nor is a reason kept for the next process of that id."""
+    counted, asked = list[int](), list[int]()
+
+    def page_of(pid: int) -> Path:
+        asked.append(pid)
+        return tmp_path / "0-1.page"
+
+    hung = HungWorkers(lambda: counted.append(1), page_of)
     process.kill()
     process.wait(LIMIT_S)
     assert not kill_now(process.pid, "again")
     hung.kill(process.pid, "it stood still", local_rank=0)
-    assert counted == []
+    assert (counted, asked, hung.take(process.pid)) == ([], [], None)
