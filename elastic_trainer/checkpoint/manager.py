@@ -124,6 +124,7 @@ class CheckpointManager:
 
     def check_writable(self) -> None:
         """Raise StorageError unless a checkpoint could be saved here; creates the directory if it is missing."""
+        self.sweep()  # what dead writers left may fill the disk
         check_writable(self._storage)
         if self._claim is not None:
             self._claim.take(CLAIM_S)
@@ -171,9 +172,9 @@ class CheckpointManager:
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
+            self._make_room(image.size)  # before the claim, which writes a file too
             if self._claim is not None:
                 self._claim.take()
-            self._make_room(image.size)
             if place_of(image.names) is not None:
                 complete = commit_jointly(self._storage, image, draft, stop, self._clock)
             else:

@@ -23,7 +23,6 @@ def check_storage(manager: CheckpointManager | None, control: Control, environme
             return
         try:
             in_round(None, manager.check_writable)
-            in_round(None, manager.sweep)
         except CheckpointError as error:
             if not _goes_on(manager, environment):
                 raise

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Event, SaveInfo, Soundness, Transition, describe
+from elastic_trainer.checkpoint import CheckpointManager, Event, Owner, SaveInfo, Soundness, Transition, describe
 from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.clock import Deadline, pause
@@ -91,6 +91,21 @@ def test_what_a_dead_writer_left_makes_room(small_disk: Path) -> None:
     heard = Heard()
     CheckpointManager(directory, on_event=heard.append).save(state(15), SaveInfo(1))
     assert heard.kinds() == ["checkpoint.swept", "checkpoint.committed"]
+    assert intact(directory, 1)
+
+
+@pytest.mark.root
+def test_what_a_dead_writer_left_does_not_keep_a_job_from_starting(small_disk: Path) -> None:
+    """It fills the disk to the last byte: it is swept before the check, and before the claim that a save writes."""
+    directory, owner = small_disk / "checkpoints", Owner("run")
+    for start in (CheckpointManager.check_writable, lambda manager: manager.save(state(15), SaveInfo(1))):
+        abandoned = directory / temporary_name(dead_process())
+        abandoned.mkdir(parents=True)
+        fill(abandoned, but_bytes=0)
+        manager = CheckpointManager(directory, owner=owner)
+        start(manager)
+        manager.close()
+        assert not abandoned.exists()
     assert intact(directory, 1)
 
 
