@@ -126,6 +126,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             led.conductor.close()
         return done
 
+    def shutdown(self) -> bool:
+        if self._dying.locked():
+            _await_the_end()  # no restart is left for the workers that the other thread has killed
+        return super().shutdown()
+
     # ---- starting workers
 
     def _join(self) -> RendezvousInfo:
