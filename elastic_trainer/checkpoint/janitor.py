@@ -97,5 +97,5 @@ def _remove(storage: Storage, name: str, reason: str) -> Event:
     try:
         storage.remove(name)
     except OSError as error:
-        return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror}")
+        return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror or error}")
     return Event(Transition.SWEPT, name, reason)

@@ -66,8 +66,7 @@ class PrefixLease:
         for _ in range(_TRIES):
             top = self._top()
             if top is not None and top.key == self._mine:
-                self._renew()
-                if not self.lost:
+                if self.regained():
                     return None
                 continue
             holder = self._judged(top, gives_way) if top is not None else None
@@ -76,6 +75,13 @@ class PrefixLease:
             if self._take(1 if top is None else int(_number(top)) + 1, words):
                 return None
         return Holder("")
+
+    def regained(self) -> bool:
+        """Renew a lease that was lost because it was not renewed in time; whether it is still this process's."""
+        self._renew()
+        if not self.lost:
+            self._keep_renewing()
+        return not self.lost
 
     def let_go(self) -> None:
         if self._process != os.getpid():
@@ -114,6 +120,10 @@ class PrefixLease:
             return False
         self._bucket.delete([each.key for each in items if each.key != key])
         self._mine, self._words, self._renewed_at, self._process = key, words, begun, os.getpid()
+        self._keep_renewing()
+        return True
+
+    def _keep_renewing(self) -> None:
         if self._thread is None or self._stop.is_set():
             self._stop = threading.Event()
             context = contextvars.copy_context()
@@ -121,7 +131,6 @@ class PrefixLease:
                 target=context.run, args=(self._run, self._stop), name="checkpoint-lease", daemon=True
             )
             self._thread.start()
-        return True
 
     def _run(self, stop: threading.Event) -> None:
         while not pause(RENEW_S, stop, self._clock):

@@ -23,12 +23,13 @@ from elastic_trainer.checkpoint.layout import (
     RECORD_PREFIX,
     Kind,
     kind_of,
+    new_nonce,
     parse_checkpoint,
     quarantined,
     temporary_name,
     trashed,
 )
-from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, Bucket, Item, RemoteError, Upload, not_written
+from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, Bucket, Item, RemoteError, not_written
 from elastic_trainer.checkpoint.storage.lease import PrefixLease
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
 from elastic_trainer.checkpoint.writers import this_process
@@ -85,7 +86,7 @@ class ObjectStorage:
     def sink(self, name: str, file: str) -> Sink:
         if name in self._final and file == MANIFEST_FILE:
             return _Kept(self._manifests.setdefault(name, bytearray()))
-        return _ObjectSink(self._bucket.upload(self._key(name, file)), self.location)
+        return _ObjectSink(self._bucket, self._key(name, file))
 
     def _key(self, name: str, file: str) -> str:
         """Notes of writers to each other stay with the marks."""
@@ -96,10 +97,13 @@ class ObjectStorage:
         self._final[temporary] = name
 
     def mark(self, temporary: str, file: str) -> bool:
+        key, content = f"{temporary}/{file}", new_nonce().encode()
         with _writing(self.location):
             try:
-                self._bucket.put(f"{temporary}/{file}", _MARK, new=True)
-            except FileExistsError:
+                self._bucket.put(key, content, new=True)
+            except FileExistsError:  # another's, or this one, whose answer was lost
+                with suppress(FileNotFoundError):
+                    return self._bucket.read(key, 0, len(content) + 1) == content
                 return False
         return True
 
@@ -116,7 +120,9 @@ class ObjectStorage:
         return _ObjectSource(self._bucket, self._key(name, file))
 
     def publish(self, temporary: str, name: str) -> None:
-        if self._lease.lost:
+        with _writing(self.location):
+            lost = self._lease.lost and not self._lease.regained()
+        if lost:
             raise StorageError(f"checkpoints at {self.location} may have been taken over by another job meanwhile")
         manifest, key = bytes(self._manifests.pop(temporary)), f"{name}/{MANIFEST_FILE}"
         with _writing(self.location):
@@ -227,12 +233,13 @@ class _Kept:
 class _ObjectSink:
     """Cuts what is written into parts: the one being filled and those under way are all the memory it takes."""
 
-    def __init__(self, upload: Upload, location: str) -> None:
-        self._upload, self._location = upload, location
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._bucket, self._key, self._upload = bucket, key, bucket.upload(key)
         self._part = bytearray()
-        self._sent, self._finished = 0, False
+        self._sent, self._size, self._finished = 0, 0, False
 
     def write(self, data: memoryview) -> None:
+        self._size += len(data)
         while data:
             size = PART_SIZE << (self._sent // _LARGER_AFTER)
             taken = data[: size - len(self._part)]
@@ -240,13 +247,20 @@ class _ObjectSink:
             data = data[len(taken) :]
             if len(self._part) == size:
                 part, self._part, self._sent = self._part, bytearray(), self._sent + 1
-                with _writing(self._location):
+                with _writing(self._bucket.location):
                     self._upload.add(part)
 
     def finish(self, *, durable: bool = True) -> None:
-        with _writing(self._location):
-            self._upload.finish(self._part)
+        with _writing(self._bucket.location):
+            try:
+                self._upload.finish(self._part)
+            except OSError:
+                if not self._is_there():  # the answer that it was written is lost
+                    raise
         self._finished = True
+
+    def _is_there(self) -> bool:
+        return (self._key, self._size) in {(item.key, item.size) for item in self._bucket.items(self._key)}
 
     def abandon(self) -> None:
         if not self._finished:

@@ -15,13 +15,14 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from s3fs import S3FileSystem
 from s3fs.core import S3_RETRYABLE_ERRORS
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from elastic_trainer.checkpoint.storage.bucket import Item, RequestLimits, Upload, in_words
+from elastic_trainer.checkpoint.storage.bucket import Item, RemoteError, RequestLimits, Upload, in_words
 
 PARALLEL_PARTS = 4
 _BROKEN_READS = 4
@@ -91,10 +92,20 @@ class S3Bucket:
 
     def delete(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _MOST_DELETED):
-            some = [{"Key": self._prefix + key} for key in keys[first : first + _MOST_DELETED]]
-            answer = self.request("delete_objects", None, Delete={"Objects": some, "Quiet": True})
-            for failed in answer.get("Errors", ()):
-                raise PermissionError(f"{failed.get('Key')}: {failed.get('Code')}")
+            failed = self._deleted([self._prefix + key for key in keys[first : first + _MOST_DELETED]])
+            if failed:
+                failed = self._deleted([each["Key"] for each in failed])  # the client repeats whole requests only
+            for each in failed:
+                words = f"{each['Key']} cannot be deleted: {each.get('Code')}"
+                if each.get("Code") == "AccessDenied":
+                    raise RemoteError(errno.EACCES, words, "allow s3:DeleteObject there", refused=True)
+                raise RemoteError(errno.EIO, words, "see the store's own status and logs", refused=True)
+
+    def _deleted(self, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """Delete at most 1,000 objects; what the store says of those that are still there."""
+        objects = [{"Key": key} for key in keys]
+        answer = self.request("delete_objects", None, Delete={"Objects": objects, "Quiet": True})
+        return list(answer.get("Errors", ()))
 
     def upload(self, key: str) -> Upload:
         return _Multipart(self, key)
@@ -108,7 +119,8 @@ class S3Bucket:
 
     def abort_uploads(self, directory: str) -> None:
         for key, upload in self._uploads(directory):
-            self.request("abort_multipart_upload", key, UploadId=upload)
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                self.request("abort_multipart_upload", key, UploadId=upload)
 
     # ---- requests
 
@@ -179,14 +191,14 @@ class _Multipart:
         self._upload: str | None = None
         self._under_way: deque[Future[Any]] = deque()
         self._done: list[dict[str, Any]] = []
-        self._count, self._size = 0, 0
+        self._count = 0
 
     def add(self, part: bytearray) -> None:
         if self._upload is None:
             self._upload = self._bucket.request("create_multipart_upload", self._key)["UploadId"]
         while len(self._under_way) >= PARALLEL_PARTS:
             self._collect()
-        self._count, self._size = self._count + 1, self._size + len(part)
+        self._count += 1
         self._under_way.append(self._bucket.begin(self._send(self._upload, self._count, io.BytesIO(part))))
 
     def finish(self, last: bytearray) -> None:
@@ -199,16 +211,9 @@ class _Multipart:
             self._collect()
         parts = {"Parts": self._done}
         limit_s = self._bucket.limits.part_s  # large ones take a while to be put together
-        try:
-            self._bucket.request(
-                "complete_multipart_upload", self._key, limit_s, UploadId=self._upload, MultipartUpload=parts
-            )
-        except OSError:
-            if not self._is_there():  # the answer that the object was put together is lost
-                raise
-
-    def _is_there(self) -> bool:
-        return (self._key, self._size) in {(item.key, item.size) for item in self._bucket.items(self._key)}
+        self._bucket.request(
+            "complete_multipart_upload", self._key, limit_s, UploadId=self._upload, MultipartUpload=parts
+        )
 
     def abort(self) -> None:
         for future in self._under_way:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,15 +148,45 @@ def test_a_manifest_whose_answer_was_lost_counts_as_written(s3: S3Server, s3_url
     assert [entry.name for entry in CheckpointManager(s3_url).entries()] == [name]
 
 
-def test_a_large_file_whose_completion_was_not_answered_counts_as_written(s3: S3Server, s3_url: str) -> None:
-    """Each try fails, and the first one has put the object together: it is whole, and the save goes on."""
-    checkpoints, state = CheckpointManager(s3_url), {"w": torch.randn(9_000_000)}
-    s3.inject(Fault("^POST .*uploadId", status=500, late=True))
+@pytest.mark.parametrize(("size", "last"), [(9_000_000, "^POST .*uploadId"), (100, "^PUT .*tensors")])
+def test_a_file_whose_last_request_was_not_answered_counts_as_written(
+    size: int, last: str, s3: S3Server, s3_url: str
+) -> None:
+    """Each try fails, and the first one has written the object, from parts or at once: the save goes on."""
+    checkpoints, state = CheckpointManager(s3_url), {"w": torch.randn(size)}
+    s3.inject(Fault(last, status=500, late=True))
     checkpoints.save(state, SaveInfo(1))
     assert s3.hits() > 1
     loaded = CheckpointManager(s3_url).load_newest()
     assert loaded is not None
     assert torch.equal(loaded.state["w"], state["w"])
+
+
+def test_a_mark_whose_answer_was_lost_is_this_writers(s3: S3Server, s3_url: str) -> None:
+    """The client's second try finds the first one's; whoever comes then is told that it is taken."""
+    storage, temporary = open_storage(s3_url), f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"
+    s3.inject(Fault("^PUT .*taken-a", status=500, late=True, count=1))
+    assert storage.mark(temporary, "taken-a")
+    assert s3.hits() == 1
+    assert not storage.mark(temporary, "taken-a")
+
+
+def test_what_is_not_deleted_at_once_is_deleted_again(
+    s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refuses single keys of a request that it answers with 200, which no client repeats."""
+    bucket, asked = bucket_at(s3_url), list[list[str]]()
+    answers = [[{"Key": "b", "Code": "SlowDown"}], [], *[[{"Key": "a", "Code": "AccessDenied"}]] * 2]
+
+    def request(method: str, key: str | None, limit_s: float | None = None, **arguments: Any) -> Any:
+        asked.append([each["Key"].rpartition("/")[2] for each in arguments["Delete"]["Objects"]])
+        return {"Errors": answers.pop(0)}
+
+    monkeypatch.setattr(bucket, "request", request)
+    bucket.delete(["a", "b"])
+    with pytest.raises(OSError, match="a cannot be deleted: AccessDenied"):
+        bucket.delete(["a"])
+    assert asked == [["a", "b"], ["b"], ["a"], ["a"]]
 
 
 def test_a_save_of_unknown_outcome_is_whole_or_unseen(s3: S3Server, s3_url: str) -> None:
@@ -326,6 +358,29 @@ def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch
     bucket.put(successor, b"")
     checkpoints.save({"x": 3}, SaveInfo(3))
     assert [entry.step for entry in checkpoints.entries()] == [3, 1]
+    checkpoints.close()
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_lease_that_was_not_renewed_in_time_is_regained_if_nobody_took_it(s3_url: str) -> None:
+    """The store was away, or the process stood still: what is uploaded is published, and renewing goes on."""
+    checkpoints = CheckpointManager(s3_url, owner=Owner("a"))
+    checkpoints.save({"x": 1}, SaveInfo(1))
+    storage = cast(ObjectStorage, checkpoints._storage)
+    held, publish = storage._lease, storage.publish
+
+    def late(temporary: str, name: str) -> None:
+        held._renewed_at = -math.inf
+        held._stop.set()
+        assert held.lost
+        publish(temporary, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "publish", late)
+        checkpoints.save({"x": 2}, SaveInfo(2))
+    assert [entry.step for entry in checkpoints.entries()] == [2, 1]
+    assert not held.lost
+    assert not held._stop.is_set()
     checkpoints.close()
 
 
