@@ -214,7 +214,7 @@ class _Slot:
         self._array: Any = None
         self._pinned: bool | None = None
         """None before the first attempt."""
-        self._growing = threading.Lock()
+        self._growing = threading.RLock()
 
     def fit(self, needed: int) -> None:
         """Resize to ``needed`` bytes and discard the contents."""
@@ -252,6 +252,10 @@ class _Slot:
 
     def copy(self, image: Image) -> tuple[Image, Callable[[], None]]:
         """Copy the files of ``image``, each aligned to a page; the copy, and a function that waits for its arrival."""
+        with self._growing:  # :meth:`Arena.prepare` may be about to map larger memory
+            return self._copy(image)
+
+    def _copy(self, image: Image) -> tuple[Image, Callable[[], None]]:
         files, parts = [], Parts(self._array)
         for file, begin in zip(image.files, places([each.size for each in image.files]), strict=False):
             position = begin + len(file.head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,19 @@ def test_prepared_memory_is_what_the_first_copies_take(monkeypatch: pytest.Monke
     arena.close()
     arena.prepare(4_000_000)
     assert arena.size == 0
+
+
+def test_memory_does_not_move_while_a_state_is_copied_into_it() -> None:
+    """Preparing, in another thread, waits for the slot that is being filled."""
+    arena, free = Arena(), list[bool]()
+
+    def body() -> Iterable[memoryview]:
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(lambda: arena._slots[0]._growing.acquire(blocking=False)).result())
+        return (memoryview(b"content"),)
+
+    held = arena.hold(Image((FileImage("a", b"", 7, body),)))
+    assert (free, content(held.image)) == ([False], {"a": b"content"})
 
 
 class Stream(Cuda):
