@@ -23,12 +23,12 @@ from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.layout import place_of
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.neighbours import Neighbour, RefusedError
+from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.telemetry.logs import logger
 
 _NICENESS, _SEALING_NICENESS = 10, 5
-"""Priority of the sealing thread: a copy without a seal is useless to this process's successor."""
+"""Of all threads, and of the sealing one: a copy without a seal is useless to a successor."""
 _WORTH_PREPARING = 8 << 20
 
 
@@ -333,7 +333,7 @@ class BackgroundSaves:
             to.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed or self._neighbour is not to)
             if to is self._neighbour:
                 self._kept_there, self._unkept, self._copied_to = None, False, to
-        except (OSError, RefusedError) as error:
+        except Exception as error:  # noqa: BLE001 - the thread goes on, else no slot would ever be free again
             if not self._unkept:
                 effect = "a lost node costs the steps behind the newest checkpoint"
                 logger().warning("snapshot.not_copied", step=manifest.step, reason=str(error), effect=effect)

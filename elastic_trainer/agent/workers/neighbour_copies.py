@@ -82,10 +82,15 @@ class NeighbourCopies:
                     if not self._closing:
                         pause(_RETRY_S)  # for example out of descriptors
                     continue
-                if self._places.acquire(blocking=False):
-                    threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
-                else:
+                if not self._places.acquire(blocking=False):
                     client.close()
+                    continue
+                try:
+                    threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
+                except RuntimeError as error:  # the limit of processes is reached
+                    logger().warning("neighbour_copies.refused", reason=str(error))
+                    client.close()
+                    self._places.release()
 
     def _serve(self, client: socket.socket) -> None:
         try:

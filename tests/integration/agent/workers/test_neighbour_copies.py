@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,8 +209,39 @@ def test_a_neighbour_hangs_up_on_who_asks_nothing_for_long_and_takes_the_next_co
     client.close()
 
 
+class Impossible(Neighbour):
+    """No host has such a name, which is no OSError: UnicodeError."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryAddress("n" * 64, 1, "00"), 0)
+        self.asked = False
+
+    def keep(self, *arguments: Any) -> None:
+        self.asked = True
+        super().keep(*arguments)
+
+
 def keeps(node: Node, step: int) -> bool:
     return node.kept() == [step]
+
+
+def test_an_agent_that_may_start_no_thread_refuses_one_neighbour_and_takes_the_next(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of processes is reached for a moment."""
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "neighbour" and failures:
+            raise failures.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    with pytest.raises(OSError):
+        nodes[0].leaves(1, nodes[1])
+    nodes[0].leaves(2, nodes[1])
+    assert keeps(nodes[1], 2)
+    assert not failures
 
 
 def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
@@ -235,14 +267,18 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
         assert not saves.copied
         keep(2)
         eventually(lambda: not saves.sending, "the silent neighbour is not given up")
-        for step, each in enumerate(nodes[1:], 3):
+        impossible = Impossible()
+        saves.copy_to(impossible)
+        keep(3)
+        eventually(lambda: impossible.asked and not saves.sending, "the impossible neighbour is not given up")
+        for step, each in enumerate(nodes[1:], 4):
             saves.copy_to(Neighbour(each.address, 0))
             keep(step)
             eventually(partial(keeps, each, step), "no copy came")
             eventually(lambda: saves.copied, "nobody learns that it came")
         saves.copy_to(None)
         assert not saves.copied
-        keep(5)
+        keep(6)
         saves.await_slot()
         assert not saves.sending
         saves.close()
