@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,6 +30,14 @@ def checked_name(value: str, what: str) -> str:
 def is_name(value: str) -> bool:
     """Whether :func:`checked_name` lets ``value`` pass."""
     return _NAME.fullmatch(value) is not None
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; real-time signals have no names: ``signal 40``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class RecoveryMode(StrEnum):

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import PermanentError
+from elastic_trainer.model import signal_name
 from elastic_trainer.preflight.finding import Finding
 
 BURIAL_S = 2.0
@@ -102,7 +103,7 @@ class Child:
         except subprocess.TimeoutExpired:
             raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
         if code:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
             raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
 
     def _complaint(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.errors import LONGEST_LINE
+from elastic_trainer.model import signal_name
 
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file from which Kubernetes reads a container's termination message."""
@@ -34,7 +35,7 @@ class Deaths:
         rank, first = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
         before, self._killed = self._killed, self._kills()
         if first.exitcode < 0:
-            how = f"was killed by {signal.Signals(-first.exitcode).name}"
+            how = f"was killed by {signal_name(-first.exitcode)}"
             if -first.exitcode == signal.SIGKILL and self._killed > before:
                 how += ", because its cgroup was out of memory"
         else:

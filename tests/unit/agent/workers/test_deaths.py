@@ -25,6 +25,7 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
         ({3: failure(1)}, {7: "ValueError: bad"}, "worker 1 (rank 3) ended with exit code 1: ValueError: bad"),
         ({3: failure(1, {"message": "KeyError:\n 4"})}, {}, "worker 1 (rank 3) ended with exit code 1: KeyError: 4"),
         ({3: failure(-11)}, {}, "worker 1 (rank 3) was killed by SIGSEGV"),
+        ({3: failure(-40)}, {}, "worker 1 (rank 3) was killed by signal 40"),
         ({3: failure(-15, at=2), 4: failure(2, at=1)}, {}, "worker 1 (rank 4) ended with exit code 2"),
     ],
 )
