@@ -50,7 +50,7 @@ def connect_checked(settings: StoreSettings, deadline: Deadline, *, run: str | N
     except StoreUnavailableError as error:
         findings = _examined(settings, Deadline.after(EXAMINE_S))
         _raise_if_hopeless(findings, error)
-        raise StoreUnavailableError(_message(findings, error), hint=_hint(findings)) from error
+        raise StoreUnavailableError(_message(findings), hint=_hint(findings)) from error
 
 
 def connect_patiently(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
@@ -106,10 +106,10 @@ def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableEr
     if _UNTRUSTED in error.message or hopeless:
         refused = any(finding.handshake and finding.permanent for finding in findings)
         kind = CredentialsError if refused else ConfigError
-        raise kind(_message(findings, error), hint=_hint(findings)) from error
+        raise kind(_message(findings), hint=_hint(findings)) from error
 
 
-def _message(findings: Sequence[StoreFault], error: StoreUnavailableError) -> str:
+def _message(findings: Sequence[StoreFault]) -> str:
     reasons = "; ".join(dict.fromkeys(finding.text for finding in findings))
     return f"cannot use the store: {reasons}"
 

@@ -21,6 +21,7 @@ HTTPS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTP
         (HTTPS, True, "TLS handshake with 10.0.0.1:2379 fails", False),
         (b"\x15\x03\x01\x00\x02\x02\x16", False, "requires TLS", True),
         (b"HTTP/1.1 404 Not Found\r\n\r\n<html>", False, "is a web server (HTTP/1.1 404), not etcd", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n<html>", False, "answers HTTP/1.1 503", False),  # a proxy's
         (b"SSH-2.0-OpenSSH_9.2\r\n", False, "is not etcd", True),
         (b"", False, "closes connections without an answer", False),
     ],
