@@ -17,8 +17,10 @@ from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.settings import worker_threads
 
 DIRECTORY_S = 60.0
-"""Seconds after which a disk without any answer counts as dead; a slow one is reported as slow."""
-GPU_S = 10.0
+"""Seconds for all checks of the directory or URL; one that needs longer counts as dead."""
+GPU_S, GPU_SHARE = 10.0, 0.25
+"""Seconds, and share of what is left, in which the driver must answer; the longer one holds. Without persistence mode
+it initializes each device first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def examine(subject: Subject, deadline: Deadline, doing: Doing = lambda _: None)
         machine.open_files(limits),
     ]
     found += _directory(subject, deadline, doing, versions)
-    found += gpu.devices(deadline.at_most(GPU_S), versions)
+    found += gpu.devices(deadline.at_most(max(GPU_S, GPU_SHARE * deadline.remaining_s())), versions)
     found += _compute(subject, deadline, doing, versions)
     return Examination(tuple(found), versions)
 
