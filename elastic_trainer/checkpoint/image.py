@@ -1,7 +1,7 @@
 """The files of a checkpoint to be written, as bytes that are fetched piece by piece. Pure.
 
-The commit needs no tensor library, so any holder of the bytes (the training process now, a shared-memory arena later)
-can commit them.
+The commit needs no tensor library, so any holder of the bytes (the training process, or its node's agent) can
+commit them.
 """
 
 from __future__ import annotations

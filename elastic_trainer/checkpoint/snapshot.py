@@ -8,7 +8,7 @@ bytes       content
 behind it   the notes: JSON with the checkpoint's location, its job, and its manifest
 ==========  ===========================================================================
 
-*Runs in* the process that fills it (``break_seal``, ``seal``), in its successor and in the node's agent (``read``).
+*Runs in* the process that fills it (``break_seal``, ``seal_as``), in its successor and in the node's agent (``read``).
 *Owns* nothing; the descriptor is the caller's.
 *Fails by* DamagedError: the seal or the notes have changed since they were written.
 *Invariant*: a file with a valid seal matches its manifest, unless a checksum of the manifest shows otherwise.

@@ -21,7 +21,7 @@ from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Requ
 UNREAD_LIMIT_S = 60.0
 """Seconds without a read of the store after which a monitor is not ready."""
 STUCK_S = 120.0
-"""A poll is bounded to seconds: one that takes this long counts as hung."""
+"""Each run's read is bounded to seconds: a poll this long counts as hung."""
 STATIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 TARGET = re.compile(r"(https?)://([^\s/@?#]+:\d{1,5})/?")
 
