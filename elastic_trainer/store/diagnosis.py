@@ -100,9 +100,9 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
             return StoreFault(f"etcd at {endpoint} does not use TLS", True, "omit ca_cert, cert and key", for_all=True)
         return StoreFault(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
     if answer.startswith(b"HTTP/"):
-        status = re.match(rb"HTTP/\S+ (\d)\d*", answer)
+        status = re.match(rb"HTTP/\S+ (\d+)", answer)
         said = status.group().decode() if status else "HTTP"
-        if status and status[1] == b"5":  # a proxy whose etcd is away
+        if status and status[1] in (b"502", b"503", b"504"):  # a proxy whose etcd is away
             return StoreFault(f"{endpoint} answers {said}", False, "check that it is etcd, and is up")
         return StoreFault(f"{endpoint} is a web server ({said}), not etcd", True, "correct the endpoint")
     if not answer:
