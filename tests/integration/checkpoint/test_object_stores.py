@@ -47,6 +47,7 @@ from tests.support.waiting import eventually
 
 LIMIT_S = 60.0
 ELSEWHERE = json.dumps({"run": "a", "job": None, "pid": 1, "start": 2, "boot": "b" * 32, "namespace": 3, "host": "far"})
+TEMPORARY = f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"
 
 
 @pytest.fixture(autouse=True)
@@ -164,11 +165,11 @@ def test_a_file_whose_last_request_was_not_answered_counts_as_written(
 
 def test_a_mark_whose_answer_was_lost_is_this_writers(s3: S3Server, s3_url: str) -> None:
     """The client's second try finds the first one's; whoever comes then is told that it is taken."""
-    storage, temporary = open_storage(s3_url), f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"
+    storage = open_storage(s3_url)
     s3.inject(Fault("^PUT .*taken-a", status=500, late=True, count=1))
-    assert storage.mark(temporary, "taken-a")
+    assert storage.mark(TEMPORARY, "taken-a")
     assert s3.hits() == 1
-    assert not storage.mark(temporary, "taken-a")
+    assert not storage.mark(TEMPORARY, "taken-a")
 
 
 def test_what_is_not_deleted_at_once_is_deleted_again(
@@ -352,9 +353,8 @@ def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch
     eventually(lambda: storage._lease.lost, "it does not find out")  # type: ignore[attr-defined]
     with pytest.raises(StorageError, match="in use by run 'b'"):
         checkpoints.save({"x": 2}, SaveInfo(2))
-    temporary = f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"
     with pytest.raises(StorageError, match="may have been taken over"):
-        storage.publish(temporary, "step-000000002-r0-000000000000")
+        storage.publish(TEMPORARY, "step-000000002-r0-000000000000")
     bucket.put(successor, b"")
     checkpoints.save({"x": 3}, SaveInfo(3))
     assert [entry.step for entry in checkpoints.entries()] == [3, 1]

@@ -22,15 +22,20 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Both watchdogs may find it; whoever reports the others learns why, for each worker."""
+def watched(directory: Path) -> tuple[HungWorkers, list[int], list[int]]:
+    """Hung workers, with a 1 for each that was counted, and the process ids whose pages were asked for."""
     counted, asked = list[int](), list[int]()
 
     def page_of(pid: int) -> Path:
         asked.append(pid)
-        return tmp_path / "0-1.page"
+        return directory / "0-1.page"
 
-    hung = HungWorkers(lambda: counted.append(1), page_of)
+    return HungWorkers(lambda: counted.append(1), page_of), counted, asked
+
+
+def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Both watchdogs may find it; whoever reports the others learns why, for each worker."""
+    hung, counted, asked = watched(tmp_path)
     hung.kill(process.pid, "it stood still", local_rank=0)
     hung.kill(process.pid, "it said nothing", local_rank=0)
     assert process.wait(LIMIT_S) == -signal.SIGKILL
@@ -50,13 +55,7 @@ def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
 
 def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """Somebody was faster. Neither are its stacks logged, nor is a reason kept for the next process of that id."""
-    counted, asked = list[int](), list[int]()
-
-    def page_of(pid: int) -> Path:
-        asked.append(pid)
-        return tmp_path / "0-1.page"
-
-    hung = HungWorkers(lambda: counted.append(1), page_of)
+    hung, counted, asked = watched(tmp_path)
     process.kill()
     process.wait(LIMIT_S)
     assert not kill_now(process.pid, "again")
