@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.drills.measure import Book
-from elastic_trainer.local.cluster import ClusterSpec
+from elastic_trainer.local.cluster import ClusterSpec, Node
 from elastic_trainer.local.ledger import Line, LineKind, audit
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.membership.documents import RoundDocument, RoundState
@@ -24,6 +24,7 @@ QUICK = {
     "join_batch": "0.2",
     "connect_timeout": "60",
 }
+PATIENT = {"last_call": "600", "last_call_limit": "600"}
 LASTING = {"ttl": "20"}
 """For tests in which no lease is to end, however slow the machine is."""
 
@@ -57,6 +58,12 @@ class Job(Running):
         super().__init__(replace(spec, **more), store)
         self._ledger = LedgerTail(self.spec.ledger)
         self._lines: list[Line] = []
+
+    def start(self, count: int) -> list[Node]:
+        """Where these are all that the run may have, the first round waits for each, however slow the machine is."""
+        if not self.nodes and count == self.spec.max_nodes:
+            self.spec = replace(self.spec, options={**self.spec.options, **PATIENT})
+        return super().start(count)
 
     # ---- what the workers wrote
 

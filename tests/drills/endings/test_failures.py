@@ -36,7 +36,7 @@ def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint:
 def test_in_restart_mode_too(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Each life of the workers begins anew (here from the first step, as nothing is saved) and dies at the same one."""
     poison = int(EpochPlan(SAMPLES, BATCH).order(0)[3 * BATCH + 5])
-    options = {"recovery": "restart", "last_call": "600", "last_call_limit": "600"} | LASTING
+    options = {"recovery": "restart"} | LASTING
     with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison), most=2, options=options) as job:
         job.start(2)
         assert job.exit_codes(limit_s=400) == {"n0": 1, "n1": 1}
