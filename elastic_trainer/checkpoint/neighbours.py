@@ -11,7 +11,7 @@ The answer to "read" are the bytes, in messages of at most PIECE; an empty one m
 confirms. "keep" may be null.
 
 *Runs in* any thread; one at a time uses a connection. *Owns* its connection, until ``close``.
-*Fails by* OSError if the agent does not answer; RefusedError if it has no memory for a copy.
+*Fails by* OSError if the agent does not answer (when reading: twice); RefusedError if it has no memory for a copy.
 *Invariant*: a copy is sealed last. What is read is verified by its reader, as any snapshot.
 """
 
@@ -40,6 +40,7 @@ IDLE_S = 2 * SILENCE_S
 """Seconds without a request after which the server hangs up."""
 LONGEST_REQUEST = 4096
 _NONCE = 32
+_ERRORS = (OSError, EOFError, BufferTooShort)
 
 
 class RefusedError(Exception):
@@ -116,18 +117,26 @@ class RemoteMemory(_Client):
         self._path = path
 
     def read_into(self, buffer: memoryview, position: int) -> bool:
+        """Asks once more after an error: without these bytes all ranks resume from an older state."""
         with self._lock:
             try:
-                link = self._ask({"read": self._path, "begin": position, "size": len(buffer)})
-                while buffer:
-                    count = link.recv_bytes_into(buffer)
-                    if not count:
-                        return False
-                    buffer = buffer[count:]
-            except (OSError, EOFError, BufferTooShort) as error:
+                return self._read(buffer, position)
+            except _ERRORS:
+                self.close()
+            try:
+                return self._read(buffer, position)
+            except _ERRORS as error:
                 self.close()
                 raise _lost(self._address, error) from error
-            return True
+
+    def _read(self, buffer: memoryview, position: int) -> bool:
+        link = self._ask({"read": self._path, "begin": position, "size": len(buffer)})
+        while buffer:
+            count = link.recv_bytes_into(buffer)
+            if not count:
+                return False
+            buffer = buffer[count:]
+        return True
 
 
 class Neighbour(_Client):
@@ -156,7 +165,7 @@ class Neighbour(_Client):
                     link.send_bytes(os.pread(descriptor, min(PIECE, end - begin), begin))
                 link.send_bytes(seal)
                 _accepted(link)
-            except (OSError, EOFError) as error:
+            except _ERRORS as error:
                 self.close()
                 raise _lost(self._address, error) from error
 

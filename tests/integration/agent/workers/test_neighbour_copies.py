@@ -176,6 +176,34 @@ def test_who_does_not_know_the_key_reads_and_leaves_nothing(nodes: list[Node]) -
     assert nodes[1].kept() == [1]
 
 
+def test_an_agent_that_is_silent_for_once_in_the_middle_is_asked_again(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had sent by then is read anew; and one that is silent twice does not answer."""
+    monkeypatch.setattr(protocol, "SILENCE_S", 1)
+    send, silences, over = NeighbourCopies._send, [1, 2, 3], threading.Event()
+
+    def sends(agent: NeighbourCopies, link: Any, request: dict[str, Any]) -> None:
+        if silences:
+            silences.pop()
+            link.send_bytes(b"some")
+            over.wait(60.0)
+        else:
+            send(agent, link, request)
+
+    monkeypatch.setattr(NeighbourCopies, "_send", sends)
+    path = nodes[0].paths([descriptor := nodes[0].copies(1)])[0]
+    memory, content = RemoteMemory(nodes[0].address, str(path)), bytearray(WIDTH)
+    with pytest.raises(OSError, match="does not answer"):
+        memory.read_into(memoryview(content), DATA)
+    assert len(silences) == 1
+    assert memory.read_into(memoryview(content), DATA)
+    assert not silences
+    assert content == os.pread(descriptor, WIDTH, DATA)
+    over.set()
+    memory.close()
+
+
 def test_only_memory_files_of_snapshots_are_served(nodes: list[Node], tmp_path: Path) -> None:
     """Also with the key, and whatever else this process has open."""
     (tmp_path / "secret").write_bytes(b"secret" * 1000)
