@@ -73,7 +73,7 @@ class Rescue:
             ).start()
 
     def close(self, document: RoundDocument | None = None) -> None:
-        """The node leaves: commit what is not in storage, and free the memory.
+        """The node leaves: commit what is not in storage, and free the memory, which a rescue that takes longer keeps.
 
         Commits nothing if it left by agreement: then the others continue to train in the round of ``document``.
         """
@@ -83,6 +83,9 @@ class Rescue:
             logger().debug("snapshot.left_to_others", round=document.number)
         elif self._under_way.acquire(timeout=LEAVING_S):
             self.commit(_turn(document, self._node) if document is not None else 0)
+        else:
+            logger().error("snapshot.not_rescued", reason=f"storage takes longer than {LEAVING_S:g} s, the node leaves")
+            return  # what is still being written is read from this memory
         files, self._files = self._files, []
         for each in files:
             os.close(each)

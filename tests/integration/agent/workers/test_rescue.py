@@ -90,3 +90,20 @@ def test_an_agent_leaves_the_state_to_the_one_that_is_writing_it(
         eventually(lambda: "snapshot-rescue" not in [each.name for each in threading.enumerate()], "a rescue goes on")
     assert rescued_from(tmp_path) == [source]
     assert [line["event"] for line in logs if line["event"] == "snapshot.rescued"] == ["snapshot.rescued"]
+
+
+def test_a_node_that_leaves_amid_a_long_rescue_says_so_and_keeps_the_memory_that_is_written(
+    agents: list[Rescue], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the process lasts, the rescue succeeds after all."""
+    monkeypatch.setattr(rescue_module, "LEAVING_S", 0.1)
+    reached, goes_on = stuck_at_publishing(monkeypatch, lambda: None)
+    with capture_logs() as logs:
+        agents[0].begin(document(), in_place=False)
+        assert reached.wait(LIMIT_S)
+        agents[0].close()
+        assert [line["event"] for line in logs] == ["snapshot.not_rescued"]
+        assert agents[0].paths, "the memory is freed"
+        goes_on.set()
+        eventually(lambda: "snapshot-rescue" not in [each.name for each in threading.enumerate()], "a rescue goes on")
+    assert rescued_from(tmp_path) == [0]
