@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from elastic_trainer.clock import pause
 from elastic_trainer.errors import RejoinError
 from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.messages import LONGEST_LINE, Message
 from elastic_trainer.telemetry.logs import logger
 
 SEND_TIMEOUT_S = 5.0
+_RETRY_S = 0.1
 _PREFIX = "elastic-trainer-agent-"
 _UCRED = struct.Struct("3i")
 _LONGEST_ADDRESS = 107
@@ -85,7 +87,7 @@ class Listener:
     """
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:
-        self._serve = serve
+        self._serve, self._closing = serve, False
         self._folder = PrivateFolder(_PREFIX)
         self.path = self._folder.path / "agent.sock"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,18 +103,24 @@ class Listener:
         self._thread.start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 connected, _ = self._socket.accept()
             except OSError:
-                return
+                if not self._closing:
+                    pause(_RETRY_S)  # for example out of descriptors
+                continue
             connection = Connection(connected)
             pid, uid = connection.peer()
             if uid != os.geteuid():
-                logger().warning("channel.refused", pid=pid, uid=uid)
+                logger().warning("channel.refused", pid=pid, reason=f"it belongs to another user, {uid}")
                 connection.close()
                 continue
-            threading.Thread(target=self._run, args=(connection,), name=f"worker-{pid}", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(connection,), name=f"worker-{pid}", daemon=True).start()
+            except RuntimeError as error:  # the limit of processes is reached
+                logger().warning("channel.refused", pid=pid, reason=str(error))
+                connection.close()
 
     def _run(self, connection: Connection) -> None:
         try:
@@ -124,6 +132,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and remove the directory; open connections stay."""
+        self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

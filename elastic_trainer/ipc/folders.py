@@ -38,6 +38,15 @@ class PrivateFolder:
             os.close(lock)
 
 
+def take_room(descriptor: int, size: int) -> None:
+    """Allocate the disk space of a file that is to be mapped. In a sparse file the first write to the mapping would
+    allocate it, and on a full disk SIGBUS would kill the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
 def _hold(folder: Path) -> int:
     """Lock ``folder``; the lock file appears only once it is locked, or another process would remove the folder."""
     making = folder / "making"

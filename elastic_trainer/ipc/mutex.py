@@ -5,7 +5,7 @@ after tearing down its memory, tens of milliseconds later. POSIX: ``pthread_mute
 
 *Runs in* a worker (one thread holds the mutex for the life of the process) and in the agent (one thread waits for it).
 *Owns* one page in a file of shared memory.
-*Fails by* OSError if the C library has no robust mutexes; callers then rely on the closed socket alone.
+*Fails by* OSError if the disk is full or the C library has no robust mutexes; callers then rely on the closed socket.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import errno
 import mmap
 import os
 from pathlib import Path
+
+from elastic_trainer.ipc.folders import take_room
 
 _PAGE = 4096
 _MUTEX_BYTES = 64  # sizeof(pthread_mutex_t) is 40 on x86-64 and 48 on aarch64; the page leaves room
@@ -34,8 +36,11 @@ class _Page:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
         try:
             if create:
-                os.ftruncate(descriptor, _PAGE)
+                take_room(descriptor, _PAGE)
             self.memory = mmap.mmap(descriptor, _PAGE)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(descriptor)
         self.pointer = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)))

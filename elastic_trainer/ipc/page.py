@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import xxhash
 
+from elastic_trainer.ipc.folders import take_room
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.rank import RankGauges
 
@@ -152,15 +153,6 @@ def start_of(pid: int | str) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _take_room(descriptor: int) -> None:
-    """Allocate the file's disk space. In a sparse file the first write to the mapping would allocate it, and on a full
-    disk SIGBUS would kill the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, PAGE_BYTES)
-    else:
-        os.ftruncate(descriptor, PAGE_BYTES)
-
-
 class PageWriter:
     """Writes one worker's page; without ``path`` to private memory."""
 
@@ -173,7 +165,7 @@ class PageWriter:
         """Create the file ``path``. Readers see it only when its first records are complete."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _take_room(descriptor)
+            take_room(descriptor, PAGE_BYTES)
             return cls(mmap.mmap(descriptor, PAGE_BYTES), path)
         except OSError:
             path.unlink(missing_ok=True)

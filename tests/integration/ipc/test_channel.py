@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener, connect
 from elastic_trainer.ipc.messages import Formation, Hello, MessageError, Over, read_from_agent, read_from_worker
-from elastic_trainer.ipc.mutex import await_death
+from elastic_trainer.ipc.mutex import LifeMutex, await_death
+from tests.support.small_disk import fill, mounted
+from tests.support.waiting import eventually
 
 BOUND_S = 30.0
 
@@ -60,6 +65,40 @@ def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeypatch: 
     listener.close()
     with pytest.raises(ChannelClosedError, match="does not listen"):
         connect(listener.path)
+
+
+@pytest.mark.parametrize("what", ["descriptors", "threads"])
+def test_a_moment_without_descriptors_or_threads_costs_one_connection_at_most(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later workers are heard, and the listener still ends."""
+    heard, failures = threading.Event(), [OSError(errno.EMFILE, "out of descriptors")]
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def accepts(listening: socket.socket) -> tuple[socket.socket, Any]:
+        if what == "descriptors" and failures:
+            raise failures.pop()
+        return accept(listening)
+
+    def starts(thread: threading.Thread) -> None:
+        if what == "threads" and thread.name.startswith("worker-") and failures:
+            failures.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(socket.socket, "accept", accepts)
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    listener = Listener(lambda connection: heard.set() if next(connection.lines()) else None)
+    first = connect(listener.path)
+    if what == "threads":
+        assert list(first.lines()) == []
+    worker = connect(listener.path)
+    worker.send(Hello(pid=1, local_rank=0))
+    assert heard.wait(BOUND_S)
+    assert not failures
+    for each in (first, worker, listener):
+        each.close()
+    eventually(lambda: "channel" not in {each.name for each in threading.enumerate()}, "it still listens")
 
 
 def test_unknown_messages_are_refused() -> None:
@@ -109,3 +148,15 @@ def test_life_mutex_tells_of_a_sigkill(tmp_path: Path) -> None:
     assert not path.exists()
     holder.wait()
     holder.stdout.close()
+
+
+def test_on_a_full_disk_a_life_mutex_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+    """The worker trains without it; and once there is room the same name can be used."""
+    with mounted(tmp_path / "small", 1 << 16) as disk:
+        ballast, path = fill(disk), disk / "mutex"
+        found = subprocess.run([sys.executable, "-c", HOLDER, str(path)], capture_output=True, text=True, check=False)
+        assert "No space left on device" in found.stderr
+        assert found.returncode == 1
+        assert not path.exists()
+        ballast.unlink()
+        LifeMutex(path).hold()
