@@ -284,14 +284,28 @@ class InPlaceRecovery:
         self._switch()
         return True
 
+    def _saved_together(self) -> bool:
+        """Save before too few nodes remain; False if the round has ended in the middle of it."""
+        try:
+            self._training.save_before_waiting()
+        except (RejoinError, RuntimeError) as error:
+            if not self._rounds.confirms(error):
+                raise
+            return False
+        return True
+
     def _switch(self) -> None:
         rounds = self._rounds
         drain = rounds.drain()
         if drain is None:
             raise RuntimeError("a planned change was agreed on that this rank does not know")
-        if drain.waits:
-            self._training.save_before_waiting()
-        if drain.next is None and self._place.signals.requested is not None:
+        leaves = drain.next is None and self._place.signals.requested is not None
+        if drain.waits and not self._saved_together():
+            if not leaves:
+                self._regroup(joinable=True)
+                return
+            self._training.save_alone()
+        if leaves:
             self._place.stopped = True
             self._place.closed("stopped")
             raise SystemExit(self._place.signals.exit_code)

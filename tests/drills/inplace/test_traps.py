@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.ipc.messages import Evicted, Progress
+from elastic_trainer.ipc.messages import Drain, Evicted, Progress
 from elastic_trainer.local.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.integration.worker.launch import free_port
@@ -229,6 +229,26 @@ def test_a_member_that_is_asked_to_go_leaves_between_two_steps(lead: Lead) -> No
     assert workers[2].process.wait(LIMIT_S) == EXIT_LEFT
     assert ended[0]["digest"] == ended[1]["digest"]
     untouched(lead, workers[:2], ended)
+
+
+def test_a_member_that_dies_while_all_save_before_too_few_are_left_costs_the_other_nothing(lead: Lead) -> None:
+    """One is asked to go, and is killed before it has saved: the other keeps its process and its state, and waits."""
+    faults = [fault("all", 3, "after_step", "gate:leaving"), fault("b", 0, "settling", "kill")]
+    a, b = workers = begun(lead, "ab", faults, pace_s=PACE_S, checkpoints=str(lead.directory / "checkpoints"))
+    lead.form(workers)
+    lead.await_file("leaving.b")
+    b.signal(signal.SIGTERM)
+    lead.wait(lambda: b.last(Evicted), "the wish to leave")
+    for each in workers:
+        each.tell(Drain(number=lead.number, reason="b leaves", waits=True, next=None))
+    lead.open("leaving")
+    (state,) = regrouped(lead, [a], [a])
+    assert state is not None
+    assert state[1] >= 3
+    (ended,) = results(lead, [a])
+    assert b.process.wait(LIMIT_S) == -signal.SIGKILL
+    assert ended["counter"] == list(range(1, STEPS + 1))
+    untouched(lead, [a], [ended])
 
 
 def test_when_no_state_is_whole_the_newest_checkpoint_decides(lead: Lead, undisturbed: dict[str, Any]) -> None:

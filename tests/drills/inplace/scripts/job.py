@@ -1,10 +1,11 @@
 """A small training job in place: ``job.py SCENARIO``, a JSON object. It fails where the scenario says, once.
 
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
-``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
-``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own), ``raw`` (collectives of the script's own, of
-torch's), ``sum`` (a collective of the script's own, on all nodes), ``gate:NAME`` (waits until the file NAME.open is
-there), ``planned`` (waits until this worker has heard of a planned change).
+``after_update`` (still in the step's body), ``after_step`` or, at step 0, ``settling`` (before a last save). What:
+``lose`` (as if a collective had lost a peer), ``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own),
+``raw`` (collectives of the script's own, of torch's), ``sum`` (a collective of the script's own, on all nodes),
+``gate:NAME`` (waits until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned
+change).
 """
 
 from __future__ import annotations
@@ -122,6 +123,14 @@ def main(scenario: Scenario) -> None:
                     for parameter, value in zip(module.parameters(), before, strict=True):
                         parameter.copy_(value)
 
+        saver: Any = session._trained.saver
+        settle = saver.settle
+
+        def settles() -> Exception | None:
+            scenario.at(0, "settling", session)
+            return settle()  # type: ignore[no-any-return]
+
+        saver.settle = settles
         optimizer.register_step_pre_hook(spoil)
         for batch in session.batches(data(), global_batch_size=values["size"], epochs=values["epochs"]):
             number = session.step_number + 1
