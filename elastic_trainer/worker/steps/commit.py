@@ -133,6 +133,14 @@ class Steps:
         """Whether ``error`` was the end of a round, and has been handled."""
         return self._round_end.absorb(step, error)
 
+    def ended(self, step: Step, error: RoundBrokenError) -> None:
+        """Behind its commit ``step`` has met the end of the round. Inside its body that waits: what ends the step there
+        belongs to this round."""
+        if self._current is step:
+            self._lost = error
+        elif not self.absorb(step, error):
+            raise error
+
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
         if self._lost is not None:
@@ -184,6 +192,9 @@ class Steps:
             self._restore_lr()
         if error is not None:
             return self.absorb(step, error)
+        if self._lost is not None:
+            self.ended(step, self._lost)
+            return False
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
         try:

@@ -38,7 +38,7 @@ class StepHost(Protocol):
 
     def closed(self, step: Step, error: BaseException | None) -> bool: ...
 
-    def absorb(self, step: Step, error: BaseException) -> bool: ...
+    def ended(self, step: Step, error: RoundBrokenError) -> None: ...
 
     def check_round(self) -> None: ...
 
@@ -338,9 +338,8 @@ class Step:
             try:
                 self._mean = self._global_mean()
             except RoundBrokenError as error:
-                if not self._steps.absorb(self, error):
-                    raise
-                self._mean = self.local_mean()  # the round has ended
+                self._steps.ended(self, error)
+                self._mean = self.local_mean()
         if self._mean is None:
             return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
         self._steps.knows_loss(self._mean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -359,6 +359,50 @@ def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatc
     unwanted = job.step(batch)
     with pytest.raises(ConfigError, match="want_loss"):
         unwanted.later_loss()
+
+
+class RoundEnd:
+    """A round whose end is absorbed, with what was seen then."""
+
+    def __init__(self, inner: Any, seen: Callable[[], Any]) -> None:
+        self._inner, self._seen, self.absorbed = inner, seen, list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        self.absorbed.append(self._seen())
+        return True
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loss_that_meets_the_end_of_the_round_in_the_body_is_the_last_of_the_step_there(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next round begins behind the body, with the scale adapted, and nothing of the step is left to do there."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
+        training: Any = session._training
+        steps, crossed = training.steps, list[int]()
+        end = RoundEnd(steps._round_end, scaler.get_scale)
+        monkeypatch.setattr(steps, "_round_end", end)
+        monkeypatch.setattr(steps, "_after_step", lambda step: crossed.append(step.number))
+        batch = next(session.batches(data(), global_batch_size=16, epochs=1))
+        with session.step() as step:
+            step.backward(loss_of(wrapped, batch))
+            scaler.step(optimizer)
+            step._pending = Lost()  # type: ignore[assignment]
+            if inside:
+                assert step.loss == pytest.approx(step.local_mean())
+                assert end.absorbed == []
+            scaler.update()
+        assert step.loss == pytest.approx(step.local_mean())
+        assert end.absorbed == [16.0]
+        assert crossed == ([] if inside else [1])
+        monkeypatch.undo()
 
 
 def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
