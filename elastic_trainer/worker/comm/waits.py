@@ -28,6 +28,7 @@ MOMENT_S = 0.02
 AWAITED_S = 30.0
 """Seconds between log entries of a wait for storage."""
 _MOMENT = timedelta(seconds=MOMENT_S)
+_FEW = 64
 
 
 class Work(Protocol):
@@ -102,9 +103,16 @@ class InterruptibleWaits:
         self._over = threading.Event()
         self._why = ""
         self._open: dict[int, Work] = {}
+        self._most = _FEW
         self._aborts: list[Callable[[], object]] = []
 
     def begun(self, work: Work) -> Work:
+        """It is kept until it was waited for; one that nobody waits for, until some time after it has completed."""
+        if len(self._open) >= self._most:
+            for each in list(self._open.values()):
+                if each.is_completed():
+                    self.ended(each)
+            self._most = max(_FEW, 2 * len(self._open))
         self._open[id(work)] = work
         return work
 

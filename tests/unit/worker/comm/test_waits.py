@@ -51,6 +51,18 @@ def test_an_operation_that_has_ended_is_waited_for_once() -> None:
     assert works.outlive() == 0
 
 
+def test_operations_that_nobody_waits_for_are_dropped_once_they_have_ended() -> None:
+    """A loss that was asked for and is never read must not be kept; one that is under way is."""
+    works, lasting = InterruptibleWaits(interruptible=True), Operation()
+    lasting.then = lasting.end
+    works.begun(lasting)
+    for _ in range(1000):
+        works.begun(unread := Operation())
+        unread.end()
+    assert 1 <= works.outlive() <= 100
+    assert lasting.ended
+
+
 def test_the_end_of_the_round_interrupts_a_wait() -> None:
     """The operation itself never ends; the wait for it does, in the moment in which the round is over."""
     works, operation = InterruptibleWaits(interruptible=True), Operation()
