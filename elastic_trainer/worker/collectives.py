@@ -62,6 +62,10 @@ class Collectives:
         else:
             self._training.round_end.repeated(attempt, JSON)
 
+    def _refuse_inside(self, call: str) -> None:
+        if self._training is not None and self._training.steps.inside:
+            raise ConfigError(f"session.{call} inside a step", hint="call it after the step has ended")
+
     # ---- saving
 
     def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
@@ -84,8 +88,7 @@ class Collectives:
         ``before``: rank 0's newest save before the first attempt. One begun in an earlier attempt is not begun again.
         """
         place, control = self._place, self._place.present.control
-        if training.steps.inside:
-            raise ConfigError("session.save() inside a step", hint="call it after the step has ended")
+        self._refuse_inside("save()")
         values = {name: float(value) for name, value in (metrics or {}).items()}
         place.tracker.change(Phase.CHECKPOINT)
         mine = control.rank == 0
@@ -130,6 +133,7 @@ class Collectives:
         def attempt() -> Result:
             return self._evaluated(model, Fetcher(dataset, self._place.placement.device, collate), batch_size, method)
 
+        self._refuse_inside("evaluate() or predict()")
         lasting = self._training.round_end.evaluating() if self._training is not None else nullcontext()
         with self._place.tracker.during(Phase.EVALUATION), lasting:
             return self.repeated(attempt, codec)
@@ -193,12 +197,12 @@ class Collectives:
         with torch.no_grad():
             return tensor.copy_(value)
 
-    def _shared(self, ask: Callable[[Control], torch.Tensor]) -> torch.Tensor:
+    def _shared(self, ask: Callable[[Control], Result], codec: Codec = TENSOR) -> Result:
         """A step that fails is repeated as a whole, so inside one this is made once."""
         training = self._training
         if training is None or training.steps.inside:
             return ask(self._place.present.control)
-        return self.repeated(lambda: ask(self._place.present.control), TENSOR)
+        return self.repeated(lambda: ask(self._place.present.control), codec)
 
     def exchange(self, streams: Streams) -> None:
         """All ranks know the states of all ``streams`` behind the last step."""
@@ -213,4 +217,4 @@ class Collectives:
         streams.exchanged(position.step, self.repeated(attempt, _TREE)["ranks"])
 
     def barrier(self) -> None:
-        self.repeated(lambda: self._place.present.control.sum(Purpose.BARRIER))
+        self._shared(lambda control: control.sum(Purpose.BARRIER), JSON)

@@ -298,9 +298,11 @@ def test_a_mistake_of_the_script_is_no_lost_peer(lead: Lead) -> None:
         assert "(job.py:" in said["trail"][0], said
 
 
-def test_a_collective_of_the_scripts_own_inside_a_step_may_lose_a_peer(lead: Lead) -> None:
-    """Called by torch's own functions, waited for at once or later: the step comes again, without the lost one."""
-    faults = [fault("c", 3, "forward", "kill"), fault("all", 3, "forward", "raw")]
+@pytest.mark.parametrize(("what", "where"), [("raw", "forward"), ("barrier", "before_update")])
+def test_a_collective_of_the_scripts_own_inside_a_step_may_lose_a_peer(lead: Lead, what: str, where: str) -> None:
+    """One of torch's own functions, waited for at once or later, or the session's barrier behind the backward pass: the
+    step comes again, without the lost one."""
+    faults = [fault("c", 3, where, "kill"), fault("all", 3, where, what)]
     workers = begun(lead, "abc", faults)
     lead.form(workers)
     regrouped(lead, workers[:2], workers[:2])

@@ -3,7 +3,7 @@
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body), ``after_step`` or, at step 0, ``settling`` (before a last save). What:
 ``lose`` (as if a collective had lost a peer), ``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own),
-``raw`` (collectives of the script's own, of torch's), ``sum`` (a collective of the script's own, on all nodes),
+``raw`` (collectives of the script's own, of torch's), ``sum`` and ``barrier`` (the session's, on all nodes),
 ``gate:NAME`` (waits until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned
 change).
 """
@@ -61,6 +61,8 @@ def strike(what: str, session: Session) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "sum":
         session.all_reduce(torch.ones(3))
+    if what == "barrier":
+        session.barrier()
     if what == "planned":
         recovery: Any = session._trained.round_end
         while recovery._rounds.drain() is None:

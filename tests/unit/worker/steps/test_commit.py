@@ -136,6 +136,10 @@ def saved_inside(job: Job, step: Any, batch: Any) -> None:
     job.session.save()
 
 
+def evaluated_inside(job: Job, step: Any, batch: Any) -> None:
+    job.session.evaluate(job.wrapped, data(), 4, lambda module, batch: {"count": (len(batch), 1)})
+
+
 def schedule_twice(job: Job, step: Any, batch: Any) -> None:
     job.optimizer.zero_grad()
     step.backward(loss_of(job.wrapped, batch))
@@ -180,6 +184,7 @@ def last_left_out(job: Job, step: Step, batch: Batch) -> None:
         (left_early, "not all micro-batches"),
         (nested, "inside another one"),
         (saved_inside, "inside a step"),
+        (evaluated_inside, "inside a step"),
         (schedule_twice, "remove scheduler.step"),
         (one_left_out, "had no backward pass"),
         (last_left_out, "had no backward pass"),
