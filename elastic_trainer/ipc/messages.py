@@ -66,6 +66,8 @@ class Ready(Message):
     step_time_s: float = 0.0
     joinable: bool = True
     """Whether newcomers may join the next round: not in the middle of an evaluation, which they could not continue."""
+    in_call: bool = False
+    """Whether the script is in the middle of a call that all ranks make."""
     newcomer: bool = False
     """Whether this process has never been a member of a round."""
 

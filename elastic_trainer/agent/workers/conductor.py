@@ -134,12 +134,16 @@ class Conductor:
     def restart_workers(self, why: str) -> None:
         """End a life that is in no round, without counting it as a failure: torchrun starts new workers."""
         with self._lock:
-            current, strikes = self._document, self._backoff
+            current = self._document
             idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
             if idle and not self._life.ended:
                 logger().info("place.changed", node=self._node, place=self._place, reason=why)
-                self._end_life(why)
-                self._backoff = strikes
+                self._begin_anew(why)
+
+    def _begin_anew(self, why: str) -> None:
+        strikes = self._backoff
+        self._end_life(why)
+        self._backoff = strikes
 
     def _offer(self, life: int) -> None:
         """The back-off is over: announce this node if the life is still the same."""
@@ -205,6 +209,9 @@ class Conductor:
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
                 if document.left_out == self._node:
                     self._quarantine_node(document)
+                if self._left_behind(document.number - 1):
+                    logger().warning("node.left_behind", node=self._node, round=document.number)
+                    self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
 
@@ -223,6 +230,13 @@ class Conductor:
         if self._acknowledged <= number and waited_for:
             self._acknowledged = number + 1
             self._publish()
+
+    def _left_behind(self, number: int) -> bool:
+        """Whether a worker has left round ``number`` in the middle of a call that the others make without it: they will
+        be elsewhere in the script when it could join them.
+        """
+        workers = [each for each in self._life.workers.values() if not each.stays_in(number)]
+        return any(each.ready is not None and each.ready.in_call for each in workers)
 
     def _quarantine_node(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)

@@ -25,7 +25,7 @@ class CallReplay:
 
     def __init__(self) -> None:
         self.count = NEWCOMER
-        self._inside = False
+        self.inside = False
         """Whether the round ended here in the middle of a call."""
         self._last = b""
         self._answer: bytes | None = None
@@ -38,11 +38,11 @@ class CallReplay:
     @contextmanager
     def interrupted(self) -> Iterator[None]:
         """In the body this rank meets others for the call that it is in."""
-        self._inside = True
+        self.inside = True
         try:
             yield
         finally:
-            self._inside = False
+            self.inside = False
 
     def completed(self, result: Any, codec: Codec) -> Any:
         """Count a call that completed here, and return its result."""
@@ -64,5 +64,5 @@ class CallReplay:
             data = control.broadcast_bytes(self._last, counts.index(most))
             if self.count < most:
                 self._last = data
-                self._answer = data if self._inside else None
+                self._answer = data if self.inside else None
         self.count = max(0, most - self.has_answer)

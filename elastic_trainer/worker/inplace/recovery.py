@@ -88,8 +88,15 @@ class InPlaceRecovery:
 
     def _offer(self, *, planned: bool, joinable: bool) -> Ready:
         """The announcement to the agent; the round's number is filled in when it is sent."""
-        report, newcomer, span_s = self._report(), self._calls.count == NEWCOMER, self._place.span_s
-        return Ready(number=0, state=report, planned=planned, joinable=joinable, newcomer=newcomer, step_time_s=span_s)
+        return Ready(
+            number=0,
+            state=self._report(),
+            planned=planned,
+            joinable=joinable,
+            in_call=self._calls.inside,
+            newcomer=self._calls.count == NEWCOMER,
+            step_time_s=self._place.span_s,
+        )
 
     def _report(self) -> StateReport | None:
         if not self._valid:
@@ -209,11 +216,20 @@ class InPlaceRecovery:
         else:
             self._place.record(step)
         self._valid = self._valid and not self._training.steps.dirty
+        was, stood = step.committed, self._stands
         # Newcomers cannot repeat the script's code after a step.
-        self._regroup(joinable=not step.committed)
+        self._regroup(joinable=not was)
+        if was and stood != self._stands:
+            step.committed = False  # the others went on, and this rank continues where they are
         if step.committed:
             self._place.present.boundaries.save_due(step.number)
         return True
+
+    @property
+    def _stands(self) -> tuple[int, int, int]:
+        """Where this rank is in the script."""
+        position = self._place.position
+        return position.lineage, position.step, self._calls.count
 
     def _give_up(self, step: Step) -> None:
         """Undo ``step``; where ranks train apart, its batch and those before it come again if it was made."""

@@ -13,6 +13,7 @@ from elastic_trainer.ipc.messages import (
     Formation,
     Leaving,
     Over,
+    Ready,
     Welcome,
 )
 from elastic_trainer.membership.cluster_view import NodeView, losses
@@ -281,6 +282,26 @@ def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage
         worker = Worker(stage)
         worker.ready(3)
         assert stage.record().state is NodeState.READY
+
+
+def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_waits(stage: Stage) -> None:
+    """The others make the call without it, and are elsewhere in the script when it could join them. While its worker is
+    still in the old round nothing is known; what it said of an earlier round does not count."""
+    worker = stage.working()
+    stage.see(1, RoundState.BROKEN)
+    worker.say(Ready(number=2, joinable=False, in_call=True))
+    stage.see(2)
+    for number, in_call in ((3, False), (4, True)):
+        stage.see(number - 1, RoundState.BROKEN)
+        stage.see(number, members=(OTHER,))
+        assert (worker.of(Exit), stage.record().life) == ([], 0)
+        worker.say(Ready(number=number, joinable=False, in_call=in_call))
+        if not in_call:
+            assert stage.record().state is NodeState.READY
+            stage.see(number)
+    assert worker.one(Exit).reason == "round 4 was formed without it in the middle of a call"
+    assert (stage.record().state, stage.record().life) == (NodeState.WARMING, 1)
+    assert stage.notebook.breaks == []
 
 
 def test_a_spare_whose_worker_died_breaks_nothing_and_can_be_taken_in(stage: Stage) -> None:

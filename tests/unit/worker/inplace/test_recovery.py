@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group
@@ -44,3 +45,30 @@ def test_a_phase_of_the_script_goes_on_in_the_next_round(
     tracker.change(before)
     InPlaceRecovery(rounds, training).begin()
     assert (seen, tracker.pulse.phase) == ([Phase.RENDEZVOUS], after)
+
+
+@pytest.mark.parametrize("went_on", [{}, {"step": 9, "lineage": 3}, {"count": 4}])
+def test_what_a_script_does_behind_a_step_is_left_out_where_the_others_went_on(
+    went_on: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have done it, in a round without this rank: alone it would make their calls with nobody."""
+    due: list[int] = []
+    position = SimpleNamespace(step=7, lineage=1)
+    present = SimpleNamespace(boundaries=SimpleNamespace(save_due=due.append))
+    options = SimpleNamespace(checks=CheckOptions())
+    place = SimpleNamespace(position=position, present=present, options=options, record=lambda step: None)
+    training: Any = SimpleNamespace(place=place, apart=False, steps=SimpleNamespace(dirty=False))
+    rounds: Any = SimpleNamespace(confirms=lambda error: True)
+    recovery = InPlaceRecovery(rounds, training)
+    recovery._calls.count = 3
+
+    def regroup(recovery: InPlaceRecovery, *, joinable: bool) -> None:
+        assert not joinable
+        position.step, position.lineage = went_on.get("step", 7), went_on.get("lineage", 1)
+        recovery._calls.count = went_on.get("count", 3)
+
+    monkeypatch.setattr(InPlaceRecovery, "_regroup", regroup)
+    step: Any = SimpleNamespace(number=7, committed=True)
+    assert recovery.absorb(step, RoundBrokenError("a peer was lost"))
+    assert step.committed is not bool(went_on)
+    assert due == ([] if went_on else [7])
