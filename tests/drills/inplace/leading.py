@@ -39,7 +39,7 @@ from tests.support.forked import Forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 FOLLOW_S = 5.0
 Said = TypeVar("Said", bound=Message)
 
