@@ -65,7 +65,8 @@ class OptimizerSet(torch.optim.Optimizer):
         for each in self.members:
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             last = first + len(parameters_of(each))
-            each.load_state_dict(
+            load_exactly(
+                each,
                 {
                     "state": {
                         number - first: known for number, known in state_dict["state"].items() if first <= number < last
@@ -73,7 +74,7 @@ class OptimizerSet(torch.optim.Optimizer):
                     "param_groups": [
                         {**group, "params": [number - first for number in group["params"]]} for group in own
                     ],
-                }
+                },
             )
             first = last
 
@@ -127,3 +128,30 @@ def advanced(scheduler: Any) -> Any:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Its parameters, as its state numbers them."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load the state ``saved``, and put back what torch casts to a parameter's dtype: all its tensors but ``step``.
+
+    An optimizer that loads its state in a way of its own is left to that.
+    """
+    optimizer.load_state_dict(saved)
+    way = getattr(optimizer.load_state_dict, "__func__", None)
+    if way is not torch.optim.Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_pre_hooks:
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        _uncast(saved["state"].get(number), optimizer.state.get(parameter), parameter.dtype)
+
+
+def _uncast(saved: Any, loaded: Any, dtype: torch.dtype, name: Any = None) -> Any:
+    """``loaded`` with those tensors of ``saved`` that were cast to ``dtype``, on the devices where torch put them."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        cast = name != "step" and loaded.dtype == dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(loaded.device, copy=True) if cast else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for each in saved.keys() & loaded.keys():
+            loaded[each] = _uncast(saved[each], loaded[each], dtype, each)
+    elif isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(loaded)(_uncast(old, new, dtype) for old, new in zip(saved, loaded, strict=True))
+    return loaded

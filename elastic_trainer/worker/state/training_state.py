@@ -23,7 +23,7 @@ from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.optimizer_set import kind_of, parameters_of
+from elastic_trainer.worker.state.optimizer_set import kind_of, load_exactly, parameters_of
 
 FORMAT = 1
 _DESCRIBED = 512
@@ -167,7 +167,7 @@ class TrainingState:
         small = [(self.user[name], state["user"][name]) for name in self.user if name in state["user"]]
         small += [(part, state[name]) for name, part in self._optional().items() if part is not None]
         _load_all(small)
-        self.optimizer.load_state_dict(state["optimizer"]["state"])
+        load_exactly(self.optimizer, state["optimizer"]["state"])
         self.module.load_state_dict(state["model"])
         if self.average is not None:
             self._apply_average(self.average, state)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.worker.state.optimizer_set import parameters_of
+from elastic_trainer.worker.state.optimizer_set import load_exactly, parameters_of
 
 Closure = Callable[[], Any]
 
@@ -45,4 +45,4 @@ class Before:
     def restore(self) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, self._values)
-        self._optimizer.load_state_dict(self._state)
+        load_exactly(self._optimizer, self._state)

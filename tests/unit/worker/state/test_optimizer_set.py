@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, kind_of
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, kind_of, load_exactly
+from elastic_trainer.worker.steps.closures import Before
 
 
 def trained(steps: int, seed: int = 0) -> tuple[nn.Module, OptimizerSet]:
@@ -55,6 +56,59 @@ def test_a_loaded_state_goes_on_as_the_one_that_was_saved() -> None:
         for member in each.members:
             member.step()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Loads(torch.optim.NAdam):
+    """Its state comes back in a way of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+def stepped(kind: type[torch.optim.Optimizer] = torch.optim.NAdam) -> torch.optim.Optimizer:
+    parameter = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = kind([parameter])  # type: ignore[call-arg]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def known(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return next(iter(optimizer.state.values()))
+
+
+def test_a_loaded_state_keeps_the_types_that_torch_would_cast() -> None:
+    """The tensors are the optimizer's own, where torch casts nothing as they were given."""
+    optimizer, state = stepped(), copy.deepcopy(stepped().state_dict())
+    given = dict(state["state"][0])
+    OptimizerSet({"first": trained(0)[1].members[0], "second": optimizer}).load_state_dict(
+        {
+            "state": {2: state["state"][0]},
+            "param_groups": [{"params": [0, 1]}, {**state["param_groups"][0], "params": [2]}],
+        }
+    )
+    found = known(optimizer)
+    assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in given.items()}
+    assert found["mu_product"].dtype is torch.float32
+    assert found["mu_product"] is not given["mu_product"]
+    assert all(found[name] is given[name] for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_an_optimizer_that_loads_in_a_way_of_its_own_is_left_to_that() -> None:
+    hooked, own = stepped(), stepped(Loads)
+    hooked.register_load_state_dict_pre_hook(lambda _, state: state)
+    for each in (hooked, own):
+        load_exactly(each, copy.deepcopy(each.state_dict()))
+        assert known(each)["mu_product"].dtype is torch.bfloat16
+
+
+def test_what_a_closure_changed_comes_back_in_its_types() -> None:
+    optimizer = stepped()
+    before, expected = Before(optimizer), copy.deepcopy(known(optimizer))
+    optimizer.step()
+    before.restore()
+    assert all(map(torch.equal, known(optimizer).values(), expected.values()))
+    assert [each.dtype for each in known(optimizer).values()] == [each.dtype for each in expected.values()]
 
 
 def test_the_kind_names_all_types_in_their_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
+from elastic_trainer.worker.state.heal import identity
 from elastic_trainer.worker.state.restore import whole
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.unit.checkpoint.states import same
@@ -70,6 +72,47 @@ def test_everything_comes_back() -> None:
     assert mine["param_groups"] == theirs["param_groups"]
     assert new.scheduler.state_dict() == old.scheduler.state_dict()
     assert (new.position, new.user["counter"].state_dict()) == (old.position, {"values": [1, 2]})
+
+
+class Master(torch.optim.Optimizer):
+    """Keeps float32 weights for parameters of any type, and more that is not of their type."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in (each for group in self.param_groups for each in group["params"]):
+            known = self.state[each]
+            if not known:
+                known |= {"master": each.detach().float(), "seen": torch.zeros((), dtype=torch.int64), "note": 1}
+                known["sums"] = [torch.zeros(3), {"same": torch.zeros(3, dtype=each.dtype)}]
+            known["master"].add_(each.grad.float(), alpha=-1e-3)
+            known["sums"][0].add_(1 / 3)
+            known["seen"] += 1
+            each.data.copy_(known["master"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW, Master])
+def test_the_optimizer_state_keeps_its_types(optimizer: Any, dtype: torch.dtype) -> None:
+    """Torch casts it to the parameters', and a healed rank would then train apart from its source."""
+
+    def made() -> TrainingState:
+        return make(lambda: nn.Linear(4, 3).to(dtype), optimizer, scheduler=False)
+
+    def step() -> None:
+        for state in (old, new):
+            for number, each in enumerate(state.module.parameters()):
+                each.grad = torch.full_like(each, 0.3 + number)
+            state.optimizer.step()
+
+    old = new = made()
+    step()
+    new = made()
+    new.apply(copy.deepcopy(old.collect()), first_rank=False)
+    assert identity(new.committed(), 0, 1) == identity(old.committed(), 0, 1)
+    step()
+    assert identity(new.committed(), 0, 2) == identity(old.committed(), 0, 2)
 
 
 def stored(state: TrainingState, directory: Path) -> CheckpointManager:
