@@ -18,7 +18,7 @@ def check_fields(
     """The fields of ``plan`` to save with the state.
 
     Raises ConfigError naming the first one that differs from the ``resumed`` checkpoint's, unless it is in
-    ``allow_changed``. Only the first plan of a session is compared (``present`` is empty then).
+    ``allow_changed``. Nothing is compared once a plan of the session was alike (``present`` are its fields then).
     """
     unknown = sorted(set(allow_changed) - set(NAMES))
     if unknown:

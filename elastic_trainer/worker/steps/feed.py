@@ -183,8 +183,14 @@ class DataFeed:
                 "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
                 hint="leave one of them out",
             )
-        self.accord.check(asdict(plan))
-        self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
+        try:
+            self.accord.check(asdict(plan))
+            self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
+        except ConfigError:
+            over = epochs is not None and self._position.cursor.epoch >= epochs
+            over = over or (steps is not None and self._position.step >= steps)
+            if not over:
+                raise  # else this is an earlier loop of a script with several: the next one is compared
         self._tracker.describe(length=plan.length, batch=plan.at(self._part.world).global_batch)
         until = epochs if epochs is not None else self._last_epoch or 0
         if isinstance(loading, LoaderSource):

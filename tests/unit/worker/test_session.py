@@ -49,6 +49,23 @@ def test_a_resumed_job_ends_bit_by_bit_like_one_that_was_never_interrupted(tmp_p
     assert all(torch.equal(a, b) for a, b in zip(resumed, uninterrupted(3), strict=True))
 
 
+def test_a_script_with_two_loops_resumes_in_either(tmp_path: Path) -> None:
+    """In the first, between them, and twice in the second, whose batches are larger: exact, as without the faults."""
+
+    def life(directory: Path | None, stop_at: int | None) -> list[torch.Tensor]:
+        with Session(directory, device="cpu", checkpoint_every_s=None) as session:
+            job = Job(session)
+            for epochs, size in ((2, 16), (4, 30)):
+                job.train(epochs, stop_at=stop_at, size=size)
+                if session.step_number == stop_at:
+                    break
+            return job.fingerprint()
+
+    for stop_at in (6, 8, 9, 11):
+        life(tmp_path, stop_at)
+    assert all(map(torch.equal, life(tmp_path, None), life(None, None)))
+
+
 def test_a_run_may_end_after_steps_instead_of_epochs(tmp_path: Path) -> None:
     """In mid-epoch, and with more of them when it is resumed; the steps of its lives count together."""
     ended = []
