@@ -17,6 +17,8 @@ class SaveRequest(Document):
     """Why no checkpoint was written."""
     code: int = 0
     """The command's exit code for ``problem``."""
+    before: SaveRequest | None = None
+    """The answered request that it replaced, for a command that still waits for that answer."""
 
     @property
     def answered(self) -> bool:

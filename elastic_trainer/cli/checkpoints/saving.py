@@ -103,12 +103,13 @@ def _decoded(kind: type[DocumentT], item: KeyValue | None) -> DocumentT | None:
 
 def _ask(store: Store, keys: RunKeys) -> SaveRequest:
     """The request that stands now: a new one, or one without an answer that somebody else waits for."""
-    mine = SaveRequest(id=uuid.uuid4().hex, wall=SYSTEM.wall())
+    new = SaveRequest(id=uuid.uuid4().hex, wall=SYSTEM.wall())
     while True:
         there = store.get(keys.save, Deadline.after(connection.CONNECT_S)).first
         known = _decoded(SaveRequest, there)
         if known is not None and not known.answered:
             return known
+        mine = new if known is None else new.model_copy(update={"before": known.model_copy(update={"before": None})})
         guard = unchanged(keys.save, there.mod_revision if there is not None else 0)
         write = [Put(keys.save, mine.encode())]
         if store.transact([guard], write, deadline=Deadline.after(connection.CONNECT_S)).succeeded:
@@ -137,8 +138,10 @@ def _wait(store: Store, keys: RunKeys, asked: SaveRequest, deadline: Deadline) -
 
 
 def _standing(store: Store, keys: RunKeys, asked: SaveRequest) -> SaveRequest:
-    """The request ``asked`` as it is now."""
+    """The request ``asked`` as it is now, or as it was answered if the next one has replaced it."""
     request = _decoded(SaveRequest, store.get(keys.save, Deadline.after(connection.CONNECT_S)).first)
+    if request is not None and request.before is not None and request.before.id == asked.id:
+        return request.before
     if request is None or request.id != asked.id:
         raise NotTrainingError(f"the request to run {keys.run_id!r} was removed", hint="ask it again")
     return request
