@@ -26,6 +26,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
+from elastic_trainer.membership.agent_port import start_probes
 from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, live_members
 from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import (
@@ -48,15 +49,13 @@ from elastic_trainer.membership.effects import (
     Looked,
     Notify,
     Oldest,
-    Probe,
     Probed,
     PublishAgain,
     Return,
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.parting import closing, is_left, parting
-from elastic_trainer.membership.presence import Presence, refuses
-from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
+from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.roll_call import RollCall, named, roll_call
 from elastic_trainer.membership.round_write import (
     ATTEMPT_S,
@@ -324,6 +323,9 @@ class Member:
         except ConfigError as error:
             again_in_s = LOOK_AGAIN_S
             logger().error("decision.refused", error=str(error))
+        except RuntimeError:  # for example no thread can be started; the step's other effects do not depend on it
+            again_in_s = OUTAGE_S
+            logger().exception("decision.failed")
         self._answer(Ended(effect, again_in_s))
 
     def _do(self, effect: Effect) -> bool:
@@ -346,7 +348,7 @@ class Member:
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
-            self._start_probes(effect)
+            start_probes(effect.nodes, self._probed)
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:
@@ -354,18 +356,9 @@ class Member:
         found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
         return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.places)))
 
-    def _start_probes(self, effect: Probe) -> None:
-        for node in effect.nodes:
-            threading.Thread(target=self._probe_one, args=(node,), name=f"probe-{node.id}", daemon=True).start()
-
-    def _probe_one(self, node: NodeView) -> None:
-        dead = False
-        try:
-            dead = refuses(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
-        finally:
-            self._answer(Probed(node.id, node.mod_revision, dead))
-        if dead:
-            logger().warning("node.found_dead", node=node.id, address=node.record.address)
+    def _probed(self, answer: Probed) -> None:
+        self._answer(answer)
+        if answer.dead:
             self._view.wake()
 
     def _commit_decided(self, effect: CommitRound) -> bool:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.agent_port import refuses
 from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
@@ -110,14 +110,3 @@ class Presence:
         else:
             pause(request.seconds, clock=self._clock)
         return None
-
-
-def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False

@@ -143,7 +143,12 @@ class RunView:
             if self._next is not None:
                 return
             self._next = feed
-        feed.begin(store)
+        try:
+            feed.begin(store)
+        except Exception:  # for example no thread can be started
+            with self.changed:
+                self._next = None
+            raise
 
     def tidy(self) -> None:
         """Close the watch of a feed that was replaced."""

@@ -97,7 +97,11 @@ class LeaseSession:
 
     def _start_keeper(self, held: _Held) -> threading.Thread:
         keeper = threading.Thread(target=self._keep, args=(held,), name="lease-keeper", daemon=True)
-        keeper.start()
+        try:
+            keeper.start()
+        except RuntimeError:  # the limit of processes is reached
+            held.lost.set()  # nothing would keep it alive, or report its end
+            raise
         return keeper
 
     def _retire(self) -> None:

@@ -35,6 +35,7 @@ from elastic_trainer.agent.workers.channel_server import ChannelServer
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.local_sockets import descendants
+from elastic_trainer.agent.workers.periodic import DelayedCalls
 from elastic_trainer.agent.workers.reachability import Reachability, nodes_of, records_of
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.session_watch import SessionWatch
@@ -69,6 +70,7 @@ class InPlaceNode:
     """What an arrived node needs to lead its workers through rounds in place."""
 
     arrived: ArrivedNode
+    calls: DelayedCalls
     conductor: Conductor
     channel: ChannelServer
     record_writer: RecordWriter
@@ -86,7 +88,7 @@ class InPlaceNode:
             each.close()
 
     def start(self) -> InPlaceNode:
-        for each in (self.record_writer, self.progress, self.patience, self.suspicion, self.places):
+        for each in (self.calls, self.record_writer, self.progress, self.patience, self.suspicion, self.places):
             each.start()
         return self
 
@@ -124,6 +126,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if led is not None:
             led.channel.close()
             led.conductor.close()
+            led.calls.close()
         return done
 
     def shutdown(self) -> bool:
@@ -185,6 +188,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             RecordWriter(member, self._clock),
             ProgressWriter(self._store, self._keys, self._clock),
         )
+        calls = DelayedCalls(self._clock)
         conductor = Conductor(
             ConductorConfig(
                 self._run_id,
@@ -202,6 +206,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 health.pages.committed,
                 health.busy,
             ),
+            calls.later,
             self._clock,
         )
         member.on_round(conductor.see)
@@ -211,7 +216,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         channel = ChannelServer(conductor)
         places = NodePlace(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
         self._led = InPlaceNode(
-            node, conductor, channel, record_writer, progress, guard, patience, suspicion, places, tcp_store
+            node, calls, conductor, channel, record_writer, progress, guard, patience, suspicion, places, tcp_store
         )
         return self._led.start()
 

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.false_starts import FalseStart
-from elastic_trainer.agent.workers.periodic import Later, later
+from elastic_trainer.agent.workers.periodic import Later
 from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
@@ -60,12 +60,12 @@ class Conductor:
     """See the module."""
 
     def __init__(
-        self, conduct: ConductorConfig, ports: ConductorPorts, clock: Clock = SYSTEM, call_later: Later = later
+        self, conduct: ConductorConfig, ports: ConductorPorts, call_later: Later, clock: Clock = SYSTEM
     ) -> None:
         self._config, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
         self._record_writer, self._create_revision = ports.record_writer, ports.create_revision
         self._lock, self._later = threading.RLock(), call_later
-        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, clock, call_later)
+        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, call_later, clock)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import sched
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from elastic_trainer.clock import SYSTEM, Clock
@@ -65,12 +68,52 @@ class Cancellable(Protocol):
 
 
 Later = Callable[[float, Callable[[], None]], Cancellable]
-"""``later(seconds, call)``: makes ``call()`` in its own thread after that time, unless it is cancelled before."""
+"""``later(seconds, call)``: makes ``call()`` in another thread after that time, unless it is cancelled before."""
 
 
-def later(seconds: float, call: Callable[[], None]) -> Cancellable:
-    """See :data:`Later`."""
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True  # a process that exits meanwhile does not wait for it
-    timer.start()
-    return timer
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A call that ``plan`` holds."""
+
+    plan: sched.scheduler
+    event: sched.Event
+
+    def cancel(self) -> None:
+        with suppress(ValueError):  # it has been made
+            self.plan.cancel(self.event)
+
+
+class DelayedCalls:
+    """Makes calls at a later time, each in its own thread; where none can be started, in the one that waits for them.
+
+    A call that was not made would be the last of its kind: each plans the next one.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._plan = sched.scheduler(clock.monotonic)
+        self._thread = PeriodicThread("delayed-calls", self.turn, clock)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drop what is planned."""
+        self._thread.close()
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Cancellable:
+        """See :data:`Later`."""
+        planned = _Planned(self._plan, self._plan.enter(seconds, 0, _begin, (call,)))
+        self._thread.wake()
+        return planned
+
+    def turn(self) -> float:
+        """Make the calls that are due; returns the seconds until the next one."""
+        next_s = self._plan.run(blocking=False)
+        return IDLE_S if next_s is None else next_s
+
+
+def _begin(call: Callable[[], None]) -> None:
+    try:
+        threading.Thread(target=call, name="delayed-call", daemon=True).start()
+    except RuntimeError:  # the limit of processes is reached
+        call()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.periodic import Cancellable, Later, later
+from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.reachability import FAILED_ROUNDS
@@ -28,7 +28,7 @@ class Quarantine:
         reachability: Reachability,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
-        call_later: Later = later,
+        call_later: Later,
     ) -> None:
         self._node, self._reachability, self._present, self._released = node, reachability, present, released
         self._later = call_later

@@ -1,6 +1,7 @@
 """Which other nodes this one cannot reach: checked when rounds fail to form although all nodes reach the store.
 
-*Owns* short-lived threads. *Fails by* nothing: if the store does not answer, the result is unknown.
+*Owns* short-lived threads. *Fails by* nothing: if the store does not answer or no thread can be started, the result is
+unknown.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Reachability:
         self._records, self._try_one = records, try_one
 
     def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
-        """The nodes of ``nodes`` that have a key but cannot be reached from here; None if no keys are known."""
+        """The nodes of ``nodes`` that have a key but cannot be reached from here; None if that is unknown."""
         records = self._records()
         if not records:
             return None
@@ -58,8 +59,12 @@ class Reachability:
             record = asked_for[1]
             return limit.expired or self._try_one(record.address, record.probe_port)
 
-        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="contact") as pool:
-            found = list(pool.map(is_there, asked))
+        try:
+            with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="contact") as pool:
+                found = list(pool.map(is_there, asked))
+        except RuntimeError as error:  # the limit of processes is reached
+            logger().info("reachability.unknown", error=str(error))
+            return None
         return tuple(name for (name, _), there in zip(asked, found, strict=True) if not there)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.agent.workers.kill import kill_now
-from elastic_trainer.agent.workers.periodic import Cancellable, Later, later
+from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.agent.workers.watchdog import queued_s, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
@@ -52,9 +52,9 @@ class Release:
         sever_timeout_s: float,
         lock: threading.RLock,
         busy: Callable[[int], str],
-        late: Callable[[Worker], None] = lambda worker: None,
+        late: Callable[[Worker], None],
+        call_later: Later,
         clock: Clock = SYSTEM,
-        call_later: Later = later,
     ) -> None:
         self._sever_timeout_s, self._lock, self._clock, self._later = sever_timeout_s, lock, clock, call_later
         self._busy, self._late = busy, late

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, own_address
 from elastic_trainer.ipc.listening import listen, store_at
-from elastic_trainer.membership.presence import refuses
+from elastic_trainer.membership.agent_port import refuses
 from elastic_trainer.settings import Endpoint
 from tests.support.waiting import LIMIT_S
 

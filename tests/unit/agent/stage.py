@@ -176,7 +176,7 @@ class Stage:
             self.committed.get,
             lambda pid: "",
         )
-        self.conductor = Conductor(ConductorConfig("run", "me", BASE), ports, self.alarms.clock, self.alarms.later)
+        self.conductor = Conductor(ConductorConfig("run", "me", BASE), ports, self.alarms.later, self.alarms.clock)
 
     def record(self) -> NodeRecord:
         """The newest."""

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.effects import Probed
+from elastic_trainer.membership.effects import ChangeWatch, Probed
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import PROBE_INTERVAL_S, AgentProbes, unconfirmed
+from elastic_trainer.store.keys import RunKeys
+from tests.support.memory_store import MemoryStore
+from tests.support.threadless import no_new_threads
 from tests.unit.membership.scenes import Scene, node, round_of
 
+KEYS = RunKeys("/p", "run")
 TRIO = [node("a", 1), node("b", 2), node("c", 3)]
+
+
+class Named:
+    """What a member's thread asks of its presence."""
+
+    node_id, ttl_s = "a", 10.0
 
 
 def asked(scene: Scene) -> list[str]:
@@ -56,3 +70,21 @@ def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     probes.on_probed(Probed("c", 3, dead=False))
     assert probes.dead(scene.nodes) == {"b"}
     assert probes.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()
+
+
+def test_probes_go_on_after_many_that_could_not_be_started() -> None:
+    """No thread can be started for them, nor for the watch that the same step changes: they prove nothing."""
+    scene, now = scene_of(RoundState.BROKEN), 1.0
+    member = Member(MemoryStore(), KEYS, cast("Presence", Named()), scene.limits)
+    probes = AgentProbes()
+    for _ in range(40):
+        probe, _ = probes.turn(scene.view(), now)
+        assert probe is not None
+        with no_new_threads():
+            member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
+            member._perform(probe)
+        for answer in member._take_answers():
+            if isinstance(answer, Probed):
+                probes.on_probed(answer)
+        now += 1.0
+    assert probes.dead(scene.nodes) == frozenset()

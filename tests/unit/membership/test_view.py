@@ -102,6 +102,21 @@ def test_a_feed_that_is_behind_does_not_take_over(scene: Scene) -> None:
     assert (scene.number, scene.view.look().follows_nodes) == (2, True)
 
 
+def test_a_feed_that_cannot_begin_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started for its watch: the next change opens another one."""
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene, "watch", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            scene.change(nodes=True)
+    assert not scene.view.look().changing
+    scene.change(nodes=True).on_snapshot(Snapshot((node_at(1, "a"),), 4))
+    assert set(scene.view.look().nodes) == {"a"}
+
+
 def test_nothing_is_decided_on_nodes_older_than_the_round(scene: Scene) -> None:
     """A round that this node has committed itself counts at once; decisions wait until the watch has come that far."""
     wide = scene.change(nodes=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from elastic_trainer.agent.workers import reachability as contacts
+from elastic_trainer.agent.workers.periodic import DelayedCalls
+from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.reachability import Reachability, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
@@ -15,8 +18,9 @@ from elastic_trainer.ipc.messages import Failed
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundState
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
-from tests.support.memory_backend import MemoryBackend
+from tests.support.memory_backend import ManualClock, MemoryBackend
 from tests.support.memory_store import MemoryStore
+from tests.support.threadless import no_new_threads
 from tests.unit.agent.stage import BASE, OTHER, Stage, Worker
 from tests.unit.membership.scenes import node
 
@@ -185,3 +189,22 @@ def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage:
     failed_forming(stage, 4, stalled=0)
     stage.see(5, members=(OTHER,), stalled=1)
     assert (stage.record().state, stage.record().reported) == (NodeState.READY, 5)
+
+
+def test_a_quarantine_ends_though_no_thread_could_be_started_for_a_while(stage: Stage, network: Network) -> None:
+    """Nobody can be tried then, and it goes on."""
+    network.cut.clear()
+    clock, released = ManualClock(), threading.Event()
+    calls, document = DelayedCalls(clock), stage.document(5)
+    contact = Reachability(network.records, network.reaches)
+    quarantine = Quarantine("me", contact, lambda: document, released.set, calls.later)
+    with no_new_threads():
+        quarantine.enter(document)
+        for _ in range(3):
+            clock.advance(600.0)
+            calls.turn()
+    assert quarantine.active
+    clock.advance(600.0)
+    calls.turn()
+    assert released.wait(60.0)
+    assert not quarantine.active

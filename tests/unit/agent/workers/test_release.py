@@ -10,10 +10,13 @@ from typing import cast
 import pytest
 
 from elastic_trainer.agent.workers import release as module
-from elastic_trainer.agent.workers.release import Release
+from elastic_trainer.agent.workers.periodic import DelayedCalls
+from elastic_trainer.agent.workers.release import LONGEST_PAUSE_S, Release
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Ready
+from tests.support.memory_backend import ManualClock
+from tests.support.threadless import no_new_threads
 from tests.unit.agent.stage import Alarms, Line
 
 LIMIT_S = 8.0
@@ -31,7 +34,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         lock, clock = threading.RLock(), self.alarms.clock
-        self.release = Release(LIMIT_S, lock, lambda pid: self.busy(pid), self._late, clock, self.alarms.later)
+        self.release = Release(LIMIT_S, lock, lambda pid: self.busy(pid), self._late, self.alarms.later, clock)
         self.release.expect(Life(1, 1, {0: self.worker}), self.worker, 3)
 
     def _late(self, worker: Worker) -> None:
@@ -106,6 +109,19 @@ def test_a_page_that_cannot_be_read_explains_nothing(killed: list[int]) -> None:
         raise ValueError(f"the page of {pid} is torn")
 
     Scene(worker_of(), busy).alarms.run_for(2 * LIMIT_S)
+    assert killed == [1]
+
+
+def test_a_worker_is_killed_where_no_thread_can_be_started(killed: list[int]) -> None:
+    """A look that was not made would have been the last."""
+    clock, worker = ManualClock(), worker_of()
+    calls = DelayedCalls(clock)
+    release = Release(LIMIT_S, threading.RLock(), lambda pid: "", lambda worker: None, calls.later, clock)
+    with no_new_threads():
+        release.expect(Life(1, 1, {0: worker}), worker, 3)
+        for _ in range(int(2 * LIMIT_S / LONGEST_PAUSE_S)):
+            clock.advance(LONGEST_PAUSE_S)
+            calls.turn()
     assert killed == [1]
 
 

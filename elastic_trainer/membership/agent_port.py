@@ -1,0 +1,46 @@
+"""Connects to the ports of agents: a kernel that refuses the connection proves its agent dead.
+
+*Runs in* the caller's thread (``refuses``) and short-lived ones, which ``start_probes`` starts.
+*Fails by* nothing: a node that cannot be probed is not proven dead.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.effects import Probed
+from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
+from elastic_trainer.telemetry.logs import logger
+
+
+def refuses(host: str, port: int, timeout_s: float) -> bool:
+    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+def start_probes(nodes: Iterable[NodeView], answered: Callable[[Probed], None]) -> None:
+    """Probe each of ``nodes`` in its own thread, which calls ``answered``."""
+    for node in nodes:
+        try:
+            threading.Thread(target=_probe, args=(node, answered), name=f"probe-{node.id}", daemon=True).start()
+        except RuntimeError:  # the limit of processes is reached
+            answered(Probed(node.id, node.mod_revision, dead=False))
+
+
+def _probe(node: NodeView, answered: Callable[[Probed], None]) -> None:
+    dead = False
+    try:
+        dead = refuses(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
+        if dead:
+            logger().warning("node.found_dead", node=node.id, address=node.record.address)
+    finally:
+        answered(Probed(node.id, node.mod_revision, dead))
