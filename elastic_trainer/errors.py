@@ -68,6 +68,13 @@ class LeaseLostError(FencedError):
     """The lease has expired; all keys under it are gone."""
 
 
+class ReplacedError(FencedError):
+    """This node had lost its lease, and another live node has its name now.
+
+    No ConfigError: with that exit code a Kubernetes Job would end the other one too.
+    """
+
+
 class RejoinError(ElasticTrainerError):
     """Leave the present round and rendezvous again."""
 

@@ -22,6 +22,7 @@ from elastic_trainer.errors import (
     ElasticTrainerError,
     JoinTimeoutError,
     OutcomeUnknownError,
+    ReplacedError,
     RunClosedError,
     StoreUnavailableError,
     TransientError,
@@ -84,7 +85,10 @@ LONGEST_REST_S = 0.2
 
 
 class Member:
-    """The node of ``presence`` in the run of ``keys``."""
+    """The node of ``presence`` in the run of ``keys``.
+
+    ``replaced(error)`` is called from the deciding thread when the node cannot return: another one has its name.
+    """
 
     def __init__(
         self,
@@ -92,10 +96,11 @@ class Member:
         keys: RunKeys,
         presence: Presence,
         limits: Limits,
+        replaced: Callable[[ReplacedError], None],
         clock: Clock = SYSTEM,
     ) -> None:
         self._store, self._keys, self.limits, self._clock = store, keys, limits, clock
-        self._presence = presence
+        self._presence, self._replaced = presence, replaced
         self._view = RunView(keys)
         self._core = Core(presence.node_id, limits, presence.ttl_s + LEASE_SLACK_S, random.SystemRandom())
         self._answers: list[Event] = []
@@ -323,6 +328,10 @@ class Member:
         except ConfigError as error:
             again_in_s = LOOK_AGAIN_S
             logger().error("decision.refused", error=str(error))
+        except ReplacedError as error:
+            again_in_s = LOOK_AGAIN_S
+            logger().error("decision.refused", error=str(error))
+            self._replaced(error)
         except RuntimeError:  # for example no thread can be started; the step's other effects do not depend on it
             again_in_s = OUTAGE_S
             logger().exception("decision.failed")

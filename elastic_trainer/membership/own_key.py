@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from elastic_trainer.clock import Clock, Deadline
-from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
+from elastic_trainer.errors import ConfigError, LeaseLostError, ReplacedError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, NodeState, RoundMember
 from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.leader_priority import SENIORS, oldest_keys, written_by_nodes
@@ -72,6 +72,10 @@ class OwnKey:
         self.written: NodeRecord | None = None
         """What the key is known to hold while its lease lives; None while the outcome of a write is unknown."""
         self._mod_revision = 0
+        self._was_there = False
+        """Whether the key has existed: then another node with this name came later."""
+        self._taken: tuple[float, float] | None = None
+        """When the key was seen to be that of another node that may live: first, in several attempts, and last."""
 
     @property
     def lost(self) -> bool:
@@ -161,7 +165,6 @@ class OwnKey:
         yield from self._create(record, put, deadline)
 
     def _create(self, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
-        waiting_until = Deadline.after(2 * self._lease.ttl_s + 2.0, self._clock)
         guard, writes = absent(self._key), (put, self._oldest, Delete(self._keys.departure))
         while True:
             result = _result((yield self._transaction(deadline, guard, writes, (Read(self._key),))))
@@ -178,15 +181,25 @@ class OwnKey:
             if owner is not None and (yield owner):
                 deletion = (Delete(self._key),)
                 yield self._transaction(deadline, unchanged(self._key, left_behind.mod_revision), deletion)
-            elif waiting_until.expired:
-                raise ConfigError(
-                    f"another live node of this run has the id {self.node_id!r}",
-                    hint="give each node its own --rdzv-conf node_id, or omit the option",
-                )
-            elif deadline.expired:
-                raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not disappear in time")
             else:
+                self._note_taken(deadline)
                 yield Pause(AGAIN_S)
+
+    def _note_taken(self, deadline: Deadline) -> None:
+        """The key is that of another node. Raises at ``deadline``, and once a dead node's lease would have ended."""
+        now, ttl_s = self._clock.monotonic(), self._lease.ttl_s
+        since, last = self._taken or (now, now)
+        if now - last > ttl_s:
+            since = now  # leases last longer when the store was away
+        self._taken = since, now
+        if now - since > 2 * ttl_s + 2.0:
+            whose = f"another live node of this run has the id {self.node_id!r}"
+            hint = "give each node its own --rdzv-conf node_id, or omit the option"
+            if self._was_there:
+                raise ReplacedError(f"{whose} since this one lost its lease; the run goes on without it", hint=hint)
+            raise ConfigError(whose, hint=hint)
+        if deadline.expired:
+            raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not disappear in time")
 
     def _adopt(self, mine: KeyValue, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
         """Take over the key that an earlier write of ours created; its answer was lost."""
@@ -204,6 +217,7 @@ class OwnKey:
         first = written_by_nodes(oldest.items, self._keys)[:SENIORS]
         self.senior = any(name == self.node_id for name, _ in first)
         self.create_revision = create_revision
+        self._was_there, self._taken = True, None
         self.wrote(record, mod_revision)
 
 

@@ -2,7 +2,8 @@
 
 *Runs in* torchrun's main thread (``publish``) and the deciding thread (``return_from_loss``), one at a time.
 *Owns* the lease session. ``own_key`` decides what is written when.
-*Fails by* ConfigError when another live node uses the same id, TransientError past the deadline.
+*Fails by* ConfigError when another live node uses the same id, ReplacedError when that came later, TransientError past
+the deadline.
 """
 
 from __future__ import annotations

@@ -251,7 +251,8 @@ class SimulatedNode:
         admit(self.store, job.keys, spec, reopen=False, deadline=soon())
         session = LeaseSession(self.store, job.ttl_s, soon())
         limits = Limits(job.min_nodes, job.max_nodes, last_call_s=job.last_call_s, last_call_limit_s=LIMIT_S)
-        member = Member(self.store, job.keys, Presence(self.store, job.keys, self.name, session), limits)
+        presence = Presence(self.store, job.keys, self.name, session)
+        member = Member(self.store, job.keys, presence, limits, lambda error: None)
         member.on_round(self._hear)
         member.start(soon())
         return member

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, LeaseLostError, OutcomeUnknownError, TransientError
+from elastic_trainer.errors import ConfigError, LeaseLostError, OutcomeUnknownError, ReplacedError, TransientError
 from elastic_trainer.membership import member, round_write
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
@@ -192,7 +192,7 @@ class SimNode:
                 again_in_s = member.LOST_RACE_S
         except TransientError:
             again_in_s = member.OUTAGE_S
-        except ConfigError:
+        except (ConfigError, ReplacedError):
             again_in_s = LOOK_AGAIN_S
         self._answers.append(Ended(effect, again_in_s))
 

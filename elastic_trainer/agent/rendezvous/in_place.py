@@ -41,7 +41,7 @@ from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.session_watch import SessionWatch
 from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, ReplacedError
 from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
@@ -249,6 +249,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
     def _watch_round(self, document: RoundDocument) -> None:
         """Does nothing: the conductor leads the workers out of a round that is over."""
+
+    def _replaced(self, error: ReplacedError) -> None:
+        """End this node: its workers would wait for ever for a round with it."""
+        self._fatal(error)
 
     def _watch_for_session(self, conductor: Conductor) -> None:
         life = conductor.life

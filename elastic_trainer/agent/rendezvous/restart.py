@@ -38,7 +38,7 @@ from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, ReplacedError, RunClosedError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
@@ -285,7 +285,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
-        member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
+        member = Member(self._store, self._keys, presence, self._limits(), self._replaced, self._clock)
         atexit.register(self._at_exit)
         with ExitStack() as undo:
             liveness = LivenessPort(self._address, self._status_board.answer)
@@ -303,6 +303,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
             undo.pop_all()
         return self._node
+
+    def _replaced(self, error: ReplacedError) -> None:
+        """Does nothing: this node's round is over, and its next rendezvous ends with this error."""
 
     def _how_workers_died(self, node: ArrivedNode) -> str:
         """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people."""

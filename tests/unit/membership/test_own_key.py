@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, OutcomeUnknownError
+from elastic_trainer.errors import (
+    EXIT_FAILURE,
+    ConfigError,
+    ElasticTrainerError,
+    OutcomeUnknownError,
+    ReplacedError,
+    StoreUnavailableError,
+)
 from elastic_trainer.membership.documents import NodeRecord, NodeState
 from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
@@ -45,6 +53,21 @@ class Owner:
         """The lease ends, and the owner learns of it."""
         self.store.revoke(self.lease_id, self.limit())
         self.lost.set()
+
+    def take(self) -> int:
+        """Another node takes this one's name; its lease."""
+        other = self.store.grant(3600.0, self.limit()).id
+        self.store.transact([], [Put(KEYS.node("a"), OLD.encode(), other)], deadline=self.limit())
+        return other
+
+    def return_within(self, limit_s: float) -> None:
+        """As the deciding thread and the record writer try in turn, which give up after some seconds each."""
+        end = self.limit(limit_s)
+        while not end.expired and self.key.away:
+            with suppress(StoreUnavailableError):
+                self.perform(self.key.returning(self.limit(min(5.0, limit_s))))
+            with suppress(StoreUnavailableError):
+                self.publish(NEW, min(5.0, limit_s))
 
     def limit(self, seconds: float = 5.0) -> Deadline:
         return Deadline.after(seconds, self.clock)
@@ -151,11 +174,44 @@ def test_a_write_whose_answer_was_lost_never_undoes_a_newer_one(arrives: str) ->
 def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(lives: bool) -> None:
     """Its port refuses connections: the key is taken over at once. A live node keeps its name."""
     owner = Owner(others_live=lives)
-    other = owner.store.grant(60.0, owner.limit()).id
-    owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), other)], deadline=owner.limit())
+    owner.take()
     if lives:
         with pytest.raises(ConfigError, match="another live node of this run has the id 'a'"):
             owner.publish(NEW, 60.0)
     else:
         owner.publish(NEW)
     assert owner.held[0] == (OLD if lives else NEW)
+
+
+def test_a_node_whose_name_another_one_took_while_it_was_away_learns_so_in_short_attempts() -> None:
+    """Frozen for longer than its lease: each attempt ends before a key left behind would be gone, but they add up. Not
+    with the exit code of a wrong configuration, which would end the other one's job."""
+    owner = Owner()
+    owner.publish(NEW)
+    owner.lose()
+    owner.take()
+    began = owner.clock.monotonic()
+    with pytest.raises(ReplacedError, match="another live node of this run has the id 'a'") as raised:
+        owner.return_within(60.0)
+    assert owner.clock.monotonic() - began <= 2 * TTL_S + 2.0 + 0.2
+    assert raised.value.exit_code == EXIT_FAILURE
+    assert owner.held[0] == OLD
+
+
+def test_the_time_of_another_node_of_this_name_is_counted_anew_after_an_outage_and_after_a_return() -> None:
+    """Leases last longer when the store was away; and a node that is back has its name."""
+    owner = Owner()
+    owner.publish(NEW)
+    owner.lose()
+    other = owner.take()
+    owner.return_within(2.0)
+    owner.clock.advance(600.0)
+    owner.return_within(2.0)
+    owner.store.revoke(other, owner.limit())
+    owner.return_within(1.0)
+    assert owner.held == (NEW, owner.key.create_revision)
+    owner.lose()
+    owner.take()
+    owner.return_within(2.0)
+    with pytest.raises(ReplacedError):
+        owner.return_within(60.0)

@@ -75,7 +75,7 @@ def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
 def test_probes_go_on_after_many_that_could_not_be_started() -> None:
     """No thread can be started for them, nor for the watch that the same step changes: they prove nothing."""
     scene, now = scene_of(RoundState.BROKEN), 1.0
-    member = Member(MemoryStore(), KEYS, cast("Presence", Named()), scene.limits)
+    member = Member(MemoryStore(), KEYS, cast("Presence", Named()), scene.limits, lambda error: None)
     probes = AgentProbes()
     for _ in range(40):
         probe, _ = probes.turn(scene.view(), now)
