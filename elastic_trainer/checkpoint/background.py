@@ -205,10 +205,19 @@ class BackgroundSaves:
         with self._changed:
             self._changed.wait_for(lambda: not self.sealing)
 
-    def at_once(self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT) -> Save:
-        """Write ``image`` in this thread, after all waiting snapshots, because there is no memory for a copy."""
+    def at_once(
+        self,
+        image: Image,
+        manifest: Manifest,
+        purpose: SnapshotPurpose = SnapshotPurpose.COMMIT,
+        stop: threading.Event | None = None,
+    ) -> Save:
+        """Write ``image`` in this thread, after all waiting snapshots, because there is no memory for a copy.
+
+        After ``stop`` it waits for no other place.
+        """
         self.wait()
-        save = Save(manifest, purpose)
+        save = Save(manifest, purpose, stop=stop if stop is not None else threading.Event())
         self._write(save, image)
         with self._changed:
             self._report(save)

@@ -79,6 +79,12 @@ def at_work(storage: Storage, name: str, limit_s: float) -> bool:
     return idle_s is not None and idle_s <= limit_s
 
 
+def may_live(name: str) -> bool:
+    """Whether the writer of the temporary ``name`` is not known to be dead."""
+    writer = parse_temporary(name)
+    return writer is not None and alive(writer, this_process()) is not False
+
+
 def _idle_s(storage: Storage, name: str, me: WriterIdentity) -> float | None:
     reference = temporary_name(me)
     try:

@@ -35,7 +35,7 @@ from elastic_trainer.checkpoint.layout import (
 )
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, seal
 from elastic_trainer.checkpoint.reading import read_headers, whole_tensors
-from elastic_trainer.checkpoint.sharing import FIND_S, LOOK_S, SELDOM_S, find_offer, read_note
+from elastic_trainer.checkpoint.sharing import LOOK_S, SELDOM_S, find_offer, read_note
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
@@ -85,10 +85,13 @@ def write_place(
     is ``refused``, place 0 learns that in place of the file.
     """
     (file,) = image.files
-    limit, tried = Deadline.after(FIND_S, clock), set[str]()
+    tried = set[str]()
     while True:
-        found = find_offer(storage, manifest, lambda offer, _: not offer.files, limit, stop, tried)
+        found = find_offer(storage, manifest, lambda offer, _: not offer.files, stop, clock, tried)
         if found is None:
+            if not tried and not stop.is_set():
+                reason = "place 0 did not begin to save it in time"
+                logger().warning("checkpoint.place_given_up", checkpoint=manifest.name, file=file.name, reason=reason)
             return ()
         temporary, offer = found
         try:

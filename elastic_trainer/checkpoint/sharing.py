@@ -35,8 +35,8 @@ from elastic_trainer.telemetry.logs import logger
 
 LOOK_S, SELDOM_S = 0.05, 1.0
 """Seconds between two looks at the storage, at first and after a while."""
-FIND_S = 120.0
-"""Seconds that a helper looks for an offer: the saving process may be busy with the previous checkpoint."""
+FIND_S, LONGEST_S = 120.0, 3600.0
+"""Seconds that a helper looks for an offer, and as long as the saving process is seen busy with an earlier one."""
 LEAST_PATIENCE_S = 10.0
 IDLE_S = 30.0
 """Seconds without a write after which a writer on another machine is given up."""
@@ -74,7 +74,7 @@ def help_write(
     storage: Storage, image: Image, manifest: Manifest, turn: int, stop: Event, clock: Clock = SYSTEM
 ) -> tuple[str, ...]:
     """Write some files of the state ``manifest``, starting at file ``turn``; the names of those written here."""
-    offer = find_offer(storage, manifest, _fits, Deadline.after(FIND_S, clock), stop)
+    offer = find_offer(storage, manifest, _fits, stop, clock)
     if offer is None:
         return ()
     temporary, wanted = offer
@@ -95,15 +95,20 @@ def find_offer(
     storage: Storage,
     mine: Manifest,
     fits: Callable[[Manifest, Manifest], bool],
-    limit: Deadline,
     stop: Event,
+    clock: Clock = SYSTEM,
     passed_over: Collection[str] = (),
 ) -> tuple[str, Manifest] | None:
-    """The temporary directory in which another process saves the state of ``mine``, and its offer."""
-    seen = set(passed_over)
-    pause_s = LOOK_S
+    """The temporary directory in which another process saves the state of ``mine``, and its offer.
+
+    While an earlier state of the round is being saved, the offer may yet come.
+    """
+    longest = Deadline.after(LONGEST_S, clock)
+    limit, pause_s = longest.at_most(FIND_S), LOOK_S
+    seen, earlier = set(passed_over), set[str]()
     while True:
-        for name in set(_names(storage)) - seen:
+        names = set(_names(storage))
+        for name in names - seen:
             if not _temporary(name):
                 seen.add(name)
                 continue
@@ -113,7 +118,11 @@ def find_offer(
             if _moment(offer) == _moment(mine) and fits(offer, mine):
                 return name, offer
             seen.add(name)
-        if limit.expired or pause(pause_s, stop, limit.clock):
+            if (offer.run, offer.round) == (mine.run, mine.round) and offer.step < mine.step:
+                earlier.add(name)
+        if any(janitor.may_live(name) for name in earlier & names):
+            limit = longest.at_most(FIND_S)
+        if limit.expired or pause(pause_s, stop, clock):
             return None
         pause_s = min(SELDOM_S, 1.2 * pause_s)
 

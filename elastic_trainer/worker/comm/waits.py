@@ -100,7 +100,8 @@ class InterruptibleWaits:
 
     def __init__(self, tracker: HeartbeatReporter | None = None, *, interruptible: bool = False) -> None:
         self._tracker, self._interruptible = tracker, interruptible
-        self._over = threading.Event()
+        self.over = threading.Event()
+        """Set when the round is over."""
         self._why = ""
         self._open: dict[int, Work] = {}
         self._most = _FEW
@@ -139,7 +140,7 @@ class InterruptibleWaits:
 
     def check(self) -> None:
         """In place, raise RoundBrokenError if the round is over."""
-        if self._interruptible and self._over.is_set():
+        if self._interruptible and self.over.is_set():
             raise RoundBrokenError(self._why)
 
     def _wait(self, work: Work) -> None:
@@ -164,14 +165,14 @@ class InterruptibleWaits:
         try:
             work.wait()
         except RuntimeError as error:
-            if self._over.is_set():
+            if self.over.is_set():
                 raise RoundBrokenError(self._why) from error
             raise
 
     def end(self, why: str) -> None:
         """End all waits, because of ``why``. From any thread."""
         self._why = self._why or why
-        self._over.set()
+        self.over.set()
 
     def abort_with(self, act: Callable[[], object]) -> None:
         """Register ``act``, which frees a device's kernels that wait for a lost peer; no wait can do that."""

@@ -334,7 +334,10 @@ class Saver:
             if purpose is SnapshotPurpose.KEEP or (purpose is SnapshotPurpose.HELP and part is None):
                 return Save(manager.draft(info), purpose)
             check_finite(state.module, tree)
-            return saves.at_once(image, manager.draft(info), purpose)
+            peers = part.peers if part is not None else None
+            if peers is not None:
+                in_round(part, saves.wait)
+            return saves.at_once(image, manager.draft(info), purpose, peers.works.over if peers is not None else None)
         self._copied_s = self._clock.monotonic()
         return save
 

@@ -38,7 +38,7 @@ class Gated(CheckpointManager):
         assert self.gate.acquire(timeout=LIMIT_S)
         if draft.step in self.full:
             raise StorageError(f"step {draft.step}: full")
-        return super().commit(image, draft)
+        return super().commit(image, draft, stop)
 
 
 def submit(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Tensor, step: int) -> Any:

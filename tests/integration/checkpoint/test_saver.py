@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import Places
+from elastic_trainer.checkpoint import Places, arena
+from elastic_trainer.checkpoint.joint import LEAST_PATIENCE_S
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
@@ -26,7 +28,7 @@ from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.shares import ShardPart
 from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
-from tests.integration.checkpoint.test_background import LIMIT_S, Gated
+from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
 from tests.support.waiting import eventually
 
 
@@ -131,6 +133,23 @@ def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path
         with pytest.raises(RoundBrokenError, match="a place is gone"):
             waits()
     assert trained.end() == [1, 2]
+
+
+def test_without_memory_a_save_waits_for_other_places_no_longer_than_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made in the main thread, which must join the next round."""
+    monkeypatch.setattr(arena, "available", lambda: 0)
+    trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
+    places: Any = Place(0)
+    trained.saver.serve(saves=True, part=ShardPart(places, Control(works=works), writes=True))
+    trained.manager.gate.release(100)
+    trained.step()
+    threading.Timer(0.2, works.end, ["place 1 is gone"]).start()
+    began = time.monotonic()
+    assert trained.saver.attempt() is None
+    assert time.monotonic() - began < LEAST_PATIENCE_S / 2
+    assert trained.end() == []
 
 
 def test_a_new_round_waits_for_storage_no_longer_than_it_lasts(tmp_path: Path) -> None:
