@@ -140,12 +140,13 @@ class Saver:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
     def due_by_time(self) -> bool:
-        """Whether enough seconds have passed since the last save or attempt, and storage is not behind.
+        """Whether enough seconds have passed since the last save or attempt, a step was made since the last snapshot,
+        and storage is not behind.
 
         While it writes one snapshot, the other slot is left to those that stay in memory: they get newer meanwhile.
         """
         every_s = self._interval_s()
-        if self._manager is None or self._saves is None or every_s is None or self._saves.full:
+        if not self.unsaved or self._saves is None or every_s is None or self._saves.full:
             return False
         if self._clock.monotonic() - self._last_s < every_s:
             return False

@@ -14,6 +14,7 @@ import torch
 
 from elastic_trainer.checkpoint import Places, arena
 from elastic_trainer.checkpoint.joint import LEAST_PATIENCE_S
+from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
@@ -29,13 +30,20 @@ from elastic_trainer.worker.state.shares import ShardPart
 from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
+from tests.support.memory_backend import ManualClock
 from tests.support.waiting import eventually
 
 
 class Trained:
     """A model whose weights hold its step number, saved to storage that takes as long as the test wants."""
 
-    def __init__(self, directory: Path, when_behind: WhenBehind) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        when_behind: WhenBehind = WhenBehind.WAIT,
+        cadence: Cadence = Cadence(every_steps=1),  # noqa: B008 - frozen
+        clock: Clock = SYSTEM,
+    ) -> None:
         self.manager, self.tracker = Gated(directory), HeartbeatReporter()
         self.module = torch.nn.Linear(100, 100)
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
@@ -43,7 +51,7 @@ class Trained:
         device = torch.device("cpu")
         state = TrainingState(self.module, optimizer, None, None, self.position, {}, {}, device)
         self.saver = Saver(
-            self.manager, Cadence(every_steps=1), state, dict, lambda done: None, self.tracker, when_behind, Memory()
+            self.manager, cadence, state, dict, lambda done: None, self.tracker, when_behind, Memory(), clock
         )
         self.saver.serve(saves=True)
 
@@ -98,6 +106,31 @@ def test_a_background_save_that_fails_shows_in_log_and_metric_and_the_state_coun
     trained.step()
     assert trained.saver.settle() is None
     assert trained.end() == [2]
+
+
+def test_a_state_is_saved_by_time_once_and_again_if_that_failed(tmp_path: Path) -> None:
+    """Amid a long evaluation, say: else it would take the place of all older checkpoints."""
+    clock = ManualClock()
+    trained = Trained(tmp_path, cadence=Cadence(every_s=60.0), clock=clock)
+    trained.manager.full = {1}
+    trained.manager.gate.release(100)
+
+    def saved() -> bool:
+        """Whether a save was due, a minute later."""
+        clock.advance(60.0)
+        due = trained.saver.due_by_time()
+        if due:
+            assert trained.saver.attempt() is None
+            trained.saver.wait()
+        return due
+
+    trained.step()
+    assert saved()
+    trained.manager.full = set()
+    assert [saved() for _ in range(3)] == [True, False, False]
+    trained.step()
+    assert [saved() for _ in range(2)] == [True, False]
+    assert trained.end() == [1, 2]
 
 
 def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: Path) -> None:
