@@ -42,13 +42,10 @@ class OnDemand:
             self._answer(self._newest[1])
         return bool(self._pending)
 
-    def covered(self, step: int, problem: ElasticTrainerError | None = None) -> None:
-        """A save of the state of ``step`` has begun, or failed with ``problem``."""
+    def covered(self, step: int) -> None:
+        """A save of the state of ``step`` begins; without memory for a copy it ends before training goes on."""
         if self._pending and self._step is None:
-            if problem is None:
-                self._step = step
-            else:
-                self._answer(problem=problem)
+            self._step = step
 
     def given_up(self, step: int) -> None:
         """The save of ``step`` made room for a newer one."""

@@ -357,9 +357,12 @@ class Saver:
                 self._last_s = self._clock.monotonic()
                 self._together(goes=False)
                 return None
+        step = self._state.position.step
+        self.on_demand.covered(step)
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
+            self.on_demand.settled(step, "", error)
             return error
         return None
 

@@ -171,11 +171,7 @@ class StepBoundaries(Boundaries):
         self._saved_at = self._crossing
         self._signals.save_requested = False
         if self._rank0:
-            saver = self._work.saver
-            problem = saver.attempt()
-            self._refused |= isinstance(problem, NonFiniteError)
-            if problem is not None or not saver.unsaved:
-                saver.on_demand.covered(self._work.steps.position.step, problem)
+            self._refused |= isinstance(self._work.saver.attempt(), NonFiniteError)
         else:
             self._work.tracker.peer_saves()
             self._work.saver.help()

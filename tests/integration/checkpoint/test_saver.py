@@ -168,6 +168,29 @@ def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path
     assert trained.end() == [1, 2]
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_on_demand_that_has_ended_when_training_goes_on_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, full: bool
+) -> None:
+    """As every save without memory for a copy; the next request is answered too, whether or not storage was full."""
+    monkeypatch.setattr(arena, "available", lambda: 0)
+    trained, request, answers = Trained(tmp_path / "saved"), tmp_path / "request", list[Any]()
+    on_demand = trained.saver.on_demand
+    monkeypatch.setattr(on_demand, "_file", request)
+    monkeypatch.setattr(trained.tracker, "describe", lambda on_demand: answers.append(on_demand))
+    trained.manager.full = {1} if full else set()
+    trained.manager.gate.release(100)
+    for asked in ("a", "b"):
+        trained.step()
+        request.write_text(asked)
+        assert trained.saver.due_on_demand()
+        assert trained.saver.attempt() is None
+        assert not trained.saver.due_on_demand()
+    assert [each["id"] for each in answers] == ["a", "b"]
+    assert [each.get("problem") for each in answers] == ["step 1: full" if full else None, None]
+    trained.end()
+
+
 def test_without_memory_a_save_waits_for_other_places_no_longer_than_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

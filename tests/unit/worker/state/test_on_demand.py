@@ -64,7 +64,8 @@ def test_a_save_that_fails_is_the_answer_with_its_exit_code(side: Side) -> None:
     """Whether it fails at once or while it is written; and so is the lack of a directory."""
     side.asks("a")
     assert side.worker.wanted(2)
-    side.worker.covered(2, StorageError("disk full"))
+    side.worker.covered(2)
+    side.worker.settled(2, "", StorageError("disk full"))
     assert side.answer == {"id": "a", "name": "", "problem": "disk full", "code": 73}
     side.asks("b")
     assert side.worker.wanted(3)

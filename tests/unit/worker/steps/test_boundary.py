@@ -56,7 +56,7 @@ class Two:
         control: Any = SimpleNamespace(rank=0, world_size=2, alone=False, start=self._start)
         self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
         self.position = SimpleNamespace(step=0)
-        self.due, self.covered = due, list[int]()
+        self.due = due
         steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position)
         saver: Any = SimpleNamespace(
             look=lambda: None,
@@ -67,10 +67,8 @@ class Two:
             due_by_time=lambda: self.due,
             due_on_demand=lambda: False,
             possible=True,
-            unsaved=False,
             attempt=self._attempt,
             wants_copy=lambda: False,
-            on_demand=SimpleNamespace(covered=lambda step, problem: self.covered.append(step)),
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
         tracker = HeartbeatReporter()
@@ -102,7 +100,7 @@ def test_a_signal_saves_once_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch
     assert two.wishes.count(True) == 2
     two.signals.save_requested = True
     two.steps(3)
-    assert (two.saves, two.covered) == ([5, 9], [5, 9])
+    assert two.saves == [5, 9]
 
 
 def test_a_save_by_time_is_made_once_though_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
