@@ -38,6 +38,7 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory, WhenBehind
 from elastic_trainer.worker.state.on_demand import OnDemand
+from elastic_trainer.worker.state.scarcity import Scarcity
 from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
 
@@ -79,7 +80,8 @@ class Saver:
         self._arena = Arena(memory.files, beside=memory.beside) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
-        self._memory_short = self._failed = self._refused = self._prepared = self._untold = False
+        self._scarcity = Scarcity(clock)
+        self._failed = self._refused = self._prepared = self._untold = False
         self._shares, self._begun = ALONE, (-1, -1)
         self._part: ShardPart | None = None
         self.newest: Save | None = None
@@ -140,8 +142,7 @@ class Saver:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
     def due_by_time(self) -> bool:
-        """Whether enough seconds have passed since the last save or attempt, a step was made since the last snapshot,
-        and storage is not behind.
+        """Whether there is something unsaved, the last save or attempt is long enough ago, and storage is not behind.
 
         While it writes one snapshot, the other slot is left to those that stay in memory: they get newer meanwhile.
         """
@@ -226,7 +227,7 @@ class Saver:
     def _copy(self, purpose: SnapshotPurpose) -> None:
         if self._held is None or self._saves is None:
             return
-        free = not (self._memory_short or self._saves.full or self._saves.sealing)
+        free = not (self._scarcity.recent or self._saves.full or self._saves.sealing)
         if self._part is None and not free:
             return
         goes = self._part is None or self._part.peers is None or (free and self._copy_due())
@@ -329,16 +330,13 @@ class Saver:
         try:
             save = saves.submit(image, manager.draft(info), purpose, shares.turn)
         except NoRoomError as error:
-            if not self._memory_short:
-                self._memory_short = True
-                logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
+            self._scarcity.seen(error)
             if purpose is SnapshotPurpose.KEEP or (purpose is SnapshotPurpose.HELP and part is None):
                 return Save(manager.draft(info), purpose)
             check_finite(state.module, tree)
-            peers = part.peers if part is not None else None
-            if peers is not None:
-                in_round(part, saves.wait)
-            return saves.at_once(image, manager.draft(info), purpose, peers.works.over if peers is not None else None)
+            in_round(part, saves.wait)
+            return saves.at_once(image, manager.draft(info), purpose, part.over if part is not None else None)
+        self._scarcity.over()
         self._copied_s = self._clock.monotonic()
         return save
 
@@ -357,12 +355,11 @@ class Saver:
                 self._last_s = self._clock.monotonic()
                 self._together(goes=False)
                 return None
-        step = self._state.position.step
-        self.on_demand.covered(step)
+        self.on_demand.covered(self._state.position.step)
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
-            self.on_demand.settled(step, "", error)
+            self.on_demand.settled(self._state.position.step, "", error)
             return error
         return None
 
@@ -384,8 +381,7 @@ class Saver:
                 done = save.committed
                 self._tracker.saved(save.manifest.step, done.size, done.duration_s, done.free_bytes)
                 self._on_saved(save.committed)
-            error = save.error if save.committed is None else None
-            self.on_demand.settled(save.manifest.step, save.manifest.name, error)
+            self.on_demand.settled(save.manifest.step, save.manifest.name, save.error)
 
     def refused(self) -> bool:
         """Whether, since this was asked last, a snapshot was refused because it was not finite."""

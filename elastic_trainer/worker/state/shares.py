@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import Event
 
 import torch
 
@@ -71,6 +72,11 @@ class ShardPart:
     @property
     def helps(self) -> bool:
         return self.writes and not self.leads
+
+    @property
+    def over(self) -> Event | None:
+        """Set when the round with the peers is over."""
+        return self.peers.works.over if self.peers is not None else None
 
 
 def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> None:

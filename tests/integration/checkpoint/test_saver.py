@@ -43,6 +43,7 @@ class Trained:
         when_behind: WhenBehind = WhenBehind.WAIT,
         cadence: Cadence = Cadence(every_steps=1),  # noqa: B008 - frozen
         clock: Clock = SYSTEM,
+        memory: Memory = Memory(),  # noqa: B008 - frozen
     ) -> None:
         self.manager, self.tracker = Gated(directory), HeartbeatReporter()
         self.module = torch.nn.Linear(100, 100)
@@ -51,7 +52,7 @@ class Trained:
         device = torch.device("cpu")
         state = TrainingState(self.module, optimizer, None, None, self.position, {}, {}, device)
         self.saver = Saver(
-            self.manager, cadence, state, dict, lambda done: None, self.tracker, when_behind, Memory(), clock
+            self.manager, cadence, state, dict, lambda done: None, self.tracker, when_behind, memory, clock
         )
         self.saver.serve(saves=True)
 
@@ -188,6 +189,32 @@ def test_a_save_on_demand_that_has_ended_when_training_goes_on_is_answered(
         assert not trained.saver.due_on_demand()
     assert [each["id"] for each in answers] == ["a", "b"]
     assert [each.get("problem") for each in answers] == ["step 1: full" if full else None, None]
+    trained.end()
+
+
+def test_copies_are_made_again_when_there_is_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only stay in memory too, a minute later; the log says both."""
+    files, clock, left = (tmp_path / "0", tmp_path / "1"), ManualClock(), [0]
+    for each in files:
+        each.touch()
+    monkeypatch.setattr(arena, "available", lambda: left[0])
+    trained = Trained(tmp_path / "saved", clock=clock, memory=Memory(files, 1.0))
+    trained.manager.gate.release(100)
+
+    def copied() -> int | None:
+        """The step of the newest copy, after a step and a wait of 40 s."""
+        clock.advance(40.0)
+        trained.step()
+        trained.saver.copy_if_due()
+        trained.saver.wait()
+        newest = trained.saver.left_in_memory()
+        return newest.manifest.step if newest is not None else None
+
+    with structlog.testing.capture_logs() as logs:
+        assert copied() is None
+        left[0] = 1 << 40
+        assert [copied() for _ in range(3)] == [None, 3, 4]
+    assert [each["event"] for each in logs] == ["checkpoint.not_beside", "checkpoint.beside_again"]
     trained.end()
 
 
