@@ -137,10 +137,10 @@ class Conductor:
             current = self._document
             idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
             if idle and not self._life.ended:
-                logger().info("place.changed", node=self._node, place=self._place, reason=why)
                 self._begin_anew(why)
 
     def _begin_anew(self, why: str) -> None:
+        logger().info("workers.restarted", node=self._node, place=self._place, reason=why)
         strikes = self._backoff
         self._end_life(why)
         self._backoff = strikes
@@ -210,7 +210,6 @@ class Conductor:
                 if document.left_out == self._node:
                     self._quarantine_node(document)
                 if self._left_behind(document.number - 1):
-                    logger().warning("node.left_behind", node=self._node, round=document.number)
                     self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
@@ -232,11 +231,8 @@ class Conductor:
             self._publish()
 
     def _left_behind(self, number: int) -> bool:
-        """Whether a worker has left round ``number`` in the middle of a call that the others make without it: they will
-        be elsewhere in the script when it could join them.
-        """
-        workers = [each for each in self._life.workers.values() if not each.stays_in(number)]
-        return any(each.ready is not None and each.ready.in_call for each in workers)
+        """Whether a worker left round ``number`` in a call: when it could join the others, they will be elsewhere."""
+        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self._at_work())
 
     def _quarantine_node(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)

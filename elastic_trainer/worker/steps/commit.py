@@ -50,8 +50,8 @@ class Steps:
         after_step: Callable[[Step], None],
     ) -> None:
         self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
-        self._lost: RoundBrokenError | None = None
-        """Set if the round ended before the body of the present step began."""
+        self._lost: BaseException | None = None
+        """Set if the round ended before the body of the present step began, or in it behind the commit."""
         self._own_lrs: list[tuple[dict[str, Any], Any]] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
@@ -130,16 +130,11 @@ class Steps:
         return None
 
     def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and has been handled."""
-        return self._round_end.absorb(step, error)
-
-    def ended(self, step: Step, error: RoundBrokenError) -> None:
-        """Behind its commit ``step`` has met the end of the round. Inside its body that waits: what ends the step there
-        belongs to this round."""
+        """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
         if self._current is step:
             self._lost = error
-        elif not self.absorb(step, error):
-            raise error
+            return True
+        return self._round_end.absorb(step, error)
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
@@ -193,7 +188,8 @@ class Steps:
         if error is not None:
             return self.absorb(step, error)
         if self._lost is not None:
-            self.ended(step, self._lost)
+            if not self.absorb(step, self._lost):
+                raise self._lost
             return False
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
@@ -405,12 +401,11 @@ class Steps:
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_lr()
         self.updating = False
-        if self._current is None:
-            return
-        if self.several:
-            self._current.updated = True
-        else:
-            self._commit(self._current)
+        step = self._current
+        if step is not None and self.several:
+            step.updated = True
+        elif step is not None:
+            self._commit(step)
 
     def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
         self._restore_lr()

@@ -38,7 +38,7 @@ class StepHost(Protocol):
 
     def closed(self, step: Step, error: BaseException | None) -> bool: ...
 
-    def ended(self, step: Step, error: RoundBrokenError) -> None: ...
+    def absorb(self, step: Step, error: BaseException) -> bool: ...
 
     def check_round(self) -> None: ...
 
@@ -338,8 +338,9 @@ class Step:
             try:
                 self._mean = self._global_mean()
             except RoundBrokenError as error:
-                self._steps.ended(self, error)
-                self._mean = self.local_mean()
+                if not self._steps.absorb(self, error):
+                    raise
+                self._mean = self.local_mean()  # the round has ended
         if self._mean is None:
             return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
         self._steps.knows_loss(self._mean)

@@ -134,7 +134,7 @@ class Groups(Saved):
         for node in nodes:
             pids, logged = before[node.name]
             said = self.job.log(node.name)[logged:]
-            anew = '"node.left_behind"' in said or '"place.changed"' in said
+            anew = '"workers.restarted"' in said
             assert (self.workers(node) == pids) is not anew, (node.name, pids, said)
 
     def copied(self, round_: int, size: int) -> list[int]:
@@ -167,7 +167,7 @@ def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etc
         assert drill.train(third, fourth) == [third, fourth]
         assert drill.train(first, third, fourth, spare) == [third, fourth, first, spare]
         drill.kept(before, first, third, fourth)
-        assert '"place.changed"' in job.log(spare.name)
+        assert '"workers.restarted"' in job.log(spare.name)
         drill.kill_nodes(third, spare)
         assert drill.train(first, fourth) == [first, fourth]
         drill.kept(before, first, fourth)
