@@ -162,7 +162,7 @@ class Session(SessionData):
         place.tracker.change(Phase.ENDING)
         place.signals.agreed()
         if self._training is not None and self._training.outer is not None:
-            self._training.outer.synchronise()  # the script has left its loop
+            self._training.outer.finish()
         place.present.boundaries.end()
         if self._training is not None:
             self._training.save_last("done")

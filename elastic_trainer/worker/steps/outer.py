@@ -49,6 +49,8 @@ class OuterSteps:
         """What the ledger will say of the steps since then."""
         self._made = 0
         """Steps made since then."""
+        self._undone = 0
+        """Those that a fault undid, until the next step begins."""
         self._attempted: tuple[int, int] | None = None
         """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
         self._identity: dict[str, int] = {}
@@ -62,7 +64,7 @@ class OuterSteps:
         """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
         if self._kept is not None:
             return
-        self._lines, self._attempted, self._made = [], None, 0
+        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
         if self._replica.lasting:
             self._kept = copy.deepcopy(self._collect())
         else:  # the end of the round ends the process
@@ -98,14 +100,28 @@ class OuterSteps:
     def undo(self) -> None:
         """The round has ended: go back to the last synchronisation."""
         if self._kept is not None:
-            kept, self._kept = self._kept, None
+            kept, self._kept, self._undone = self._kept, None, self._made
             self._take_over(kept)
+
+    def finish(self) -> None:
+        """The script has left its loop: all ranks come to one state. ConfigError if a fault has undone the last steps:
+        the script would not make them again.
+        """
+        if self._undone:
+            raise ConfigError(
+                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
+                " synchronisation were undone",
+                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
+                f" ({self._every}), or with an epoch, loses none",
+            )
+        self.synchronise()
 
     def healed(self) -> None:
         """This rank has received the state of a peer. If that comes from the synchronisation that failed here, the
         steps of this rank are in it."""
         position = self._place.position
         if self._attempted == (position.step, position.lineage):
+            self._undone = 0
             self._record()
 
     def require_closed(self) -> None:

@@ -126,6 +126,33 @@ def test_a_script_that_leaves_its_loop_ends_with_a_synchronisation() -> None:
     assert not torch.equal(wrapped.weight, inner)
 
 
+def left_and_undone(*, healed: bool) -> None:
+    """A script leaves its loop two steps behind a synchronisation, and the round ends in the one that follows."""
+    with Session(device="cpu") as session:
+        optimizer, wrapped = linear(session, **DILOCO)
+        for batch in session.batches(data(), global_batch_size=8, epochs=1):
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
+            if session.step_number == 5:
+                break
+        training: Any = session._training
+        training.outer._take_over = lambda kept: None
+        training.outer.undo()
+        if healed:
+            position = training.place.position
+            training.outer._attempted = position.step, position.lineage
+            training.outer.healed()
+
+
+def test_steps_that_are_undone_after_the_script_has_left_its_loop_are_no_success() -> None:
+    """The ranks would end with an older state, and say nothing. With the state of a peer that had completed the
+    synchronisation they do not."""
+    with pytest.raises(ConfigError, match="2 steps since the last synchronisation were undone"):
+        left_and_undone(healed=False)
+    left_and_undone(healed=True)
+
+
 def test_the_outer_options_are_those_of_the_script_and_its_momentum_that_of_the_checkpoint() -> None:
     parameter = nn.Parameter(torch.ones(2))
     before = OuterSGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
