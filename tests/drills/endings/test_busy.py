@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from elastic_trainer.clock import pause
 from elastic_trainer.membership.documents import RoundState
+from tests.drills.endings.evaluating import EPOCHS
 from tests.drills.endings.job import LASTING, Job
 
 SCRIPT = Path(__file__).with_name("busy.py")
@@ -100,3 +103,32 @@ def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
         assert job.finish() == dict.fromkeys(ALL, 0)
         job.check_lossless()
         assert job.saved_step() == job.newest()
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_stood_still_in_an_evaluation_does_not_join_in_the_middle_of_the_script(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """The others have evaluated and trained on without it when it is thawed: its worker begins anew. Each sample is
+    used once, each epoch evaluated once."""
+    entry = ["-m", "tests.drills.endings.evaluating", str(tmp_path)]
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, entry=entry) as job:
+        job.tell("hold")
+        job.start(3)
+        job.wait_for(lambda: all((tmp_path / f"evaluating-{name}").exists() for name in ALL), "they do not evaluate")
+        first = job.await_world(*ALL)
+        worker = job.node("n2").worker()
+        assert worker is not None
+        for signal_ in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in (worker.pid, job.node("n2").pid):
+                os.kill(pid, signal_)
+            if signal_ == signal.SIGSTOP:
+                (tmp_path / "hold").unlink()
+                alone = job.await_world("n0", "n1", after=first, count=15)
+        job.await_world(*ALL, after=alone)
+        assert job.exit_codes() == dict.fromkeys(ALL, 0)
+        assert "in the middle of a call" in job.log("n2")
+        job.check_lossless()
+        means = {name: (tmp_path / f"mean-{name}").read_text().split() for name in ALL}
+        assert means["n0"] == means["n1"] == ["1.5"] * EPOCHS
+        assert set(means["n2"]) == {"1.5"}
