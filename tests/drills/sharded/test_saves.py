@@ -80,7 +80,8 @@ def compared(directory: Path, checkpoints: Path) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = dict(named_tensors(loaded.state))
     covered = {name: set[str]() for name in whole}
     for path in directory.glob("copies-*"):
-        for copy in map(json.loads, path.read_text().splitlines()):
+        whole_lines = path.read_text().rpartition("\n")[0].splitlines()  # a worker may be writing the next one
+        for copy in map(json.loads, whole_lines):
             boxes = copy["boxes"] if (copy["round"], copy["step"]) == moment else {}
             for name, (offset, shape, digest) in boxes.items():
                 box = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
