@@ -17,7 +17,7 @@ from elastic_trainer import Session
 from elastic_trainer.checkpoint.events import Event, Transition
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.worker.steps.options import SavingOptions
-from tests.drills.endings.train import BATCH, SAMPLES
+from tests.drills.endings.train import BATCH, begun, built
 
 FOREVER_S = 600.0
 """More than a test."""
@@ -69,9 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+    data = begun()
     work = Work(directory)
     with Session(
         checkpoint_dir=directory / "checkpoints",
@@ -80,8 +78,7 @@ def main() -> None:
         saving=SavingOptions(on_event=work.hold_save),
     ) as session:
         work.session = session
-        model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model, optimizer = built()
         model = session.wrap(model, optimizer=optimizer)
         for batch in session.batches(data, global_batch_size=BATCH, epochs=10_000):
             with session.step() as step:

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
-from tests.drills.endings.train import BATCH, SAMPLES
+from tests.drills.endings.train import BATCH, begun, built
 
 EPOCHS = 30
 
@@ -23,12 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+    data = begun()
     with Session(device="cpu") as session:
-        module: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        module, optimizer = built()
         model, node = session.wrap(module, optimizer=optimizer), session.environment.node
 
         def count(_: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:

@@ -24,6 +24,19 @@ from elastic_trainer.worker.steps.options import GroupOptions, SavingOptions
 SAMPLES, BATCH = 320, 32
 
 
+def begun() -> torch.utils.data.TensorDataset:
+    """The process is set up as those of all trainings here; their data."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Their model and its optimizer."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
@@ -34,21 +47,18 @@ def main() -> None:
     parser.add_argument("--nowhere", action="store_true")
     parser.add_argument("--slow", type=float, default=0.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
     def slow_disk(event: Event) -> None:
         pause(options.slow)
 
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+    data = begun()
     with Session(
         checkpoint_dir=None if options.nowhere else options.directory / "checkpoints",
         checkpoint_every_s=None,
         saving=SavingOptions(on_event=slow_disk),
         group=GroupOptions(stop_timeout_s=60.0),
     ) as session:
-        model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model, optimizer = built()
         model = session.wrap(model, optimizer=optimizer)
         rank = session.rank
         for batch in session.batches(data, global_batch_size=BATCH, epochs=10_000):
