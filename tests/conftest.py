@@ -7,6 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -16,8 +17,10 @@ import structlog
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
+from elastic_trainer.local.cluster import LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.hosts import Segment, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.variables import ENV_LOG_FORMAT
 from tests.support.node_logs import said
@@ -35,6 +38,8 @@ UNSAFE = ("--unsafe-no-fsync",)
 
 BUDGETED = ("tests/drills", "tests/bench")
 """Tests of minutes each."""
+WHERE = "nodes on"
+"""The property of a test that tells where its nodes ran."""
 UNMARKED_S = 20
 """What counts as the limit of a test that has none of its own: it takes a few seconds."""
 _began = SYSTEM.monotonic()
@@ -52,6 +57,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget", type=float, default=0.0, help="begin no drill and no benchmark after that many seconds"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Move the process that runs tests to the hub of a network segment: each node that a test starts gets a host of its
+    own. Without root all share one loopback, and the end of the run says so."""
+    runs_tests = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
+    if runs_tests and lacks() is None:
+        segment = Segment()
+        segment.__enter__()
+        config.add_cleanup(partial(segment.__exit__, None, None, None))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Directories of tests are below /tmp, of which each host has its own."""
+    segment = current()
+    if segment is not None:
+        segment.share(tmp_path_factory.getbasetemp())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,6 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Machines differ in speed by three times, and CI's time does not: what was not begun is said, not cut off."""
+    _nodes.clear()
     budget_s = float(item.config.getoption("--budget"))
     if budget_s and SYSTEM.monotonic() - _began > budget_s and item.nodeid.startswith(BUDGETED):
         pytest.skip(f"not begun: the time for tests, {budget_s:.0f} s, is over (make test runs all)")
@@ -88,11 +112,37 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed test shows what its nodes logged."""
+    if call.when == "call" and len(_nodes) > 1:
+        item.user_properties.append((WHERE, "hosts" if all(_nodes) else "loopback"))
     report = yield
     directory = getattr(item, "funcargs", {}).get("tmp_path")
     if report.when == "call" and report.failed and directory is not None:
         report.sections += [(f"log {name}", text) for name, text in said(directory)]
     return report
+
+
+def _add(cluster: LocalCluster) -> Node:
+    """Note of each node that a test starts whether it has a host of its own."""
+    node = _add_unnoted(cluster)
+    _nodes.append(node.name in cluster.hosts)
+    return node
+
+
+_add_unnoted, _nodes = LocalCluster.add, list[bool]()
+LocalCluster.add = _add  # type: ignore[method-assign, assignment]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests had their nodes on hosts of their own."""
+    reports = [each for found in terminalreporter.stats.values() for each in found]
+    calls = [each for each in reports if isinstance(each, pytest.TestReport) and each.when == "call"]
+    count = Counter(where for each in calls for name, where in each.user_properties if name == WHERE)
+    if count:
+        why = f" ({lacks()} is missing)" if lacks() is not None else ""
+        terminalreporter.write_line(
+            f"Tests that started two nodes or more: {count['hosts']} on hosts of their own,"
+            f" {count['loopback']} on one loopback{why}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
 @contextmanager
 def busy_loops() -> Iterator[None]:
     """``LOOPS`` processes compute as fast as they can; they die with this one."""
-    tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
+    tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), "0"]
     with ExitStack() as stack:
         for _ in range(LOOPS):
             loop = subprocess.Popen([*tied, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)

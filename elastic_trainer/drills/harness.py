@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import Deadline
@@ -34,29 +33,8 @@ CONNECT_S = 20.0
 PREFIX = "/elastic_trainer"
 
 
-class Place(Protocol):
-    """Where the processes live: on this machine's loopback, or in networks of their own."""
-
-    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster: ...
-
-    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
-        """Where nodes reach it."""
-        ...
-
-    def cluster(self, spec: ClusterSpec) -> LocalCluster: ...
-
-
-class Loopback:
-    """All in the network of this process."""
-
-    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster:
-        return EtcdServer(directory) if members == 1 else EtcdCluster(members, directory=directory)
-
-    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
-        return etcd.endpoint
-
-    def cluster(self, spec: ClusterSpec) -> LocalCluster:
-        return LocalCluster(spec)
+Clusters = Callable[[ClusterSpec], LocalCluster]
+"""What makes the nodes of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +69,22 @@ class Harness:
 
 
 @contextmanager
-def harness(spec: ClusterSpec, place: Place | None = None, etcd_members: int = 1) -> Iterator[Harness]:
+def harness(spec: ClusterSpec, clusters: Clusters = LocalCluster, etcd_members: int = 1) -> Iterator[Harness]:
     """A run of ``spec``, whose endpoint is filled in here. No node is started yet."""
-    place = place if place is not None else Loopback()
     with ExitStack() as stack:
         meeting, endpoint = None, f"{HOST}:{free_ports(1)[0]}"
         if spec.backend != "c10d":
-            etcd: EtcdServer | EtcdCluster = place.etcd(etcd_members, spec.directory / "etcd")
+            directory = spec.directory / "etcd"
+            etcd = EtcdServer(directory) if etcd_members == 1 else EtcdCluster(etcd_members, directory=directory)
             stack.enter_context(etcd)
-            endpoint = place.endpoint(etcd)
+            endpoint = etcd.endpoint
             prefix = spec.options.get("prefix", PREFIX)
             settings = StoreSettings(endpoints=parse_endpoints(endpoint), prefix=prefix)
             store = connect_checked(settings, Deadline.after(CONNECT_S))
             stack.callback(store.close)
             keys = RunKeys(prefix, spec.run)
             meeting = RunStore(etcd, store, keys, RoundFeed(store, keys.round))
-        cluster = stack.enter_context(place.cluster(replace(spec, endpoint=endpoint)))
+        cluster = stack.enter_context(clusters(replace(spec, endpoint=endpoint)))
         yield Harness(cluster, LedgerTail(spec.ledger), meeting)
 
 

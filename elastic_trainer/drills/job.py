@@ -29,6 +29,7 @@ from elastic_trainer.clock import pause
 from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.report.ledger import process_id
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions, SavingOptions
 
@@ -87,7 +88,7 @@ class Digests:
         line = {
             "event": event,
             "node": session.environment.node,
-            "pid": os.getpid(),
+            "pid": process_id(session.environment.ledger_dir),
             "round": session.round,
             "step": session.step_number,
             "digest": self._digest(),

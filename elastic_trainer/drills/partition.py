@@ -10,7 +10,7 @@ from elastic_trainer.drills.measure import Effect
 from elastic_trainer.drills.node_faults import back, broken_rounds
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.drills.strikes import aftermath
-from elastic_trainer.local.namespaces import Segment
+from elastic_trainer.local.hosts import Segment
 
 HELD_S = 7.0
 """How long the node stays cut off once the others train on: until its lease has ended too, or it would end amid the

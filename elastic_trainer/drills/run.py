@@ -21,10 +21,10 @@ from elastic_trainer.drills.job import Sharded
 from elastic_trainer.drills.measure import Effect
 from elastic_trainer.drills.report import Report
 from elastic_trainer.drills.stage import Stage, staged
-from elastic_trainer.drills.table import Circumstances, Drill, named
+from elastic_trainer.drills.table import Drill, named
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.local.hosts import Segment, current, lacks
 from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.namespaces import Segment
 
 Say = Callable[[str], None]
 
@@ -47,8 +47,11 @@ def run_drill(options: DrillOptions, say: Say = lambda _: None) -> Report:
     default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
     directory = new_directory(default if options.directory is None else options.directory.absolute())
     with Interrupts() as interrupts, ExitStack() as stack:
-        segment = stack.enter_context(Segment()) if drill.networks else None
-        effects, problems, points = _play(drill, options, directory, segment, interrupts, say)
+        if current() is None and (lacking := lacks()) is not None:
+            say(f"{drill.name}: nodes share this machine's network and processes; hosts of their own need {lacking}")
+        elif current() is None:
+            stack.enter_context(Segment())
+        effects, problems, points = _play(drill, options, directory, interrupts, say)
     report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
     if report.ok and options.directory is None and not options.keep:
         shutil.rmtree(directory, ignore_errors=True)
@@ -59,19 +62,17 @@ def _play(
     drill: Drill,
     options: DrillOptions,
     directory: Path,
-    segment: Segment | None,
     interrupts: Interrupts,
     say: Say,
 ) -> tuple[list[Effect], list[str], int]:
     """The effects of all repeats, what was wrong, and at how many points the ranks' states were compared."""
     effects: list[Effect] = []
-    circumstances = Circumstances(options.seconds, segment)
     try:
-        with staged(drill.setting, directory, segment, interrupts) as stage:
+        with staged(drill.setting, directory, interrupts=interrupts) as stage:
             say(f"{drill.name}: {drill.summary}; {drill.setting.nodes} nodes start")
             try:
                 for repeat in range(options.repeats):
-                    effects.append(drill.act(stage, repeat, circumstances))
+                    effects.append(drill.act(stage, repeat, options.seconds))
                     say(f"{repeat + 1} of {options.repeats}: {effects[-1].what}")
                 return effects, conclusions(stage), compared(stage.digests())
             except ElasticTrainerError as error:

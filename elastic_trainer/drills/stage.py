@@ -19,12 +19,12 @@ import psutil
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.checks import Digest, read_digest
-from elastic_trainer.drills.harness import Harness, Place, RunStore, harness
+from elastic_trainer.drills.harness import Clusters, Harness, RunStore, harness
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE, Sharded
 from elastic_trainer.drills.measure import Book, Standing, worker_place
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
-from elastic_trainer.local.cluster import ClusterSpec, Node
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail
@@ -257,7 +257,7 @@ class Stage:
 
 @contextmanager
 def staged(
-    setting: Setting, directory: Path, place: Place | None = None, interrupts: Interrupts | None = None
+    setting: Setting, directory: Path, clusters: Clusters = LocalCluster, interrupts: Interrupts | None = None
 ) -> Iterator[Stage]:
     """A stage of ``setting`` in ``directory``, whose first nodes have been started."""
     spec = ClusterSpec(
@@ -272,7 +272,7 @@ def staged(
         options=IN_PLACE | dict(setting.options),
         environment={"ELASTIC_TRAINER_LOG_LEVEL": "info"},
     )
-    with harness(spec, place, setting.etcd_members) as opened:
+    with harness(spec, clusters, setting.etcd_members) as opened:
         opened.cluster.start(setting.nodes)
         yield Stage(setting, opened, interrupts)
 

@@ -12,18 +12,10 @@ from elastic_trainer.drills.job import Sharded
 from elastic_trainer.drills.measure import Effect
 from elastic_trainer.drills.stage import Setting, Stage
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.namespaces import Segment, check_possible
+from elastic_trainer.local.hosts import Segment, check_possible
 
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What a drill may need beside the stage. ``seconds``: how long an outage, or a load, lasts."""
-
-    seconds: float = 60.0
-    segment: Segment | None = None
-
-
-Act = Callable[[Stage, int, Circumstances], Effect]
+Act = Callable[[Stage, int, float], Effect]
+"""Strikes a stage for the nth time, counted from 0; an outage or a load lasts that many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +26,8 @@ class Drill:
     summary: str
     act: Act
     setting: Setting = field(default_factory=Setting)
-    networks: bool = False
-    """Whether each node gets a network of its own."""
+    parts: bool = False
+    """Whether it cuts networks, so that each node must have a host of its own."""
     limit_s: float | None = None
     """What recovery may take on a machine that does nothing else."""
 
@@ -44,19 +36,19 @@ def _plain(act: Callable[[Stage, int], Effect]) -> Act:
     return lambda stage, repeat, _: act(stage, repeat)
 
 
-def _outage(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
-    return etcd_outage(stage, repeat, circumstances.seconds)
+def _outage(stage: Stage, repeat: int, seconds: float) -> Effect:
+    return etcd_outage(stage, repeat, seconds)
 
 
-def _busy(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
-    return busy_machine(stage, repeat, circumstances.seconds)
+def _busy(stage: Stage, repeat: int, seconds: float) -> Effect:
+    return busy_machine(stage, repeat, seconds)
 
 
 def _parting(act: Callable[[Stage, int, Segment], Effect]) -> Act:
-    def strike(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
-        if circumstances.segment is None:
+    def strike(stage: Stage, repeat: int, _: float) -> Effect:
+        if stage.cluster.segment is None:
             raise RuntimeError("a partition needs a network segment")
-        return act(stage, repeat, circumstances.segment)
+        return act(stage, repeat, stage.cluster.segment)
 
     return strike
 
@@ -97,14 +89,14 @@ DRILLS: dict[str, Drill] = {
             "node-partition",
             "cut a node's network silently, then mend it (needs root)",
             _parting(partition.node_partition),
-            networks=True,
+            parts=True,
             limit_s=0.6,
         ),
         Drill(
             "pair-partition",
             "cut the way from one node to another, which both reach all others, then mend it (needs root)",
             _parting(partition.pair_partition),
-            networks=True,
+            parts=True,
             limit_s=2.0,
         ),
         Drill("node-join", "one more node joins", _plain(node_faults.node_join), Setting(nodes=2)),
@@ -162,6 +154,6 @@ def named(name: str) -> Drill:
     if name not in DRILLS:
         raise ConfigError(f"there is no drill {name!r}", hint=f"one of: {', '.join(DRILLS)}")
     drill = DRILLS[name]
-    if drill.networks:
+    if drill.parts:
         check_possible()
     return drill

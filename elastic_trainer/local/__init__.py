@@ -1,1 +1,1 @@
-"""A cluster on one machine: real etcd, real torchrun, network namespaces."""
+"""A cluster on one machine: real etcd, real torchrun, hosts of their own."""

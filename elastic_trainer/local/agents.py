@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from elastic_trainer.warm import identity
 from elastic_trainer.warm.fitness import of_one_worker
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
 
@@ -40,37 +41,33 @@ def preload(free: Collection[str] = ()) -> None:
         atexit.register(_close)
 
 
-def spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Run ``command``, at most until this process ends; appends its output to ``log``."""
-    return _SPAWNER.submit(_spawn, command, log, environment).result()
+def spawn(command: Sequence[str], log: Path, environment: Mapping[str, str], host: int = 0) -> subprocess.Popen[bytes]:
+    """Run ``command``, at most until this process ends; appends its output to ``log``.
+
+    ``host``: the first process of the host that it runs on (see hosts.py), 0 for this process's own.
+    """
+    return _SPAWNER.submit(_spawn, command, log, environment, host).result()
 
 
-def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str], host: int) -> subprocess.Popen[bytes]:
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         try:
             streams = nothing.fileno(), output.fileno(), output.fileno()
-            network, words = _inside(command)
             request = StartRequest(
-                words, environment, *streams, death_signal=signal.SIGTERM, own_template=True, network=network
+                command, environment, *streams, death_signal=signal.SIGTERM, own_template=True, host=host
             )
             return _starter(request).start(request)
         except ColdStart:
-            tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
-            return subprocess.Popen(
-                [*tied, *command],
-                stdin=nothing,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # the cluster's owner handles Ctrl-C
-            )
-
-
-def _inside(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The file of the network namespace that ``command`` enters (see ``local.namespaces``), and the rest of it."""
-    if command[0] == "nsenter":
-        return command[1].removeprefix("--net="), command[2:]
-    return "", command
+            tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), str(host)]
+            with identity.next_child_on(host):
+                return subprocess.Popen(
+                    [*tied, *command],
+                    stdin=nothing,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,  # the cluster's owner handles Ctrl-C
+                )
 
 
 def _starter(request: StartRequest) -> Starter:

@@ -1,5 +1,7 @@
 """A cluster on one machine: each node is a real torchrun process with its workers, in its own process session.
 
+At the hub of a segment (see hosts.py) each node gets a host of its own; elsewhere all share this machine's loopback.
+
 *Runs in* any thread of the process that creates it.
 *Owns* the nodes' processes and ``<run dir>/logs``.
 *Fails by* ConfigError for a node that does not exist, ClusterError for processes that cannot be killed.
@@ -14,15 +16,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 import psutil
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents, processes
+from elastic_trainer.local.hosts import ClusterError, Host, current
 from elastic_trainer.settings import without_store
 from elastic_trainer.variables import ENV_LEDGER_DIR, ENV_NODE
 
@@ -63,20 +66,19 @@ def threads_per_worker(cores: int, workers: int) -> int:
     return max(1, cores // max(1, workers))
 
 
-def torchrun(spec: ClusterSpec, node: str, first: bool) -> list[str]:
-    """The command of one node; the ``first`` one hosts the store of torchrun's own c10d backend."""
+def torchrun(spec: ClusterSpec, node: str, first: bool, *, hosted: bool = False) -> list[str]:
+    """The command of one node; the ``first`` one hosts the store of torchrun's own c10d backend.
+
+    ``hosted``: on a host of its own, which has to find out its address as it does in production.
+    """
     options = dict(spec.options)
     options |= {"is_host": str(first).lower()} if spec.backend == "c10d" else {"node_id": node}
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += [f"--nnodes={spec.min_nodes}:{spec.max_nodes}", f"--nproc-per-node={spec.workers}"]
     command += [f"--max-restarts={spec.max_restarts}", f"--rdzv-id={spec.run}", f"--rdzv-backend={spec.backend}"]
-    command += [f"--rdzv-endpoint={spec.endpoint}", "--local-addr=127.0.0.1"]
+    command += [f"--rdzv-endpoint={spec.endpoint}", *(() if hosted else ("--local-addr=127.0.0.1",))]
     command += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in options.items())]
     return [*command, *spec.entry]
-
-
-class ClusterError(PermanentError):
-    """The machine failed to perform an operation on the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,9 @@ class LocalCluster:
         self.spec = spec
         self.nodes: list[Node] = []
         self.ledger_marks = {ENV_LEDGER_DIR: str(spec.ledger)}
+        self.segment = current()
+        self.hosts: dict[str, Host] = {}
+        """The hosts of the nodes, by their names; none where nodes share this machine's."""
 
     def __enter__(self) -> Self:
         return self
@@ -185,14 +190,21 @@ class LocalCluster:
         for directory in (self.spec.ledger, self.spec.logs):
             directory.mkdir(parents=True, exist_ok=True)
         log = self.spec.logs / f"{name}.log"
-        process = agents.spawn(self.command(name), log, self._environment(name))
+        if self.segment is not None:
+            self.hosts[name] = self.segment.attach(name, [self.spec.directory], self.spec.ledger)
+        host = self.hosts[name].pid if name in self.hosts else 0
+        process = agents.spawn(self.command(name), log, self._environment(name), host)
         node = Node(name, process, log, self.ledger_marks | {ENV_NODE: name})
         self.nodes.append(node)
         return node
 
     def command(self, name: str) -> list[str]:
-        """The command that starts the next node; overridden for nodes with their own networks."""
-        return torchrun(self.spec, name, first=not self.nodes)
+        """The command that starts the next node."""
+        spec, first = self.spec, not self.nodes
+        if spec.backend == "c10d" and self.hosts:  # the first node serves
+            server = self.hosts[name if first else self.nodes[0].name]
+            spec = replace(spec, endpoint=f"{server.address}:{spec.endpoint.rpartition(':')[2]}")
+        return torchrun(spec, name, first, hosted=name in self.hosts)
 
     def node(self, name: str) -> Node:
         for node in self.nodes:
@@ -222,6 +234,8 @@ class LocalCluster:
         processes.kill_all(family, self.ledger_marks, Deadline.after(KILL_LIMIT_S))
         for node in nodes:
             node.wait(Deadline.after(KILL_LIMIT_S))
+        for host in self.hosts.values():
+            host.close()
 
     def _environment(self, name: str) -> dict[str, str]:
         processes_at_most = self.spec.max_nodes * self.spec.workers
@@ -229,8 +243,8 @@ class LocalCluster:
         mine = {
             "OMP_NUM_THREADS": str(threads),
             "PYTHONUNBUFFERED": "1",
-            "GLOO_SOCKET_IFNAME": "lo",  # a laptop's host name may resolve to an address that moves with its network
-            "NCCL_SOCKET_IFNAME": "lo",
         }
+        if name not in self.hosts:  # a laptop's host name may resolve to an address that moves with its network
+            mine |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         named = {ENV_LEDGER_DIR: str(self.spec.ledger), ENV_NODE: name}
         return mine | without_store(os.environ) | dict(self.spec.environment) | named

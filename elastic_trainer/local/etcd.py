@@ -24,7 +24,9 @@ from typing import Any, Self
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.local.etcd_binary import find_binary, spawn
+from elastic_trainer.local.hosts import reachable
 from elastic_trainer.local.ports import HOST, free_ports, is_free
+from elastic_trainer.settings import Endpoint
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
@@ -86,6 +88,7 @@ class EtcdServer:
         self._peers = peers
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._host = reachable()
 
     def __enter__(self) -> Self:
         try:
@@ -100,8 +103,8 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """The clients' address: ``host:port``."""
-        return f"{HOST}:{self.client_port}"
+        """The clients' address: ``host:port``; on a network segment that of its hub."""
+        return str(Endpoint(host=self._host, port=self.client_port))
 
     @property
     def pid(self) -> int | None:
@@ -221,11 +224,12 @@ class EtcdServer:
     def _flags(self) -> list[str]:
         scheme = "https" if self._tls is not None else "http"
         client, peer = f"{scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
+        served = dict.fromkeys((client, f"{scheme}://{HOST}:{self.client_port}"))
         peers = self._peers if self._peers is not None else {self.name: self._peer_port}
         return [
             f"--name={self.name}",
             f"--data-dir={self._data}",
-            f"--listen-client-urls={client}",
+            f"--listen-client-urls={','.join(served)}",
             f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",

@@ -1,4 +1,4 @@
-"""A process's identity in the kernel: its parent, its displayed command, its parent-death signal, its network.
+"""A process's identity in the kernel: its parent, its displayed command, its parent-death signal, its host.
 
 *Runs in* the template and its forks, and in the process that starts them.
 *Owns* the memory that holds a fork's displayed command.
@@ -18,10 +18,12 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
 _PR_SET_MM_MAP = 14
-_CLONE_NEWNET = 0x40000000
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _LIBRARY.sbrk.restype = ctypes.c_void_p
 _ADOPTING = threading.Lock()
+_PROCESS_IDS = ("pid", 0x20000000)
+_OF_A_HOST = (("net", 0x40000000), ("uts", 0x04000000), ("ipc", 0x08000000), ("mnt", 0x00020000))
+"""Kinds of namespaces, and the flags by which setns(2) makes sure of the kind."""
 _shown: list[mmap.mmap] = []
 """The command and environment of this process, as /proc shows them."""
 
@@ -38,12 +40,36 @@ def die_with_parent(signum: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
-def enter_network(path: str) -> None:
-    """Move this single-threaded process into the network namespace of the file ``path``."""
-    with open(path, "rb") as network:
-        if _LIBRARY.setns(network.fileno(), _CLONE_NEWNET) != 0:
+def _set_namespace(path: str, flag: int) -> None:
+    with open(path, "rb") as namespace:
+        if _LIBRARY.setns(namespace.fileno(), flag) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"setns {path}: {os.strerror(number)}")
+
+
+@contextmanager
+def next_child_on(host: int) -> Iterator[None]:
+    """In the body, this thread's children get process ids of the host whose first process is ``host`` (0: this one).
+
+    They must then :func:`enter_host`: process ids can be entered by a fork alone, all else by the process itself.
+    """
+    name, flag = _PROCESS_IDS
+    if host:
+        _set_namespace(f"/proc/{host}/ns/{name}", flag)
+    try:
+        yield
+    finally:
+        if host:
+            _set_namespace(f"/proc/thread-self/ns/{name}", flag)
+
+
+def enter_host(host: int) -> None:
+    """Move this process, which has a single thread and the host's process ids, to the host in all other respects."""
+    directory = os.getcwd()
+    paths = [(f"/proc/{host}/ns/{name}", flag) for name, flag in _OF_A_HOST]
+    for path, flag in paths:  # the mounts last: /proc is then the host's
+        _set_namespace(path, flag)
+    os.chdir(directory)
 
 
 @contextmanager

@@ -48,7 +48,8 @@ class Adopted(subprocess.Popen[bytes]):
 @dataclass(frozen=True, slots=True)
 class StartRequest:
     """How to start a program. ``death_signal``: the signal it gets when its parent dies; ``own_template``: whether it
-    starts programs itself, from a template of its own; ``network``: the file of the network namespace it enters."""
+    starts programs itself, from a template of its own; ``host``: the first process of the host that it runs on, 0 for
+    this process's own."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -57,7 +58,7 @@ class StartRequest:
     stderr: int
     death_signal: int = 0
     own_template: bool = False
-    network: str = ""
+    host: int = 0
 
 
 class Starter:
@@ -151,7 +152,7 @@ class Starter:
             "environment": dict(request.environment),
             "death_signal": request.death_signal,
             "own_template": request.own_template,
-            "network": request.network,
+            "host": request.host,
             "owner": os.getpid(),
         }
         try:

@@ -170,7 +170,8 @@ class Template:
         hear, say = os.pipe()
         middle = os.fork()
         if middle == 0:
-            child = os.fork()
+            with identity.next_child_on(order["host"]):
+                child = os.fork()
             if child != 0:
                 os.write(say, child.to_bytes(_HEADER, "little"))
                 os._exit(0)
@@ -195,14 +196,14 @@ class Template:
             os.dup2(each, number)
         for each in descriptors:
             os.close(each)
-        if order["network"]:
-            identity.enter_network(order["network"])
+        if order["host"]:
+            identity.enter_host(order["host"])
         if order["own_template"] and self._fork_template():
             return None
         os.setsid()
         if order["death_signal"]:
             identity.die_with_parent(order["death_signal"])
-            if os.getppid() != order["owner"]:
+            if os.getppid() != (0 if order["host"] else order["owner"]):  # an owner on another host is seen as 0
                 os._exit(EXIT_ORPHAN)
         gc.enable()
         self._learned.close()

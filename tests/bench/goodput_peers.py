@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.drills.harness import Harness, Loopback, harness
+from elastic_trainer.drills.harness import Harness, harness
 from elastic_trainer.drills.stage import IN_PLACE
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node, torchrun
 from elastic_trainer.local.etcd import EtcdServer
@@ -144,7 +144,7 @@ class Cluster(LocalCluster):
         self.darken()
 
 
-class _Here(Loopback):
+class _Here:
     def __init__(self, peer: Peer, *, low: bool) -> None:
         self._peer, self._low = peer, low
 
@@ -172,7 +172,7 @@ def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, 
         options=peer.rendezvous,
         environment={"OMP_NUM_THREADS": "1", **peer.environment},
     )
-    with harness(spec, _Here(peer, low=low)) as opened:
+    with harness(spec, _Here(peer, low=low).cluster) as opened:
         trial = Trial(peer, opened, directory)
         trial.begin()
         yield trial

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from elastic_trainer.local.hosts import reachable
 from tests.support.requirements import needs
 
 
@@ -26,7 +27,8 @@ class Authority:
         """Certificate and key for ``name``, valid for localhost as server and as client."""
         certificate, key, request = (self._directory / f"{name}{end}" for end in (".pem", "-key.pem", ".csr"))
         extensions = self._directory / f"{name}.ext"
-        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+        names = ",".join(dict.fromkeys(("DNS:localhost", "IP:127.0.0.1", f"IP:{reachable()}")))
+        extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n")
         self._run(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
             *("-subj", f"/CN={name}", "-keyout", key, "-out", request),

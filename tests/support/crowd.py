@@ -11,9 +11,9 @@ from collections.abc import Iterator
 class Crowd:
     """Connections that send a byte now and then, and come back when they are cut off."""
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, address: tuple[str, int], count: int) -> None:
         self.returned = 0
-        self._address = ("127.0.0.1", port)
+        self._address = address
         self._ended = threading.Event()
         self._held = [self._connect() for _ in range(count)]
         self._thread = threading.Thread(target=self._press, name="crowd")
@@ -47,9 +47,9 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowding(port: int, count: int) -> Iterator[Crowd]:
-    """``count`` slow connections to ``port`` of this machine."""
-    crowd = Crowd(port, count)
+def crowding(port: int, count: int, host: str = "127.0.0.1") -> Iterator[Crowd]:
+    """``count`` slow connections to ``port`` of ``host``."""
+    crowd = Crowd((host, port), count)
     try:
         yield crowd
     finally:

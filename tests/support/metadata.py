@@ -1,4 +1,4 @@
-"""The metadata services of clouds on loopback, as strict as the real ones about tokens and headers."""
+"""The metadata services of clouds on this machine, as strict as the real ones about tokens and headers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from elastic_trainer.local.hosts import reachable
 
 TOKEN = "AQAEAfake=="
 
@@ -39,8 +41,8 @@ class MetadataServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = ThreadingHTTPServer((reachable(), 0), Handler)
+        self.url = f"http://{reachable()}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metadata")
 
     def preempt(self, times: int = 1) -> None:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Self
 
+from elastic_trainer.local.hosts import reachable
+
 
 class Proxy:
     """Forwards connections to ``host:port`` until told otherwise. A context manager."""
@@ -15,7 +17,7 @@ class Proxy:
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((reachable(), 0))
         self._open = threading.Event()
         self._open.set()
         self._replies = threading.Event()
@@ -30,7 +32,8 @@ class Proxy:
     @property
     def endpoint(self) -> str:
         """Where clients connect to."""
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
 
     def cut(self) -> None:
         """Break all connections, and new ones at once."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.local.hosts import reachable
+
 BUCKET = "runs"
 _CONTROL = "/_control"
 _ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>"
@@ -74,7 +76,7 @@ class S3Server:
 @contextmanager
 def serving() -> Iterator[S3Server]:
     """A server with an empty bucket, until the block ends."""
-    command = [sys.executable, "-m", "tests.support.s3server"]
+    command = [sys.executable, "-m", "tests.support.s3server", reachable()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None
@@ -158,8 +160,9 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     application = _Door(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, application, threaded=True)
-    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    host = sys.argv[1]
+    server = make_server(host, 0, application, threaded=True)
+    print(f"http://{host}:{server.server_port}", flush=True)
     parent = os.getppid()
 
     def leave_with_parent() -> None:

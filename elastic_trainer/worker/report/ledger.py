@@ -18,8 +18,21 @@ from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 
+PROC: Final = "proc"
+"""Where the ledger's directory shows the processes of its reader's host, if that is another one."""
 MOST_WAITING: Final = 16 << 20
 """Upper bound on bytes that wait for the disk; further lines are dropped."""
+
+
+def process_id(directory: Path | None) -> int:
+    """This process's id, as the reader of the ledger in ``directory`` sees it.
+
+    Both may be on different hosts, each with process ids of its own (see local/hosts.py).
+    """
+    try:
+        return int(os.readlink(directory / PROC / "self")) if directory is not None else os.getpid()
+    except (OSError, ValueError):
+        return os.getpid()
 
 
 class Ledger:
@@ -27,6 +40,7 @@ class Ledger:
 
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
+        self._directory = environment.ledger_dir
         self._path: Path | None = None
         self._descriptor: int | None = None
         self._waiting = bytearray()
@@ -47,7 +61,13 @@ class Ledger:
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
         """Set the identity of the writer that every later line carries."""
-        place = {"rank": rank, "local_rank": local_rank, "world": world, "round": round, "pid": os.getpid()}
+        place = {
+            "rank": rank,
+            "local_rank": local_rank,
+            "world": world,
+            "round": round,
+            "pid": process_id(self._directory),
+        }
         self._identity.update(place)
 
     def write(self, event: str, **values: Any) -> None:

@@ -11,15 +11,14 @@ import struct
 import subprocess
 from pathlib import Path
 
-from elastic_trainer.drills.harness import Loopback
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from tests.support.requirements import needs
 
 SOURCE = Path(__file__).parents[2] / "support" / "clockshift.c"
 
 
-class MovedClocks(Loopback):
-    """On this machine's loopback. ``directory`` also holds the temporary files of all nodes, in ``tmp``."""
+class MovedClocks:
+    """``directory`` also holds the temporary files of all nodes, in ``tmp``."""
 
     def __init__(self, directory: Path) -> None:
         compiler = needs("gcc", "it compiles what moves the clocks of single nodes")
@@ -28,7 +27,7 @@ class MovedClocks(Loopback):
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", self._library, SOURCE], check=True)
 
     def cluster(self, spec: ClusterSpec) -> LocalCluster:
-        """See :class:`Loopback`."""
+        """The nodes of a run (see drills/harness.Clusters)."""
         return _Cluster(spec, self)
 
     def move(self, node: str, seconds: float) -> None:

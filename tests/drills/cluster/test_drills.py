@@ -16,9 +16,9 @@ from elastic_trainer.cli.main import main
 from elastic_trainer.drills.job import CHECKPOINTS
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
-from elastic_trainer.drills.table import DRILLS, Circumstances
+from elastic_trainer.drills.table import DRILLS
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.local.namespaces import PROGRAMS
+from elastic_trainer.local.hosts import PROGRAMS
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.drills.sharded.test_sharded import CLOSE
 from tests.integration.training.launch import ran
@@ -47,7 +47,7 @@ def play(names: list[str], setting: Setting, directory: Path) -> None:
     """Play the drills ``names`` one after the other on one job; a name twice is its next repeat."""
     with staged(setting, directory) as stage:
         for number, name in enumerate(names):
-            effect = DRILLS[name].act(stage, names[:number].count(name), Circumstances(OUTAGE_S))
+            effect = DRILLS[name].act(stage, names[:number].count(name), OUTAGE_S)
             assert effect.problems == (), (name, effect)
             assert effect.steps_lost == 0, (name, effect)
             assert effect.recovery_s > 0, (name, effect)
@@ -111,7 +111,7 @@ def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypa
     setting = Setting(nodes=3, max_nodes=4, samples=500, width=64, reduction="tree", limit_s=180.0, options=PATIENT)
     with staged(setting, tmp_path / "disturbed") as stage:
         for name in ("node-join", "worker-kill", "rank0-node-kill", "node-drain"):
-            effect = DRILLS[name].act(stage, 0, Circumstances(OUTAGE_S))
+            effect = DRILLS[name].act(stage, 0, OUTAGE_S)
             assert (effect.problems, effect.steps_lost) == ((), 0), (name, effect)
         assert conclusions(stage) == []
         found = {(each.step, each.digest) for each in stage.digests()}

@@ -57,7 +57,7 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
     """Wall clocks of two of three nodes jump by an hour or two, forward and back, and a worker dies meanwhile: nobody
     else is lost, and all is as if the clocks were right."""
     clocks = MovedClocks(tmp_path)
-    with staged(replace(SETTING, max_nodes=3), tmp_path / "job", clocks) as stage:
+    with staged(replace(SETTING, max_nodes=3), tmp_path / "job", clocks.cluster) as stage:
         before = stage.settled()
         for jumps in ({"n0": 3600.0, "n1": -7200.0}, {"n0": -60.0, "n1": 0.0}):
             t = now()
@@ -85,7 +85,7 @@ def test_nothing_grows_in_a_long_storm(kind: str, tmp_path: Path) -> None:
     """As in the short one; and no process, descriptor, thread, memory, file or key is left behind by any fault."""
     seed = seeds.seed(soak=True)
     clocks, whole = MovedClocks(tmp_path), Deadline.after(60.0 * MINUTES)
-    with staged(SETTINGS[kind], tmp_path / "job", clocks) as stage:
+    with staged(SETTINGS[kind], tmp_path / "job", clocks.cluster) as stage:
         storm = Storm(stage, seed, clocks)
         while not whole.expired:
             leg = Deadline.after(min(WATCHED_S, 60.0 * MINUTES))

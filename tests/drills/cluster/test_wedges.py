@@ -10,7 +10,7 @@ from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.drills.table import DRILLS, Circumstances
+from elastic_trainer.drills.table import DRILLS
 from elastic_trainer.drills.wedge import STUCK, Wedge, ask
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import Cause
@@ -32,7 +32,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
     with staged(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path) as stage:
         for repeat, wedge in enumerate(STUCK):
-            effect = DRILLS["worker-wedge"].act(stage, repeat, Circumstances())
+            effect = DRILLS["worker-wedge"].act(stage, repeat, 0.0)
             assert effect.problems == (), effect
             assert effect.steps_lost == 0, effect
             # It was not killed for another reason; one that answers nothing is passed over before its limit.

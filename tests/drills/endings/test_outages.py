@@ -12,6 +12,7 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
+from elastic_trainer.local.hosts import reachable
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.store.api import Put
 from tests.drills.endings.job import LIMIT_S, QUICK, Job
@@ -81,7 +82,7 @@ def test_an_agent_that_stands_still_comes_back(tmp_path: Path, etcd_endpoint: st
 @pytest.mark.timeout(300)
 def test_a_node_that_was_replaced_while_it_stood_still_ends(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Another live node has its name when it is thawed: it says so and frees its device. The run goes on."""
-    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=2) as job, socket.create_server(("127.0.0.1", 0)) as agent:
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=2) as job, socket.create_server((reachable(), 0)) as agent:
         job.start(2)
         first = job.await_world("n0", "n1")
         record = job.record("n1")
@@ -89,7 +90,8 @@ def test_a_node_that_was_replaced_while_it_stood_still_ends(tmp_path: Path, etcd
         os.kill(job.node("n1").pid, signal.SIGSTOP)
         job.await_world("n0", after=first)
         job.wait_for(lambda: job.absent("n1"), "its lease does not end")
-        other = record.model_copy(update={"state": NodeState.WARMING, "probe_port": agent.getsockname()[1]})
+        here = {"address": reachable(), "probe_port": agent.getsockname()[1]}
+        other = record.model_copy(update={"state": NodeState.WARMING, **here})
         lease = job.store.grant(LIMIT_S, Deadline.after(LIMIT_S)).id
         put = Put(job.keys.node("n1"), other.encode(), lease)
         job.store.transact([], [put], deadline=Deadline.after(LIMIT_S))

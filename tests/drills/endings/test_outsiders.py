@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -19,6 +22,11 @@ from tests.drills.endings.job import LASTING, LIMIT_S, Job
 from tests.support.crowd import crowding
 
 SCRIPT = Path(__file__).with_name("forking.py")
+LISTENING = """
+import json, psutil, sys
+found = psutil.Process(int(sys.argv[1])).net_connections()
+print(json.dumps([each.laddr for each in found if each.status == psutil.CONN_LISTEN]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +75,15 @@ def test_children_of_the_script_have_nothing_of_its_session(job: Job) -> None:
 def test_whoever_connects_to_master_port_ends_nothing(job: Job) -> None:
     """One that says what a client of torch's store says, and a flood of those that say nothing."""
     for node in job.nodes:
-        port = int(processes.environment(worker_of(job, node.name))["MASTER_PORT"])
+        record, port = job.record(node.name), int(processes.environment(worker_of(job, node.name))["MASTER_PORT"])
+        assert record is not None
+        trap = (record.address, port)
         with ExitStack() as stack:
             for _ in range(200):
                 stranger = stack.enter_context(socket.socket())
                 stranger.setblocking(False)
-                stranger.connect_ex(("127.0.0.1", port))
-            first = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30.0))
+                stranger.connect_ex(trap)
+            first = stack.enter_context(socket.create_connection(trap, 30.0))
             first.sendall(b"\x00\xce\x72\x5f\x3c")
             job.wait_for(lambda: "connection.refused" in job.log(node.name), "nobody looks at the connections")  # noqa: B023
             job.await_steps(5)
@@ -85,11 +95,11 @@ def test_a_node_opens_its_ports_at_the_address_that_it_announces_alone(job: Job)
     for node in job.nodes:
         record = job.record(node.name)
         assert record is not None
-        opened = [
-            each.laddr for each in psutil.Process(node.pid).net_connections() if each.status == psutil.CONN_LISTEN
-        ]
-        assert {record.store_port, record.probe_port} < {place.port for place in opened}
-        assert {place.ip for place in opened} == {record.address}
+        inside = job.hosts[node.name].inside if job.hosts else []
+        looked = [*inside, sys.executable, "-c", LISTENING, str(node.pid)]
+        opened = [tuple(each) for each in json.loads(subprocess.check_output(looked))]
+        assert {record.store_port, record.probe_port} < {port for _, port in opened}
+        assert {address for address, _ in opened} == {record.address}
 
 
 @pytest.mark.parametrize("count", [70, 200])
@@ -98,7 +108,10 @@ def test_slow_connections_do_not_keep_a_kubelet_from_asking(job: Job, count: int
     found = job.store.get(job.keys.node_health("n0"), Deadline.after(LIMIT_S)).first
     assert found is not None
     url = json.loads(found.value)["metrics"]
-    with crowding(int(url.rpartition(":")[2]), count):
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    with crowding(parts.port, count, parts.hostname):
         for _ in range(40):
             with urllib.request.urlopen(f"{url}/healthz", timeout=10.0) as answer:
                 assert answer.status == 200

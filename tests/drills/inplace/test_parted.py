@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.local.namespaces import PROGRAMS
+from elastic_trainer.local.hosts import PROGRAMS
 from tests.support.requirements import needs, needs_root
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root, pytest.mark.usefixtures("etcd_binary")]

@@ -15,7 +15,7 @@ from elastic_trainer.drills.busy import busy_machine
 from elastic_trainer.drills.node_faults import node_freeze, worker_freeze
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.local.namespaces import PROGRAMS
+from elastic_trainer.local.hosts import PROGRAMS
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from tests.support.requirements import needs, needs_root
 

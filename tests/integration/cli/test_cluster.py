@@ -137,7 +137,8 @@ def test_an_unknown_node_is_named(cluster: LocalCluster) -> None:
 
 def test_nothing_starts_for_a_parent_that_is_gone() -> None:
     """The signal would never come, so the command is not run."""
-    command = [sys.executable, "-m", "elastic_trainer.local.parent_death", "1", sys.executable, "-c", "print('ran')"]
+    program = [sys.executable, "-c", "print('ran')"]
+    command = [sys.executable, "-m", "elastic_trainer.local.parent_death", "1", "0", *program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (75, "")
 

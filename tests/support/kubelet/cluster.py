@@ -25,7 +25,7 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.local.namespaces import PROGRAMS, Segment
+from elastic_trainer.local.hosts import PROGRAMS, Segment
 from tests.support.kubelet import job_rules
 from tests.support.kubelet.job_rules import ENDED, OVER, Condition, PodView, Tally
 from tests.support.kubelet.objects import (
@@ -286,10 +286,11 @@ class Cluster:
         who = identity(thing, number, "".join(random.choices(_LETTERS, k=5)))
         # A pod of a StatefulSet has the name of the one before it, and a network of its own.
         life = f"{who.name}.{next(self._lives)}"
-        enter, address = self._segment.attach(life)
+        host = self._segment.attach(life)
         configs = {found.metadata.name: found for found in self._all(ConfigMap)}
         directory = self.directory / "pods" / life
-        around = Surroundings(enter, partial(self._segment.cut, life), address, directory, self._claims(), configs)
+        cut = partial(self._segment.cut, life)
+        around = Surroundings(host.inside, cut, host.address, directory, self._claims(), configs)
         self._pods[who.name] = Pod(who, thing.spec.template.spec, around)
         self._logs[who.name] = self._pods[who.name].log
 

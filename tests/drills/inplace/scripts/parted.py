@@ -11,7 +11,7 @@ from pathlib import Path
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.local import agents
-from elastic_trainer.local.namespaces import Segment
+from elastic_trainer.local.hosts import Segment
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 
 
@@ -19,7 +19,7 @@ def play(directory: Path) -> None:
     """The whole story."""
     options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=3, pause_s=0.04, limit_s=180.0, options=options)
-    with Segment() as segment, staged(setting, directory, segment) as stage:
+    with Segment() as segment, staged(setting, directory) as stage:
         before = stage.settled()
         name = stage.cluster.add().name
         segment.part(before.nodes[1], name)

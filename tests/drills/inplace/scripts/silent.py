@@ -12,14 +12,14 @@ from elastic_trainer.drills.partition import node_partition, pair_partition
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.local import agents
-from elastic_trainer.local.namespaces import Segment
+from elastic_trainer.local.hosts import Segment
 from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 
 
 def play(directory: Path) -> None:
     """The whole story."""
     setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
-    with Segment() as segment, staged(setting, directory, segment) as stage:
+    with Segment() as segment, staged(setting, directory) as stage:
         before = stage.settled()
         effect = pair_partition(stage, 0, segment)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect

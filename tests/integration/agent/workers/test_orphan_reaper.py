@@ -15,6 +15,7 @@ import pytest
 
 from elastic_trainer.agent.workers.orphan_reaper import OrphanReaper, watched
 from elastic_trainer.ipc.page import start_of
+from elastic_trainer.local import processes
 from tests.support.plainjob import PlainJob
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
@@ -36,15 +37,17 @@ def test_workers_of_a_killed_agent_get_sigterm_and_end(
         f"here = pathlib.Path({str(tmp_path)!r})\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
         "signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch() or os._exit(143))\n"
-        "(here / 'new').write_text(f'{os.getpid()} {child.pid}')\n"
-        "(here / 'new').rename(here / 'pids')\n"
+        "(here / 'started').touch()\n"
         "signal.pause()\n"
     )
     options = {"preload": preload}
     with PlainJob(tmp_path, etcd_endpoint, run_id, least=1, most=1, entry=[str(script)]) as job:
         agent = job.add_with(options={**job.spec.options, **options})
-        job.wait_for((tmp_path / "pids").exists, "no worker")
-        pids = [int(each) for each in (tmp_path / "pids").read_text().split()]
+        job.wait_for((tmp_path / "started").exists, "no worker")
+        worker = agent.worker()
+        assert worker is not None
+        pids = [each.pid for each in processes.tree(worker.pid)]
+        assert len(pids) > 1
         assert all(start_of(each) for each in pids)
         os.kill(agent.pid, signal.SIGKILL)
         job.wait_for(lambda: not any(start_of(each) for each in pids), "workers live on")

@@ -1,0 +1,321 @@
+"""Hosts of their own for the nodes of a cluster, on one network segment that can silently cut off each of them.
+
+A host is a set of Linux namespaces: a network with its own loopback and an address on the segment's bridge, a host name
+and /etc/hosts, process ids that begin at 1, its own /proc, /tmp and /dev/shm. Files elsewhere are the same for all, as
+on a shared disk. The hub of the segment is this process's own network, where etcd runs and drills look on.
+
+*Runs in* the main thread, before any other thread that should be on the segment is started.
+*Owns* the namespaces, the bridge, the virtual cables and the first process of each host, from entry to exit. However
+this process ends, the kernel removes them all.
+*Fails by* ConfigError without root or the needed programs; ClusterError when the kernel refuses.
+*Invariant*: the original network of the process is never configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from ipaddress import IPv4Interface, IPv6Interface, ip_interface
+from pathlib import Path
+from typing import Self
+
+from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.local.ports import HOST
+from elastic_trainer.worker.report.ledger import PROC
+
+PROGRAMS = ("ip", "nsenter")
+BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"
+ABOVE, BELOW, IPV6 = "192.168.0.1/16", "10.213.0.1/16", "fd99::1/64"
+"""Addresses of a hub. Of two peers of gloo the one with the greater address connects: 127.0.0.1 lies between these."""
+_CLONE_NEWNET = 0x40000000
+_NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
+"""Hardware addresses that no cable has: an unused one, and the bridge's."""
+_CLOSED_PORT = 9
+_READY_S = 30.0
+
+
+class ClusterError(PermanentError):
+    """The machine failed to perform an operation on the cluster."""
+
+
+class OwnName(StrEnum):
+    """What a host's own name resolves to there."""
+
+    ADDRESS = "address"
+    LOOPBACK = "loopback"
+    """127.0.1.1, as Debian's installer writes it."""
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class HostNetwork:
+    """How the hosts of a segment are connected. ``hubs``: addresses of the hub, one for each network on the bridge."""
+
+    hubs: tuple[str, ...] = (ABOVE,)
+    own_name: OwnName = OwnName.ADDRESS
+    aside: bool = False
+    """Whether each host has a second interface, listed before the first, that reaches no other host."""
+    rules: str = ""
+    """Rules of nftables that each host loads, as for a firewall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host. ``pid`` is its first process's, as this process sees it; ``outside`` the bridge's end of its cable."""
+
+    name: str
+    pid: int
+    outside: str
+    addresses: tuple[str, ...]
+    _holder: subprocess.Popen[bytes] = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """The first of its addresses on the segment."""
+        return self.addresses[0]
+
+    @property
+    def inside(self) -> list[str]:
+        """The words that start a command in its network, but with all else of this process's own host."""
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
+
+    @property
+    def entering(self) -> list[str]:
+        """The words that start a command on it. The command's parent is the ``nsenter`` that waits for it."""
+        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--pid"]
+
+    def close(self) -> None:
+        """Kill all that runs on it, at once, as a power failure does; its cable goes too."""
+        self._holder.kill()
+        self._holder.wait()
+
+
+def check_possible() -> None:
+    """Raise ConfigError unless this process can create hosts."""
+    if (lacking := lacks()) is not None:
+        raise ConfigError(f"hosts of their own for the nodes need {lacking}", hint="run it as root, with iproute2")
+
+
+def lacks() -> str | None:
+    """What this process lacks to create hosts; None if it can."""
+    if sys.platform != "linux":
+        return "Linux"
+    if os.geteuid() != 0:
+        return "root"
+    return next((f"the program {each!r}" for each in PROGRAMS if shutil.which(each) is None), None)
+
+
+class Segment:
+    """One network segment. A context manager: in its body this thread, and what it starts, is at the hub.
+
+    ``shared``: directories below /tmp or /dev/shm that all hosts see, as on a shared disk; the interpreter, the working
+    directory and this package always are.
+    """
+
+    def __init__(self, network: HostNetwork | None = None, shared: Sequence[Path] = ()) -> None:
+        self.network = network if network is not None else HostNetwork()
+        self._shared = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], *shared]
+        self._stack = ExitStack()
+        self._hosts: dict[str, Host] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        check_possible()
+        try:
+            self._leave_home()
+            _ip("link", "set", "lo", "up")
+            # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
+            # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
+            _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
+            for each in self.network.hubs:
+                _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
+            _ip("link", "set", BRIDGE, "up")
+            token = _CURRENT.set(self)
+            self._stack.callback(_CURRENT.reset, token)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _leave_home(self) -> None:
+        """Move this thread, and all that it will start, to an empty network; ``__exit__`` moves it back."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        self._stack.callback(os.close, home)
+        _call("unshare", _CLONE_NEWNET)
+        self._stack.callback(_call, "setns", home, _CLONE_NEWNET)
+        self._home = home
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """In the body this thread, and what it starts, is in the original network."""
+        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        token = _CURRENT.set(None)
+        try:
+            _call("setns", self._home, _CLONE_NEWNET)
+            yield
+        finally:
+            _CURRENT.reset(token)
+            _call("setns", here, _CLONE_NEWNET)
+            os.close(here)
+
+    @property
+    def hub(self) -> str:
+        """The address at which hosts reach servers of this process: its first one."""
+        return str(ip_interface(self.network.hubs[0]).ip)
+
+    # ---- hosts
+
+    def share(self, directory: Path) -> None:
+        """Let hosts that are attached from now on see ``directory``."""
+        self._shared.append(directory)
+
+    def attach(self, name: str, shared: Sequence[Path] = (), ledger: Path | None = None) -> Host:
+        """Start a host called ``name``, which also sees ``shared``.
+
+        Workers that keep a ledger in the directory ``ledger`` write the process ids of this process's own host there
+        (see worker/report/ledger.py).
+        """
+        self._count += 1
+        number = self._count
+        addresses = tuple(str(_nth(each, number)) for each in self.network.hubs)
+        mine = {
+            OwnName.ADDRESS: str(_nth(self.network.hubs[0], number).ip),
+            OwnName.LOOPBACK: "127.0.1.1",
+            OwnName.NOTHING: "",
+        }[self.network.own_name]
+        names = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *([f"{mine} {name}"] * bool(mine))]
+        shown = [path.resolve() for path in (*self._shared, Path.cwd(), *shared)]
+        holder, pid = _first_process(
+            {
+                "name": name,
+                "names": "".join(f"{each}\n" for each in names),
+                "shared": [str(path) for path in dict.fromkeys(shown)],
+                "proc": str(ledger.resolve() / PROC) if ledger is not None else "",
+            }
+        )
+        host = Host(name, pid, f"veth{number}", tuple(str(ip_interface(each).ip) for each in addresses), holder)
+        self._stack.callback(host.close)
+        self._hosts[name] = host
+        if self.network.aside:  # first, so that it has the lower index
+            _ip("link", "add", ASIDE, "type", "veth", "peer", "name", "aside1", inside=host.inside)
+            _ip("addr", "add", f"172.31.{number % 256}.2/24", "dev", ASIDE, inside=host.inside)
+            _ip("link", "set", ASIDE, "up", inside=host.inside)
+            _ip("link", "set", "aside1", "up", inside=host.inside)
+        _ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
+        _ip("link", "set", host.outside, "master", BRIDGE, "up")
+        for each in addresses:
+            _ip("addr", "add", each, "dev", INSIDE, *_at_once(ip_interface(each)), inside=host.inside)
+        _ip("link", "set", INSIDE, "up", inside=host.inside)
+        _ip("link", "set", "lo", "up", inside=host.inside)
+        if self.network.rules:
+            _run(["nft", "-f", "-"], inside=host.inside, text=self.network.rules)
+        return host
+
+    def cut(self, name: str) -> None:
+        """Drop all packets to and from a host; its interface stays up, so that no process is notified."""
+        _ip("link", "set", self._hosts[name].outside, "nomaster")
+
+    def restore(self, name: str) -> None:
+        _ip("link", "set", self._hosts[name].outside, "master", BRIDGE)
+
+    def part(self, one: str, other: str, *, one_way: bool = False) -> None:
+        """Drop all packets between two hosts, or ``one_way`` those of ``one``; all others still reach both."""
+        for here, there in ((one, other),) if one_way else ((one, other), (other, one)):
+            self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
+
+    def reunite(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            with contextlib.suppress(ClusterError):  # one way was open
+                self._neighbour("del", here, there)
+
+    def _neighbour(self, verb: str, here: str, there: str, *more: str) -> None:
+        for address in self._hosts[there].addresses:
+            _ip("neigh", verb, address, "dev", INSIDE, *more, inside=self._hosts[here].inside)
+
+    def reaches(self, name: str) -> bool:
+        """Whether the host's network answers the hub: it refuses a connection to an unused port."""
+        try:
+            socket.create_connection((self._hosts[name].address, _CLOSED_PORT), timeout=0.3).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+_CURRENT: ContextVar[Segment | None] = ContextVar("segment", default=None)
+
+
+def current() -> Segment | None:
+    """The segment whose hub this thread is at; None on the machine's own network."""
+    return _CURRENT.get()
+
+
+def reachable() -> str:
+    """The address at which nodes that this thread starts reach servers of this process."""
+    segment = current()
+    return segment.hub if segment is not None else HOST
+
+
+def _first_process(wanted: dict[str, object]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the first process of a host; the process that waits for it, and its own id."""
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "elastic_trainer.local.host_init", str(os.getpid()), json.dumps(wanted)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    said, error = b"", "it did not answer in time"
+    if holder.stdout is not None and holder.stderr is not None:
+        with holder.stdout, holder.stderr:
+            if select.select([holder.stdout], [], [], _READY_S)[0]:
+                said = holder.stdout.readline()
+                error = "" if said else holder.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+    if not said:
+        holder.kill()
+        holder.wait()
+        raise ClusterError(f"no host could be created: {error}", hint="this needs CAP_SYS_ADMIN")
+    return holder, int(said)
+
+
+def _nth(hub: str, number: int) -> IPv4Interface | IPv6Interface:
+    """The address of the host ``number`` in the network of ``hub``, with the length of its prefix."""
+    interface = ip_interface(hub)
+    return ip_interface(f"{interface.ip + number}/{interface.network.prefixlen}")
+
+
+def _at_once(interface: IPv4Interface | IPv6Interface) -> list[str]:
+    """An IPv6 address would be of no use for a second, until the kernel is sure that nobody else has it."""
+    return ["nodad"] if interface.version == 6 else []
+
+
+def _ip(*words: str, inside: Sequence[str] = ()) -> None:
+    _run(["ip", *words], inside)
+
+
+def _run(words: Sequence[str], inside: Sequence[str] = (), text: str = "") -> None:
+    done = subprocess.run([*inside, *words], input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(words)} failed: {done.stderr.strip()}")
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call the C library's ``name``; ClusterError with the kernel's reason."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        raise ClusterError(f"{name} failed: {os.strerror(ctypes.get_errno())}", hint="this needs CAP_SYS_ADMIN")
