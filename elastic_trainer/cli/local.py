@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--{kind}-at", action="append", default=[], metavar=where, help=f"{help_}; may be repeated")
     add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="how nodes recover (default: restart)")
+    add("--hosts", action="store_true", help="give each node a network and processes of its own (Linux, needs root)")
     add("--max-restarts", type=int, default=3, metavar="N", help="worker failures that each node survives (default: 3)")
     add("--run-dir", type=Path, metavar="DIR", help="where logs, ledger, checkpoints and summary.json go")
     add("--keep", action="store_true", help="keep the run directory of a success (--run-dir and failures always are)")
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         faults=wanted,
         run_dir=arguments.run_dir,
         keep=arguments.keep,
+        hosts=arguments.hosts,
         backend=arguments.backend,
         options=patient(conf) if start == high and arguments.backend == "etcd3" else conf,
         timeout_s=timeout if timeout is None else seconds(timeout, "--timeout", above_zero=True),

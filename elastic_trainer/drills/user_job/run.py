@@ -11,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
 from elastic_trainer.local.cluster import ClusterSpec
+from elastic_trainer.local.hosts import Segment, check_possible
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail, end_of
 from elastic_trainer.local.wording import counted, last_error
@@ -48,6 +50,8 @@ class LocalOptions:
     faults: tuple[Fault, ...] = ()
     run_dir: Path | None = None
     keep: bool = False
+    hosts: bool = False
+    """Whether each node gets a host of its own."""
     backend: str = "etcd3"
     options: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
@@ -70,9 +74,15 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
         backend=options.backend,
         options=options.options,
     )
+    if options.hosts:
+        check_possible()
     new_directory(directory)
-    report.say("starting", f"etcd and {counted(options.start, 'node')}; logs in {spec.logs}", console)
-    with Interrupts() as interrupts, harness(spec) as opened:
+    where = ", each on a host of its own" if options.hosts else ""
+    report.say("starting", f"etcd and {counted(options.start, 'node')}{where}; logs in {spec.logs}", console)
+    with Interrupts() as interrupts, ExitStack() as stack:
+        if options.hosts:
+            stack.enter_context(Segment(shared=[Path(spec.entry[0]).resolve().parent]))
+        opened = stack.enter_context(harness(spec))
         summary = Following(opened, options, interrupts).to_the_end(display(console))
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
     report.write(summary, directory / "summary.json")
