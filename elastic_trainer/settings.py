@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -289,6 +288,8 @@ class WorkerEnvironment(Frozen):
     """Where this process's heartbeat page belongs, where this package's agent started it."""
     memory: tuple[Path, ...] = ()
     """The memory files that the node's agent holds for snapshots of the state, where it started the process."""
+    address: str = ""
+    """The address at which other nodes reach this one, as its agent announces it; empty without an agent."""
     copies_here: str | None = None
     """Where the node's agent serves them to other nodes, and keeps copies of shards of theirs (``HOST PORT KEY``)."""
     reached: int = Field(default=0, ge=0)
@@ -388,9 +389,6 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     return (Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))) / "elastic_trainer"
 
 
-def prefer_loopback() -> None:
-    """Let gloo use the loopback interface in this process, unless the user chose one.
-
-    Otherwise it resolves this host's name, which fails or hangs on machines whose name has no address.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def gloo_interfaces() -> str:
+    """The network interfaces that the user chose for gloo (``GLOO_SOCKET_IFNAME``); empty for none."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.ipc import gloo
 from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.preflight.messages import Messages
 from elastic_trainer.preflight.pairs import SIZES, Pair, turns
-from elastic_trainer.settings import prefer_loopback
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store
@@ -54,14 +54,12 @@ def main(arguments: Sequence[str]) -> int:
     """``LIMIT_S ADDRESS``."""
     messages = Messages(float(arguments[0]))
     messages.doing("importing torch")
-    if arguments[1].startswith("127.") or arguments[1] in ("localhost", "::1"):
-        prefer_loopback()  # all are on one machine, whose host name may resolve to anything
     own = store_at(arguments[1], timedelta(seconds=GROUP_S))
     messages.send(port=own.port)
     messages.doing("waiting for other nodes")
     line = sys.stdin.readline()
     if line:  # otherwise the parent has given up
-        Measurement(MeasuredPart.read(line), messages).run()
+        Measurement(MeasuredPart.read(line), arguments[1], messages).run()
     return 0
 
 
@@ -77,11 +75,12 @@ def devices(counts: Sequence[tuple[str, int] | None]) -> list[str]:
 class Measurement:
     """See the module."""
 
-    def __init__(self, part: MeasuredPart, messages: Messages) -> None:
+    def __init__(self, part: MeasuredPart, address: str, messages: Messages) -> None:
         import torch
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._part, self._messages = part, messages
+        self._at = gloo.addresses(address, part.host, part.port)
         self._deadline = Deadline.after(part.limit_s)
         messages.doing(f"connecting to the store of {part.names[0]}")
         limit = timedelta(seconds=min(GROUP_S, part.limit_s))
@@ -188,7 +187,7 @@ class Measurement:
         store = PrefixStore(name, self._store)
         rank, limit = ranks.index(self._part.rank), timedelta(seconds=min(GROUP_S, self._deadline.remaining_s()))
         if self._device == "cpu":
-            return cast("ProcessGroup", dist.ProcessGroupGloo(store, rank, len(ranks), limit))
+            return cast("ProcessGroup", gloo.group(store, rank, len(ranks), limit, self._at))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return cast("ProcessGroup", dist.ProcessGroupNCCL(store, rank, len(ranks), options))

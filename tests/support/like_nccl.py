@@ -157,7 +157,7 @@ for _name in _KERNELS:
     setattr(LikeNccl, _name, _kernel(_name))
 
 
-def _like_real(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bool = False) -> Any:
+def _like_real(store: Any, rank: int, size: int, timeout: timedelta, at: Any, *, nccl: bool = False) -> Any:
     assert nccl
     return LikeNccl(store, rank, size, timeout)
 

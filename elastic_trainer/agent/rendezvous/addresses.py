@@ -1,4 +1,4 @@
-"""Addresses, ports and name of a node: how others reach it, its liveness port, and ports reserved for rank 0's store.
+"""Ports and name of a node: its liveness port, and ports reserved for rank 0's store.
 
 *Owns* sockets; each is closed by its owner's ``close``.
 """
@@ -13,21 +13,6 @@ import threading
 
 from elastic_trainer.agent.suspicion.liveness_server import Answering, LivenessServer
 from elastic_trainer.ipc.listening import listen
-from elastic_trainer.settings import Endpoint
-
-
-def own_address(towards: Endpoint) -> str:
-    """The address that this host uses to reach ``towards``: hosts in that network can reach it too.
-
-    Falls back to the host name if no route is known.
-    """
-    try:
-        family, _, _, _, target = socket.getaddrinfo(towards.host, towards.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
 
 
 def default_node_id() -> str:

@@ -13,7 +13,7 @@ from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.membership.documents import Departure
 from elastic_trainer.membership.member import Member
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.variables import ENV_COPIES_HERE, ENV_MEMORY
+from elastic_trainer.variables import ENV_ADDRESS, ENV_COPIES_HERE, ENV_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class ArrivedNode:
     copies: NeighbourCopies
 
     def lend_memory(self, address: str) -> None:
-        """Name the memory files to the workers that start next, and where this node at ``address`` serves them."""
+        """Name the memory files to the workers that start next, and the ``address`` at which others reach this node."""
+        os.environ[ENV_ADDRESS] = address
         os.environ[ENV_MEMORY] = self.rescue.paths
         os.environ[ENV_COPIES_HERE] = f"{address} {self.copies.here}"
 

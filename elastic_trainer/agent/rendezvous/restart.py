@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous import sigterm
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
+from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, exit_reason_of
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
@@ -39,6 +39,7 @@ from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, ReplacedError, RunClosedError
+from elastic_trainer.ipc.own_address import own_address
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
@@ -129,7 +130,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             )
         settings = options.store(parameters.endpoint)
         store = connect_patiently(settings, Deadline.after(options.connect_timeout), run=parameters.run_id)
-        address = options.interface or parameters.local_addr or own_address(parse_endpoints(parameters.endpoint)[0])
+        etcd = parse_endpoints(parameters.endpoint)[0]
+        address = options.interface or parameters.local_addr
+        address = address or own_address(etcd.host, etcd.port, alone=parameters.max_nodes == 1)
         return cls(
             store,
             parameters.run_id,

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
-from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
+from elastic_trainer.ipc import gloo
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import sever
 from elastic_trainer.worker.comm.control import Control
@@ -73,8 +73,6 @@ def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, wo
     """The groups of ``formation``; a single process without a launcher needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
-    if formation.one_host:
-        settings.prefer_loopback()
     host, port, serves = formation.store.host, formation.store.port, formation.store.serve and formation.rank == 0
     limit = timedelta(seconds=patience.forming_s)
     # Torch has no limit for an answer: a program of another kind may listen at the port.
@@ -130,9 +128,9 @@ def _formed(
     """
     rank, world_size = formation.rank, formation.world_size
     forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
-    made = ThreadedWork(
-        lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True
-    )
+    at = formation.gloo_addresses()
+    gloo.lead(at)
+    made = ThreadedWork(lambda: gloo.group(PrefixStore("control", fresh), rank, world_size, forming, at), brief=True)
     works.wait(works.begun(made))
     # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt increments it
     # only on ranks that got that far: ranks would then wait for each other under different numbers.
@@ -141,7 +139,7 @@ def _formed(
     control.set_timeout(working)
     try:
         if layout is not None:
-            shards = form_shard_groups(layout, fresh, control, patience, nccl=placement.backend == NCCL)
+            shards = form_shard_groups(layout, fresh, control, patience, at, nccl=placement.backend == NCCL)
         with _HOOK.replaced():
             dist.init_process_group(
                 placement.backend,
@@ -207,8 +205,6 @@ def form_in_place(
     """
     if formation.store is None or formation.store.prefix is None:
         raise ConfigError("the agent named no store for the round", hint="update elastic_trainer on all nodes")
-    if formation.one_host:
-        settings.prefer_loopback()
     store = _reach(formation.store, over)
     working = timedelta(seconds=patience.working_s)
     store.set_timeout(working)

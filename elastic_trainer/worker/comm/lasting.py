@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.ipc import gloo
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
@@ -87,11 +88,13 @@ class _Transfer(_InterruptibleWork):
         return super().wait(timeout)
 
 
-def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bool = False) -> Any:
+def real_group(
+    store: Any, rank: int, size: int, timeout: timedelta, at: Sequence[str] = gloo.ONE_HOST, *, nccl: bool = False
+) -> Any:
     """A group for one round: a ProcessGroup with backends, since a bare ProcessGroupGloo lacks some calls."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    group._register_backend(torch.device("cpu"), kind, gloo.group(store, rank, size, timeout, at))
     group._set_default_backend(kind)
     if torch.cuda.is_available() and not nccl:
         group._register_backend(torch.device("cuda"), kind, group._get_backend(torch.device("cpu")))

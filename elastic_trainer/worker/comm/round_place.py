@@ -7,10 +7,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.ipc import gloo
+from elastic_trainer.ipc.own_address import is_loopback
 from elastic_trainer.settings import WorkerEnvironment, validated
 
 ENVIRONMENT = "env://"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,14 @@ class RoundPlace:
     store: StoreAddress | None = None
     reason: str = ""
     """Why this round was formed, for people."""
+    address: str = ""
+    """The address that this node's agent announces; empty without an agent."""
 
-    @property
-    def one_host(self) -> bool:
-        loopback = self.store is not None and self.store.host in _LOOPBACK
-        return self.local_world_size == self.world_size or loopback
+    def gloo_addresses(self) -> tuple[str, ...]:
+        """This host's addresses for gloo in this round."""
+        if self.store is None or self.local_world_size == self.world_size:
+            return gloo.ONE_HOST
+        return gloo.addresses(self.address, self.store.host, self.store.port)
 
 
 def self_started(
@@ -74,7 +78,7 @@ def self_started(
             f"init_method is {method!r}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             hint="give rank and world_size" + (", or set RANK and WORLD_SIZE" if method == ENVIRONMENT else ""),
         )
-    if place.get("master_addr") in _LOOPBACK and not {"local_rank", "local_world_size"} & place.keys():
+    if is_loopback(place.get("master_addr") or "") and not {"local_rank", "local_world_size"} & place.keys():
         place["local_rank"], place["local_world_size"] = place["rank"], place["world_size"]
     completed = validated(WorkerEnvironment, place, "Session")
     if completed.rank >= completed.world_size:
@@ -113,6 +117,7 @@ def place_in(environment: WorkerEnvironment) -> RoundPlace:
         local_world_size=environment.local_world_size,
         store=_store_in(environment) if environment.launched else None,
         reason=environment.round_reason,
+        address=environment.address,
     )
 
 

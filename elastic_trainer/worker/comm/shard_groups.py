@@ -9,6 +9,7 @@ hold the same shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -53,9 +54,12 @@ class ShardGroups:
 
 
 def form_shard_groups(
-    layout: ShardLayout, store: Any, control: Control, patience: FormTimeouts, *, nccl: bool
+    layout: ShardLayout, store: Any, control: Control, patience: FormTimeouts, at: Sequence[str], *, nccl: bool
 ) -> ShardGroups:
-    """Form the groups of all ranks of ``control`` through ``store``, in the same order on each."""
+    """Form the groups of all ranks of ``control`` through ``store``, in the same order on each.
+
+    ``at``: this host's addresses for gloo.
+    """
     _check_alike(layout, control)
     forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
     size, place, works = layout.size, layout.place, control.works
@@ -65,7 +69,7 @@ def form_shard_groups(
     def made(name: str, rank: int, members: int) -> Any:
         if members == 1:
             return None
-        group = real_group(PrefixStore(name, store), rank, members, forming, nccl=nccl)
+        group = real_group(PrefixStore(name, store), rank, members, forming, at, nccl=nccl)
         group._get_backend(torch.device("cpu"))._set_default_timeout(working)
         published.append(f"{name}/0/{rank}")
         if nccl:

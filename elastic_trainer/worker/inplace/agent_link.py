@@ -136,6 +136,7 @@ class ChannelLink:
             local_world_size=self._environment.local_world_size,
             store=StoreAddress(host.strip("[]"), int(port), serve=False, prefix=formation.nonce),
             reason=formation.reason,
+            address=self._environment.address,
         )
 
     def failed(self, number: int, error: str, *, forming: bool = False, given_up: bool = False) -> None:

@@ -116,7 +116,8 @@ class ShardedReplica(Replica):
         groups = group.shards
         if groups is None:
             nccl = self._placement.backend == NCCL and not group.control.alone
-            groups = form_shard_groups(self._layout, group.fresh, group.control, self._patience, nccl=nccl)
+            at = group.formation.gloo_addresses()
+            groups = form_shard_groups(self._layout, group.fresh, group.control, self._patience, at, nccl=nccl)
         limit = timedelta(seconds=self._patience.working_s)
         if not self._layout.spans_nodes:
             groups = replace(groups, peers=on_this_node(groups.peers, limit))

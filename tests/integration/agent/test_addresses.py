@@ -13,10 +13,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, own_address
+from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort
 from elastic_trainer.ipc.listening import listen, store_at
 from elastic_trainer.membership.agent_port import refuses
-from elastic_trainer.settings import Endpoint
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
@@ -143,12 +142,6 @@ def test_ports_of_both_address_families(family: str) -> None:
     with closing(LivenessPort(family, lambda question: None)) as alive, closing(ReservedPort(family)) as reserved:
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)
         assert refuses(family, reserved.port, timeout_s=LIMIT_S)
-
-
-def test_own_address_is_the_one_that_reaches_the_store() -> None:
-    """Towards the loopback it is the loopback; where no route is known the host name must do."""
-    assert own_address(Endpoint(host=LOCAL, port=2379)) == LOCAL
-    assert own_address(Endpoint(host="no-such-host.invalid", port=2379)) == socket.gethostname()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from datetime import timedelta
 from threading import Barrier
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from elastic_trainer.settings import prefer_loopback
+from elastic_trainer.ipc import gloo
 from elastic_trainer.worker.comm.control import Control
 
 T = TypeVar("T")
@@ -27,11 +26,10 @@ def run_ranks(
     """
     if world == 1:
         return [body(Control())]
-    prefer_loopback()
     store, formed = HashStore(), Barrier(world, timeout=timeout_s)
 
     def one(rank: int) -> T:
-        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=forming_s or timeout_s))
+        group = gloo.group(store, rank, world, timedelta(seconds=forming_s or timeout_s), gloo.ONE_HOST)
         formed.wait()  # a body that waits for nobody would close its group while others still connect to it
         control = Control(group, rank, world)
         if forming_s is not None:

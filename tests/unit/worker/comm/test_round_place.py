@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.ipc import gloo
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress, place_in, self_started
 
@@ -33,16 +34,26 @@ def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
     """The agent's store is used where torchrun has one; otherwise rank 0 serves."""
     formation = place(TORCHRUN)
     assert formation == RoundPlace(5, 3, 4, 1, 2, StoreAddress("node7", 29500, serve=False))
-    assert not formation.one_host
     own = place({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert own.store is not None
     assert own.store.serve
 
 
 def test_ranks_of_one_machine_are_known_as_such() -> None:
-    """Then gloo may use the loopback interface."""
-    assert place({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).one_host
-    assert place({**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}).one_host
+    """Then gloo uses the loopback: they all hold it, or have met at it."""
+    assert place({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).gloo_addresses() == gloo.ONE_HOST
+    assert place({**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}).gloo_addresses() == gloo.ONE_HOST
+
+
+def test_ranks_of_several_machines_use_the_address_that_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the node's agent announces, if this machine has it; without an agent, the one that leads to the
+    store."""
+    monkeypatch.setattr(gloo, "own_address", lambda host, port: f"towards {host}:{port}")
+    monkeypatch.setattr(gloo, "bindable", lambda address: address if address == "192.168.7.2" else None)
+    announced = {**TORCHRUN, "ELASTIC_TRAINER_ADDRESS": "192.168.7.2"}
+    assert place(announced).gloo_addresses() == ("192.168.7.2",)
+    assert place({**announced, "ELASTIC_TRAINER_ADDRESS": "100.64.0.1"}).gloo_addresses() == ("towards node7:29500",)
+    assert place(TORCHRUN).gloo_addresses() == ("towards node7:29500",)
 
 
 @pytest.mark.parametrize(

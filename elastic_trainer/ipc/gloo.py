@@ -1,0 +1,119 @@
+"""The address that each gloo group uses: the one door to torch's private gloo devices.
+
+torch gives all groups of a process the address of this host's name, or the interfaces of ``GLOO_SOCKET_IFNAME``. Here a
+group gets its own: the loopback if all its ranks are on this host, else the address by which others reach it. A round
+may have one host and the next one several. A variable that the user has set wins.
+
+torch forms groups too: the default group ignores ``pg_options``, and the script's ``new_group`` and
+``init_device_mesh`` have none. So :func:`lead` replaces the constructor by one that adds the device.
+
+*Runs in* the process that forms the group. *Owns* ``ProcessGroupGloo.__init__`` from the first :func:`lead` on.
+*Fails by* nothing: without these parts of torch, or with an address that gloo refuses, torch's own choice applies, and
+one log line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer import settings
+from elastic_trainer.ipc.own_address import bindable, is_loopback, own_address
+from elastic_trainer.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+ONE_HOST = ("127.0.0.1", "::1")
+"""The addresses of a group whose ranks are all on this host; the first that there is."""
+_TORCHS_TIMEOUT = timedelta(minutes=30)
+_THREADS = 2
+"""As torch takes for one device."""
+
+
+def addresses(announced: str, host: str, port: int) -> tuple[str, ...]:
+    """This host's addresses for a group whose ranks meet at a store at ``host``: the first that gloo accepts counts.
+
+    ``announced``: the one that the node's agent announces; empty without an agent.
+    """
+    if is_loopback(host):
+        return ONE_HOST
+    # An announced address may be a translated one (NAT), or a name that /etc/hosts maps to the loopback.
+    return ((bindable(announced) if announced else None) or own_address(host, port),)
+
+
+def group(store: Store, rank: int, size: int, timeout: timedelta, at: Sequence[str]) -> ProcessGroupGloo:
+    """A gloo group that uses the first of the addresses ``at``."""
+    import torch.distributed as dist
+
+    make: Callable[..., ProcessGroupGloo] = dist.ProcessGroupGloo
+    return make(store, rank, size, _options(timeout, at))
+
+
+def lead(at: Sequence[str]) -> None:
+    """From now on, groups that torch forms in this process use the first of the addresses ``at``."""
+    _led.addresses = tuple(at)
+    _led.begin()
+
+
+class _Led:
+    """The groups that torch forms."""
+
+    def __init__(self) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self._torchs: Callable[..., None] | None = None
+
+    def begin(self) -> None:
+        import torch.distributed as dist
+
+        if self._torchs is not None:
+            return
+        torchs = self._torchs = dist.ProcessGroupGloo.__init__
+
+        def construct(made: ProcessGroupGloo, store: Store, rank: int, size: int, *more: Any, **named: Any) -> None:
+            timeout = more[0] if more else named.get("timeout", _TORCHS_TIMEOUT)
+            if "options" not in named and isinstance(timeout, timedelta):
+                more, named = (_options(timeout, self.addresses),), {}
+            torchs(made, store, rank, size, *more, **named)
+
+        dist.ProcessGroupGloo.__init__ = construct  # type: ignore[method-assign, assignment]
+
+
+_led = _Led()
+
+
+def _options(timeout: timedelta, at: Sequence[str]) -> Any:
+    """The last argument of gloo's constructor: options with a device, or ``timeout`` where torch is to choose it."""
+    import torch.distributed as dist
+
+    if settings.gloo_interfaces() or not at:
+        return timeout
+    private: Any = dist.ProcessGroupGloo
+    refused = ""
+    for address in at:
+        try:
+            options = private._Options()
+            options._devices = [private.create_device(hostname=address)]
+            options._timeout, options._threads = timeout, _THREADS
+        except (AttributeError, TypeError) as error:
+            refused = f"this torch has no devices for groups: {error}"
+            break
+        except RuntimeError as error:
+            refused = str(error).partition("\n")[0]
+        else:
+            return options
+    _tell(", ".join(at), refused)
+    return timeout
+
+
+@cache
+def _tell(at: str, refused: str) -> None:
+    """Once for each address and reason."""
+    logger().warning(
+        "gloo.not_placed",
+        address=at,
+        reason=refused,
+        hint="gloo uses the address of this host's name; GLOO_SOCKET_IFNAME names an interface",
+    )
