@@ -1,5 +1,7 @@
 """Connects to the ports of agents: a kernel that refuses the connection proves its agent dead.
 
+Unless the agent announces a loopback address, which leads each machine to itself.
+
 *Runs in* the caller's thread (``refuses``) and short-lived ones, which ``start_probes`` starts.
 *Fails by* nothing: a node that cannot be probed is not proven dead.
 """
@@ -10,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 
+from elastic_trainer.ipc.own_address import refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.effects import Probed
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
@@ -27,20 +30,21 @@ def refuses(host: str, port: int, timeout_s: float) -> bool:
         return False
 
 
-def start_probes(nodes: Iterable[NodeView], answered: Callable[[Probed], None]) -> None:
-    """Probe each of ``nodes`` in its own thread, which calls ``answered``."""
+def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:
+    """Probe each of ``nodes`` in its own thread, which calls ``answered``. ``own``: the address of this node."""
     for node in nodes:
         try:
-            threading.Thread(target=_probe, args=(node, answered), name=f"probe-{node.id}", daemon=True).start()
+            threading.Thread(target=_probe, args=(node, own, answered), name=f"probe-{node.id}", daemon=True).start()
         except RuntimeError:  # the limit of processes is reached
             answered(Probed(node.id, node.mod_revision, dead=False))
 
 
-def _probe(node: NodeView, answered: Callable[[Probed], None]) -> None:
+def _probe(node: NodeView, own: str, answered: Callable[[Probed], None]) -> None:
     dead = False
     try:
-        dead = refuses(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
+        address = node.record.address
+        dead = refusal_proves(own, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
         if dead:
-            logger().warning("node.found_dead", node=node.id, address=node.record.address)
+            logger().warning("node.found_dead", node=node.id, address=address)
     finally:
         answered(Probed(node.id, node.mod_revision, dead))

@@ -158,7 +158,8 @@ class NodeRecord(Document):
     store_port: int = Field(ge=0, le=65535)
     """Port of rank 0's store if this node becomes the first: reserved anew for each life."""
     probe_port: int = Field(ge=0, le=65535)
-    """Port on which the agent listens: a refused connection proves that the agent is dead."""
+    """Port on which the agent listens: a refused connection proves that the agent is dead, unless ``address`` is a
+    loopback one and this node is on another machine."""
     place: int | None = Field(default=None, ge=0)
     """In place, with shard groups of several nodes: the place in a group whose shards its workers hold."""
     state: NodeState = NodeState.WARMING

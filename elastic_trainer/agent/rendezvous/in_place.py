@@ -201,7 +201,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 record_writer,
                 partial(_report, member, progress),
                 member.create_revision,
-                Reachability(partial(records_of, self._store, self._keys)),
+                Reachability(partial(records_of, self._store, self._keys), own=self._address),
                 health.hung,
                 health.pages.committed,
                 health.busy,

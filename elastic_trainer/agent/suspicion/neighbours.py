@@ -16,6 +16,7 @@ from elastic_trainer.agent.suspicion.asking import Address, Asker
 from elastic_trainer.agent.workers import suspicion_rules
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import Ghost, RoundDocument
 from elastic_trainer.telemetry.logs import logger
@@ -69,11 +70,13 @@ class Peers:
         self._dead &= set(but)
 
     def _meet(self, document: RoundDocument) -> None:
-        """Look up the neighbours' addresses."""
+        """Look up the neighbours' addresses. One that announces a loopback address, unlike this node, stays unknown."""
         self.forget()
         names = suspicion_rules.neighbours(document, self._node)
         keys = self._read((*names, self._node))
-        found = {name: _address(each.record.address, each.record.probe_port) for name, each in keys.items()}
+        own = keys[self._node].record.address if self._node in keys else LOOPBACK
+        known = {name: each.record for name, each in keys.items() if refusal_proves(own, each.record.address)}
+        found = {name: _address(each.address, each.probe_port) for name, each in known.items()}
         self._around = {name: address for name, address in found.items() if address is not None}
         if self._around:
             self._number = document.number

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.store.api import Store
@@ -40,10 +41,13 @@ def reaches(host: str, port: int) -> bool:
 
 
 class Reachability:
-    """Connects to the agents' ports. ``records()`` returns the records of all nodes, by name."""
+    """Connects to the agents' ports. ``records()`` returns the records of all nodes, by name; ``own`` is the address
+    that this node announces."""
 
-    def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:
-        self._records, self._try_one = records, try_one
+    def __init__(
+        self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches, own: str = LOOPBACK
+    ) -> None:
+        self._records, self._try_one, self._own = records, try_one, own
 
     def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
         """The nodes of ``nodes`` that have a key but cannot be reached from here; None if that is unknown."""
@@ -57,7 +61,9 @@ class Reachability:
 
         def is_there(asked_for: tuple[str, NodeRecord]) -> bool:
             record = asked_for[1]
-            return limit.expired or self._try_one(record.address, record.probe_port)
+            if limit.expired:
+                return True
+            return refusal_proves(self._own, record.address) and self._try_one(record.address, record.probe_port)
 
         try:
             with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="contact") as pool:
