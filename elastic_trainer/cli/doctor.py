@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.agent.rendezvous.addresses import default_node_id, own_address
+from elastic_trainer.agent.rendezvous.addresses import default_node_id
 from elastic_trainer.cli.options import at_least, console, key_values, seconds
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.ipc.own_address import own_address
 from elastic_trainer.model import checked_name
 from elastic_trainer.preflight.consultation import Case, consult
 from elastic_trainer.preflight.examination import Examination, Subject
 from elastic_trainer.preflight.finding import bad
 from elastic_trainer.preflight.limits import GIB, FitLimits
-from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
+from elastic_trainer.settings import DEFAULT_ENDPOINT, RendezvousOptions, parse_endpoints, rendezvous_options
 from elastic_trainer.telemetry import logs
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red", "skipped": "dim"}
@@ -94,10 +94,9 @@ def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subje
     needed = options.preflight_min_disk if arguments.min_disk is None else arguments.min_disk
     if not (math.isfinite(needed) and needed >= 0):
         raise ConfigError(f"--min-disk {needed} is not a number of GiB", hint="give for example 50")
-    endpoint = arguments.endpoint
-    found = own_address(parse_endpoints(endpoint)[0]) if endpoint is not None else socket.gethostname()
+    etcd = parse_endpoints(arguments.endpoint or DEFAULT_ENDPOINT)[0]
     return Subject(
-        address=options.interface or found,
+        address=options.interface or own_address(etcd.host, etcd.port),
         directory=arguments.checkpoint_dir or options.preflight_dir,
         workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
         compute=options.preflight_compute if arguments.compute is None else arguments.compute,

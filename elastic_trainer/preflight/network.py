@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.listening import listen
+from elastic_trainer.ipc.own_address import is_loopback, leads_here
 from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.settings import gloo_interfaces
 
 CONNECT_S = 2.0
 AT_ONCE = 32
@@ -50,13 +51,24 @@ def listening(address: str) -> Finding:
 
 
 def host_name(host: str, address: str) -> Finding:
-    """Whether the host's name resolves to an address that others can use; gloo and NCCL publish it."""
-    hint = "correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    """Whether others can use the ``address`` that this node announces, and the address of its own name.
+
+    torch's gloo publishes the latter for groups that a script forms without a session.
+    """
+    hint = "correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME"
+    if leads_here(address):
+        text = f"this node would announce {address}, which leads every other machine to itself"
+        return Finding(
+            "name", Status.WARN, text, hint="give --local-addr or --rdzv-conf interface, unless all nodes are here"
+        )
+    if chosen := gloo_interfaces():
+        return Finding("name", Status.OK, f"gloo uses {chosen}")
     found = _resolved(host)
     if found is None:
         return Finding("name", Status.WARN, f"the name {host!r} of this host has no address", hint=hint)
-    if _is_loopback(found) and not _is_loopback(_resolved(address) or address):
-        return Finding("name", Status.WARN, f"{host!r} resolves to {found}, which others cannot use", hint=hint)
+    if is_loopback(found):
+        text = f"{host!r} resolves to {found}: gloo groups that a script forms without a Session fail across machines"
+        return Finding("name", Status.WARN, text, hint=hint)
     return Finding("name", Status.OK, f"{host} is {found}")
 
 
@@ -65,13 +77,6 @@ def _resolved(host: str) -> str | None:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Finding:

@@ -198,11 +198,25 @@ def test_a_node_can_be_reached_at_its_own_address_only() -> None:
     assert "does not resolve" in unknown.text
 
 
-def test_a_host_name_that_others_cannot_use_is_a_warning() -> None:
-    """The loopback under the host's own name is what many distributions set up; on one machine it does no harm."""
-    assert host_name("localhost", "192.0.2.1").status is Status.WARN
-    assert host_name("localhost", "127.0.0.1").status is Status.OK
-    assert host_name("no-such-host.invalid", "127.0.0.1").status is Status.WARN
+def test_a_host_name_that_others_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback under the host's own name is what many distributions set up."""
+    found = host_name("localhost", "192.0.2.1")
+    assert found.status is Status.WARN
+    assert "'localhost' resolves to " in found.text
+    assert "GLOO_SOCKET_IFNAME" in found.hint
+    assert host_name("no-such-host.invalid", "192.0.2.1").status is Status.WARN
+    assert host_name("192.0.2.1", "192.0.2.1").status is Status.OK
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert host_name("localhost", "192.0.2.1").status is Status.OK
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_an_address_that_leads_every_machine_to_itself_is_a_warning(address: str) -> None:
+    """The finding says what to do."""
+    found = host_name(socket.gethostname(), address)
+    assert found.status is Status.WARN
+    assert f"announce {address}" in found.text
+    assert "--local-addr" in found.hint
 
 
 def test_other_nodes_are_asked() -> None:
