@@ -37,9 +37,10 @@ from elastic_trainer.worker.report.ledger import PROC
 
 PROGRAMS = ("ip", "nsenter")
 BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"
-ABOVE, BELOW, IPV6 = "192.168.0.1/16", "10.213.0.1/16", "fd99::1/64"
-"""Addresses of a hub. Of two peers of gloo the one with the greater address connects: 127.0.0.1 lies between these."""
+ABOVE, BELOW, IPV6 = HUBS = "192.168.0.1/16", "10.213.0.1/16", "fd99::1/64"
+"""The hub's addresses. Of two peers of gloo the one with the greater address connects: 127.0.0.1 lies between these."""
 _CLONE_NEWNET = 0x40000000
+_NETWORK = "/proc/thread-self/ns/net"
 _NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
 """Hardware addresses that no cable has: an unused one, and the bridge's."""
 _CLOSED_PORT = 9
@@ -61,7 +62,7 @@ class OwnName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """How the hosts of a segment are connected. ``hubs``: addresses of the hub, one for each network on the bridge."""
+    """How a host is connected. ``hubs``: the hub's addresses that it reaches, and has addresses beside."""
 
     hubs: tuple[str, ...] = (ABOVE,)
     own_name: OwnName = OwnName.ADDRESS
@@ -96,6 +97,18 @@ class Host:
         """The words that start a command on it. The command's parent is the ``nsenter`` that waits for it."""
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--pid"]
 
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """In the body this thread is in the host's network; sockets that it opens stay there."""
+        here, there = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in (_NETWORK, f"/proc/{self.pid}/ns/net"))
+        try:
+            _call("setns", there, _CLONE_NEWNET)
+            yield
+        finally:
+            _call("setns", here, _CLONE_NEWNET)
+            os.close(here)
+            os.close(there)
+
     def close(self) -> None:
         """Kill all that runs on it, at once, as a power failure does; its cable goes too."""
         self._holder.kill()
@@ -120,12 +133,15 @@ def lacks() -> str | None:
 class Segment:
     """One network segment. A context manager: in its body this thread, and what it starts, is at the hub.
 
+    Threads that were started before stay where they were, those of libraries too: a process enters one segment, early.
+
     ``shared``: directories below /tmp or /dev/shm that all hosts see, as on a shared disk; the interpreter, the working
     directory and this package always are.
     """
 
-    def __init__(self, network: HostNetwork | None = None, shared: Sequence[Path] = ()) -> None:
-        self.network = network if network is not None else HostNetwork()
+    def __init__(self, shared: Sequence[Path] = ()) -> None:
+        self.network = HostNetwork()
+        """Of the hosts that are attached next."""
         self._shared = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], *shared]
         self._stack = ExitStack()
         self._hosts: dict[str, Host] = {}
@@ -139,7 +155,7 @@ class Segment:
             # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
             # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
             _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
-            for each in self.network.hubs:
+            for each in HUBS:
                 _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
             _ip("link", "set", BRIDGE, "up")
             token = _CURRENT.set(self)
@@ -154,7 +170,7 @@ class Segment:
 
     def _leave_home(self) -> None:
         """Move this thread, and all that it will start, to an empty network; ``__exit__`` moves it back."""
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        home = os.open(_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
         self._stack.callback(os.close, home)
         _call("unshare", _CLONE_NEWNET)
         self._stack.callback(_call, "setns", home, _CLONE_NEWNET)
@@ -163,7 +179,7 @@ class Segment:
     @contextmanager
     def left(self) -> Iterator[None]:
         """In the body this thread, and what it starts, is in the original network."""
-        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        here = os.open(_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
         token = _CURRENT.set(None)
         try:
             _call("setns", self._home, _CLONE_NEWNET)
@@ -173,9 +189,18 @@ class Segment:
             _call("setns", here, _CLONE_NEWNET)
             os.close(here)
 
+    @contextmanager
+    def using(self, network: HostNetwork) -> Iterator[None]:
+        """In the body hosts are connected by ``network``."""
+        before, self.network = self.network, network
+        try:
+            yield
+        finally:
+            self.network = before
+
     @property
     def hub(self) -> str:
-        """The address at which hosts reach servers of this process: its first one."""
+        """The address at which the next hosts reach servers of this process."""
         return str(ip_interface(self.network.hubs[0]).ip)
 
     # ---- hosts

@@ -113,16 +113,17 @@ def test_hosts_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     ],
     ids=["below", "ipv6", "debian", "unnamed"],
 )
-def test_a_network_is_made_as_it_was_asked_for(network: HostNetwork, own: list[str], tmp_path: Path) -> None:
+def test_a_network_is_made_as_it_was_asked_for(
+    segment: Segment, network: HostNetwork, own: list[str], tmp_path: Path
+) -> None:
     """The hub reaches each host at each of its addresses."""
-    if (lacking := lacks()) is not None:
-        missing(f"hosts of their own need {lacking}")
-    with Segment(network) as segment:
+    with segment.using(network):
         host = segment.attach("a")
-        assert json.loads(ran(host, tmp_path / "said"))["own"] == own
-        for address in host.addresses:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((address, 9), 10.0)
+    assert json.loads(ran(host, tmp_path / "said"))["own"] == own
+    assert len(host.addresses) == len(network.hubs)
+    for address in host.addresses:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, 9), 10.0)
 
 
 def test_a_host_that_cannot_be_made_says_why(segment: Segment) -> None:
