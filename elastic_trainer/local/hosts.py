@@ -180,12 +180,11 @@ class Segment:
     def left(self) -> Iterator[None]:
         """In the body this thread, and what it starts, is in the original network."""
         here = os.open(_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
-        token = _CURRENT.set(None)
         try:
             _call("setns", self._home, _CLONE_NEWNET)
-            yield
+            with one_host():
+                yield
         finally:
-            _CURRENT.reset(token)
             _call("setns", here, _CLONE_NEWNET)
             os.close(here)
 
@@ -289,6 +288,16 @@ _CURRENT: ContextVar[Segment | None] = ContextVar("segment", default=None)
 def current() -> Segment | None:
     """The segment whose hub this thread is at; None on the machine's own network."""
     return _CURRENT.get()
+
+
+@contextmanager
+def one_host() -> Iterator[None]:
+    """In the body nodes that this thread starts share this process's host, and its loopback, as they do elsewhere."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def reachable() -> str:

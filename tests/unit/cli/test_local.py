@@ -111,3 +111,13 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
 
 def test_threads_share_the_cores() -> None:
     assert [threads_per_worker(8, workers) for workers in (1, 3, 8, 100)] == [8, 2, 1, 1]
+
+
+def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before anything is started or written."""
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    (tmp_path / "train.py").touch()
+    arguments = parsed("--nodes=2", "--hosts", f"--run-dir={tmp_path}/run", "--", str(tmp_path / "train.py"))
+    with pytest.raises(ConfigError, match="hosts of their own for the nodes need root"):
+        local.run(arguments)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,16 @@
+"""Benchmarks run as ``python -m tests.bench`` runs them, beside peers that know one loopback alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_trainer.local.hosts import one_host
+
+
+@pytest.fixture(autouse=True)
+def loopback() -> Iterator[None]:
+    """All nodes on this process's host."""
+    with one_host():
+        yield
