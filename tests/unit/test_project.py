@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from elastic_trainer import variables
 from tests.support.requirements import needs
 
 ROOT = Path(__file__).parents[2]
@@ -339,3 +340,66 @@ def test_no_hook_is_assigned_from_outside() -> None:
     bad = "class A:\n def f(self):\n" + "".join(f"  {line}\n" for line in body)
     assert list(hooks(ast.parse(bad))) == [3, 4]
     assert {name: lines for name, tree in TREES.items() if (lines := list(hooks(tree)))} == {}
+
+
+# ---- the environment
+
+_WRITING = ("update", "setdefault", "pop", "popitem", "clear")
+
+
+def _written(tree: ast.AST) -> Iterator[str]:
+    """The variables that a module writes to its own environment; "all" where no name stands there."""
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            if called in (*(f"os.environ.{each}" for each in _WRITING), "os.putenv", "os.unsetenv"):
+                named = called not in ("os.environ.update", "os.environ.clear", "os.environ.popitem")
+                yield _variable(node.args[0]) if named else "all"
+        for target in targets:
+            if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "os.environ":
+                yield _variable(target.slice)
+            elif ast.unparse(target).startswith("os.environ"):
+                yield "all"
+
+
+def _variable(name: ast.expr) -> str:
+    """The variable that the expression stands for."""
+    if isinstance(name, ast.Constant):
+        return str(name.value)
+    return str(getattr(variables, ast.unparse(name), "all"))
+
+
+def test_the_environment_is_written_only_where_the_decision_says_so() -> None:
+    """Each write has its line with a reason, and each line its write."""
+    rows = re.findall(r"^\| `(\S+\.py)` \| (.+?) \|", text("deploy/decisions/environment.md"), re.MULTILINE)
+    said = {(file, name) for file, names in rows for name in re.findall(r"[A-Z_]{3,}|all", names)}
+    found = {
+        (str(path.relative_to(ROOT / "elastic_trainer")), name)
+        for path in (ROOT / "elastic_trainer").rglob("*.py")
+        for name in _written(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == said
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("os.environ['A'] = '1'", ["A"]),
+        ("os.environ[ENV_NODE] = '1'", ["ELASTIC_TRAINER_NODE"]),
+        ("os.environ.setdefault('A', '1')", ["A"]),
+        ("del os.environ['A']", ["A"]),
+        ("os.environ |= {'A': '1'}", ["all"]),
+        ("os.environ.update(A='1')", ["all"]),
+        ("os.environ.pop('A', None)", ["A"]),
+        ("os.putenv('A', '1')", ["A"]),
+        ("print(os.environ['A'], os.environ.get('B'))", []),
+    ],
+)
+def test_each_way_to_write_the_environment_is_seen(code: str, expected: list[str]) -> None:
+    """Reading is none."""
+    assert list(_written(ast.parse(code))) == expected
