@@ -75,7 +75,8 @@ class Ready(Message):
 class Failed(Message):
     """A collective of round ``number`` failed here.
 
-    ``forming``: while its groups formed. ``given_up``: none failed, but this rank gives the step up.
+    ``forming``: while its groups formed; ``tried``: at which address a peer was not reached, if known. ``given_up``:
+    none failed, but this rank gives the step up.
     """
 
     kind: Literal["failed"] = "failed"
@@ -83,6 +84,7 @@ class Failed(Message):
     error: str
     forming: bool = False
     given_up: bool = False
+    tried: str = ""
 
 
 class Progress(Message):

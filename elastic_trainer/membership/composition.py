@@ -23,8 +23,11 @@ def broken(
     cause: Cause | None = None,
     suspects: tuple[Ghost, ...] = (),
     lost: tuple[str, ...] = (),
+    unformed: bool = False,
 ) -> RoundDocument:
     """The round document after a failure; ``suspects`` are excluded until they write their keys.
+
+    ``unformed``: ranks did not reach each other when its groups were to be formed.
 
     A planned change that was in progress counts as made, since some ranks may have switched already: the broken round
     is the one that it leads to.
@@ -37,6 +40,7 @@ def broken(
         "next": None,
         "ghosts": (*ghosts, *suspects),
         "worker_failed": worker_failed,
+        "unformed": base.unformed + 1 if unformed else 0,
         "cause": cause,
         "lost": lost or tuple(ghost.node for ghost in suspects),
     }
@@ -80,6 +84,7 @@ def compose(
         last_step=budget.step,
         failures=budget.failures,
         stalled=budget.stalled,
+        unformed=view.round.unformed if view.round is not None and view.round.state is RoundState.BROKEN else 0,
         culprits=budget.culprits,
         left_out=left_out,
         cause=cause,

@@ -262,6 +262,8 @@ class RoundDocument(Document):
     """In restart mode: the nodes whose own workers failed."""
     stalled: int = 0
     """Consecutive rounds that ended without a committed step."""
+    unformed: int = 0
+    """In place: consecutive rounds whose groups could not be formed, since ranks did not reach each other."""
     ghosts: tuple[Ghost, ...] = ()
     left_out: str | None = None
     """The node that was not made a member because the others could not reach it."""

@@ -357,7 +357,7 @@ class Member:
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
-            start_probes(effect.nodes, self.record().address, self._probed)
+            start_probes(effect.nodes, self._presence.address, self._probed)
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:

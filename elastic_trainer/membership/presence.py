@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.ipc.own_address import refusal_proves
+from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.agent_port import refuses
 from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
@@ -40,6 +40,11 @@ class Presence:
     def ttl_s(self) -> float:
         """How long the key outlives the last keepalive of its owner."""
         return self._session.ttl_s
+
+    @property
+    def address(self) -> str:
+        """The one that this node announces."""
+        return self.key.record.address if self.key.record is not None else LOOPBACK
 
     @contextmanager
     def writing(self, record: NodeRecord) -> Iterator[Put]:
@@ -106,7 +111,7 @@ class Presence:
             limit = Deadline.after(request.limit_s, self._clock)
             return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
         if isinstance(request, ProbePort):
-            proves = self.key.record is None or refusal_proves(self.key.record.address, request.host)
+            proves = refusal_proves(self.address, request.host)
             return proves and refuses(request.host, request.port, PROBE_LIMIT_S)
         if isinstance(request, Renew):
             self._session.renew(Deadline.after(request.limit_s, self._clock))

@@ -1,17 +1,21 @@
 """Which node the next round excludes when some of its members cannot reach each other. Pure.
 
 Two nodes that cannot reach each other may both reach the store and all other nodes, so no lease ends and no agent is
-found dead; yet no round with both of them can ever form.
+found dead; yet no round with both of them can ever form. The others train on without one of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import NodeRecord
 
 FAILED_ROUNDS = 2
 """Consecutive rounds without a committed step after which the report of one side alone is enough."""
+UNFORMED_ROUNDS = 4
+"""Consecutive rounds that could not be formed after which the last to come is left out, though nobody names it."""
 
 
 def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None:
@@ -25,6 +29,34 @@ def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None
     named = Counter(name for node, name in _named(ready) if stalled >= FAILED_ROUNDS or (name, node) in _named(ready))
     most = max(named.values(), default=0)
     return next((node for node in reversed(ready) if most and named[node.id] == most), None)
+
+
+HINT = "check both with 'elastic-trainer doctor --peers'"
+
+
+def last_to_come(ready: list[NodeView], unformed: int, least: int) -> NodeView | None:
+    """The last of ``ready`` if round after round could not be formed and no node is named; else None.
+
+    The network may let the agents through and not the workers. The round without it shows whether it was the cause.
+    """
+    return ready[-1] if len(ready) > least and unformed >= UNFORMED_ROUNDS else None
+
+
+def blamed(tried: str, others: Mapping[str, NodeRecord]) -> str | None:
+    """The one of ``others`` that a worker did not reach at the address ``tried``; None if that is not known.
+
+    Who announces that address alone, or the only one that there is.
+    """
+    found = [name for name, record in others.items() if record.address == tried] or list(others)
+    return found[0] if len(found) == 1 else None
+
+
+def cannot_reach(node: str, other: str, announced: str, tried: str, why: str) -> str:
+    """The sentence for people; ``tried``: where ``node`` looked for ``other``, if known."""
+    at = f"{announced}, which {other} announces"
+    if tried not in ("", announced):
+        at = f"{tried}, which its worker published, while its agent announces {announced}"
+    return f"node {node} cannot reach node {other} at {at} ({why}); {HINT}"
 
 
 def apart(ready: list[NodeView]) -> tuple[str, str] | None:

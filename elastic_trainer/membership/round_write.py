@@ -94,13 +94,14 @@ def _opened(author: Author, document: RoundDocument, wall: float) -> Incident:
 
 @dataclass(frozen=True, slots=True)
 class RoundFailure:
-    """Why a node breaks round ``number``. Nobody waits for ``suspects``."""
+    """Why a node breaks round ``number``. Nobody waits for ``suspects``; ``unformed``: its groups were not formed."""
 
     number: int
     reason: str
     worker_failed: bool = False
     cause: Cause | None = None
     suspects: tuple[Ghost, ...] = field(default=())
+    unformed: bool = False
 
 
 def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limits) -> RoundDocument | None:
@@ -115,6 +116,7 @@ def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limit
         worker_failed=failure.worker_failed,
         cause=failure.cause,
         suspects=failure.suspects,
+        unformed=failure.unformed,
     )
 
 

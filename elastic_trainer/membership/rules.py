@@ -7,7 +7,7 @@ on the round document commits its result.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastic_trainer.membership.cluster_view import (
@@ -25,7 +25,7 @@ from elastic_trainer.membership.cluster_view import (
 from elastic_trainer.membership.composition import broken, compose
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.failure_budget import FailureBudget, count, count_lives
-from elastic_trainer.membership.reachability import apart, left_out
+from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out
 from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
 from elastic_trainer.model import Cause, RecoveryMode
 
@@ -312,16 +312,17 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     failed_again = not restarts or tally.failures > current.failures
     verdict = tally.verdict(view.limits) if failed_again else ""
     suspect = _suspect(view, tally, ready) if restarts and verdict else None
-    if verdict and suspect is None:
-        return _failed(current, f"{verdict}: {reason}")
-    absent = suspect or left_out(ready, tally.stalled, view.limits.min_nodes)
+    absent, why = _absent(view, current, ready, tally) if suspect is None else (suspect, f"{_ALONE}: {verdict}")
     others = [node for node in ready if node is not absent]
-    if absent is not None and (restarts or _without_haste(view, current, others)):
-        ready = others
-        why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
-        reason = f"node {absent.id} is excluded, {why}: {reason}"
-    else:
+    if absent is not None and not restarts and not _without_haste(view, current, others):
         absent = None
+    if verdict and suspect is None:
+        if absent is None or tally.failures >= view.limits.failure_limit:
+            return _failed(current, f"{verdict}: {reason}")
+        tally = replace(tally, stalled=0)  # the others may train: the count begins anew with them
+    if absent is not None:
+        ready = others
+        reason = f"node {absent.id} is excluded, {why}: {reason}"
     ready = _fitting(view, ready if restarts else _without_haste(view, current, ready))
     if not ready:
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
@@ -339,6 +340,19 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         cause=cause,
     )
     return Decision(Action.FORM, reason, document)
+
+
+_ALONE = "whose workers alone failed"
+
+
+def _absent(
+    view: ClusterView, current: RoundDocument, ready: list[NodeView], tally: FailureBudget
+) -> tuple[NodeView | None, str]:
+    """The node to leave out because members do not reach each other, and why in words."""
+    least = view.limits.min_nodes
+    if (named := left_out(ready, tally.stalled, least)) is not None:
+        return named, f"which others cannot reach ({HINT})"
+    return last_to_come(ready, current.unformed, least), f"the last to come, as {current.unformed} rounds did not form"
 
 
 def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:

@@ -128,7 +128,8 @@ class InPlace(Agent):
         if current is not None and on and current.state in (State.ACTIVE, State.DRAINING):
             self._acknowledged = max(self._acknowledged, current.last_number + 1)
             reason = f"node {self.name} lost contact with a peer"
-            self._break_round(RoundFailure(current.last_number, reason, False, Cause.CONTACT_LOST), "", planned=False)
+            failure = RoundFailure(current.last_number, reason, False, Cause.CONTACT_LOST, unformed=not self.formed)
+            self._break_round(failure, "", planned=False)
         if self._over_heard >= place.number:
             self._worker_is_free_soon()
 

@@ -18,7 +18,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Ghost, RoundDocument
+from elastic_trainer.membership.documents import Ghost, RoundDocument, join_address
 from elastic_trainer.telemetry.logs import logger
 
 STORE_S: Final = 0.5
@@ -105,7 +105,10 @@ class Peers:
     def suspects(self, now: float, awake_at: float) -> Suspects | None:
         """The nodes that are dead, or silent for too long; silence before ``awake_at`` does not count."""
         open_ = {name: now - max(since, awake_at) for name, since in self._asker.open.items()}
-        reasons = {name: f"node {name} does not answer its peer {self._node} ({s:.2f} s)" for name, s in open_.items()}
+        reasons = {
+            name: f"node {name} does not answer its peer {self._node} at {self._where(name)} ({silent_s:.2f} s)"
+            for name, silent_s in open_.items()
+        }
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
         reasons |= {name: f"the agent of node {name} is dead" for name in self._dead}
         accused = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
@@ -113,6 +116,11 @@ class Peers:
         if not keys:
             return None
         return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(reasons[name] for name in keys))
+
+    def _where(self, name: str) -> str:
+        """The address that ``name`` announces, and the port of its agent."""
+        _, place = self._around[name]
+        return join_address(str(place[0]), int(place[1]))
 
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)

@@ -299,10 +299,8 @@ class Conductor:
         worker.heard_at = self._clock.monotonic()
         if isinstance(message, Pong):
             worker.ponged(worker.heard_at)
-        if isinstance(message, Failed) and message.forming:
-            self._quarantine.check(self._document)  # may take seconds; later messages wait for it
-        elif isinstance(message, Ready) and self._is_accused():
-            self._quarantine.check(self._document)
+        if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
+            self._quarantine.check(self._document, message)  # may take seconds; later messages wait for it
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -352,11 +350,12 @@ class Conductor:
         if current is None or message.number not in (current.number, current.last_number):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
-            reason, cause = f"node {self._node} lost contact with a peer ({message.error})", Cause.CONTACT_LOST
+            known, cause = self._quarantine.reason if message.forming else "", Cause.CONTACT_LOST
+            reason = known or f"node {self._node} lost contact with a peer ({message.error})"
             if message.given_up:
                 reason, cause = message.error, Cause.STEP_GIVEN_UP
             self._acknowledged = max(self._acknowledged, current.last_number + 1)
-            failure = RoundFailure(current.last_number, reason, cause=cause)
+            failure = RoundFailure(current.last_number, reason, cause=cause, unformed=message.forming)
             self._record_writer.break_round(failure, self._record(planned=False))
 
     def _evict(self, reason: str) -> None:

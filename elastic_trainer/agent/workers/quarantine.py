@@ -12,11 +12,15 @@ from collections.abc import Callable
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.reachability import Reachability
+from elastic_trainer.ipc.messages import Failed, Ready
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.reachability import FAILED_ROUNDS
+from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach
 from elastic_trainer.telemetry.logs import logger
 
 SHORTEST_S = 1.0
+TIMES_UNSEEN = 10.0
+"""How much longer a node keeps out whose agent reaches the others while its workers do not: only a round could show
+that they do again, and each try stops the others."""
 
 
 class Quarantine:
@@ -34,6 +38,10 @@ class Quarantine:
         self._later = call_later
         self.unreachable: tuple[str, ...] = ()
         """Nodes that this one could not reach when a round with them failed to form."""
+        self.reason = ""
+        """Who was not reached, where, and what to do, for people; empty if nobody is known."""
+        self._unseen = False
+        """Whether this node's agent reached those whom its workers did not."""
         self.active = False
         """Whether this node stays out of rounds."""
         self._closed = False
@@ -43,16 +51,39 @@ class Quarantine:
         self._backoff = Backoff()
         self._timer: Cancellable | None = None
 
-    def check(self, document: RoundDocument | None) -> None:
+    def check(self, document: RoundDocument | None, message: Failed | Ready) -> None:
         """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
-        that was not the first consecutive round that failed to form."""
+        that was not the first consecutive round that failed to form. ``message``: what a worker said."""
         if document is None or document.number == self._asked_in:
             return
         if document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node):
             self._asked_in = document.number
-            self.note_unreachable(self._missing(document) or ())
+            self.note_unreachable(self._find(document, message))
             if self.unreachable:
-                logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
+                logger().warning(
+                    "node.cut_off",
+                    node=self._node,
+                    round=document.number,
+                    unreachable=self.unreachable,
+                    reason=self.reason,
+                )
+
+    def _find(self, document: RoundDocument, message: Failed | Ready) -> tuple[str, ...]:
+        """The nodes that this agent does not reach, else the one that its worker did not; notes the reason."""
+        names = [member.node for member in document.members if member.node != self._node]
+        records = self._reachability.records()
+        missing = self._reachability.missing_of(names, records) or ()
+        others = {name: records[name] for name in names if name in records}
+        self._unseen, self.reason = False, ""
+        if missing:
+            record = others[missing[0]]
+            why = f"its agent does not answer at port {record.probe_port}"
+            self.reason = cannot_reach(self._node, missing[0], record.address, "", why)
+        elif isinstance(message, Failed) and (one := blamed(message.tried, others)) is not None:
+            self._unseen = True
+            self.reason = cannot_reach(self._node, one, others[one].address, message.tried, message.error)
+            return (one,)
+        return missing
 
     def note_unreachable(self, nodes: tuple[str, ...]) -> None:
         """``nodes`` cannot be reached. If no round can form without them, check again until they can."""
@@ -62,7 +93,7 @@ class Quarantine:
 
     def clear(self) -> None:
         """Steps were committed, or the workers are new: forget earlier failures."""
-        self.unreachable = ()
+        self.unreachable, self.reason = (), ""
         if not self.active:
             self._backoff = Backoff()
 
@@ -72,6 +103,7 @@ class Quarantine:
             return
         with self._lock:
             self._since_round, self.active = document.number, True
+            self._unseen |= document.unformed >= UNFORMED_ROUNDS
         self._wait()
 
     def close(self) -> None:
@@ -82,8 +114,10 @@ class Quarantine:
 
     def _wait(self) -> None:
         self._backoff = self._backoff.after(0)
-        seconds = max(SHORTEST_S, self._backoff.back_off_s())
-        logger().warning("node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        seconds = max(SHORTEST_S, self._backoff.back_off_s()) * (TIMES_UNSEEN if self._unseen else 1.0)
+        logger().warning(
+            "node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable, reason=self.reason
+        )
         self._after(seconds, self._try_again, away=True)
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:

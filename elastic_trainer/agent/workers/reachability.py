@@ -51,7 +51,14 @@ class Reachability:
 
     def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
         """The nodes of ``nodes`` that have a key but cannot be reached from here; None if that is unknown."""
-        records = self._records()
+        return self.missing_of(nodes, self.records())
+
+    def records(self) -> Mapping[str, NodeRecord]:
+        """Those of all nodes, by name; empty if the store does not answer."""
+        return self._records()
+
+    def missing_of(self, nodes: Iterable[str], records: Mapping[str, NodeRecord]) -> tuple[str, ...] | None:
+        """The same with ``records`` that were read before."""
         if not records:
             return None
         asked = [(name, records[name]) for name in nodes if name in records and records[name].probe_port > 0]

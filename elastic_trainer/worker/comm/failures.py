@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
 
+_REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
 _IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
 
 
@@ -36,6 +37,12 @@ def summary(error: BaseException) -> str:
     text = str(error).partition("\n")[0]
     text = re.sub(r"\[/[^\]]*\]\s*", "", text)
     return text.partition(". This is")[0][:160]
+
+
+def tried(error: BaseException) -> str:
+    """The address that gloo could not connect to, as far as its message says; a hint, since that is no interface."""
+    found = (_REMOTE.search(str(each)) for each in chain(error))
+    return next((match[1] for match in found if match is not None), "")
 
 
 def trail(error: BaseException) -> list[str]:

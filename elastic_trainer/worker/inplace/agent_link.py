@@ -139,9 +139,11 @@ class ChannelLink:
             address=self._environment.address,
         )
 
-    def failed(self, number: int, error: str, *, forming: bool = False, given_up: bool = False) -> None:
+    def failed(
+        self, number: int, error: str, *, forming: bool = False, given_up: bool = False, tried: str = ""
+    ) -> None:
         """Report what ended round ``number`` here; see :class:`~elastic_trainer.ipc.messages.Failed`."""
-        self._send(messages.Failed(number=number, error=error, forming=forming, given_up=given_up))
+        self._send(messages.Failed(number=number, error=error, forming=forming, given_up=given_up, tried=tried))
 
     def evicted(self, reason: str) -> None:
         self._send(messages.Evicted(reason=reason))

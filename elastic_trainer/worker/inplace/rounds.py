@@ -20,7 +20,7 @@ from elastic_trainer.errors import RejoinError, RoundBrokenError, StepGivenUpErr
 from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail
+from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail, tried
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.comm.round_place import RoundPlace
@@ -85,7 +85,7 @@ class Rounds:
         if not is_collective_failure(error):
             raise error
         logger().info("round.not_entered", round=number, error=summary(error), trail=trail(error))
-        self._link.failed(number, summary(error), forming=True)
+        self._link.failed(number, summary(error), forming=True, tried=tried(error))
         self.abandon()
         self._link.await_over(number)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.reachability import FAILED_ROUNDS, left_out
+from elastic_trainer.membership.reachability import (
+    FAILED_ROUNDS,
+    UNFORMED_ROUNDS,
+    blamed,
+    cannot_reach,
+    last_to_come,
+    left_out,
+)
 from tests.unit.membership.scenes import node
 
 
@@ -56,3 +63,38 @@ def test_nobody_is_left_out_of_the_fewest_that_may_train() -> None:
     """Then the run waits for the network, or ends by its own limit of rounds in vain."""
     ready = nodes(a=("c",), b=("c",), c=("a", "b"))
     assert left_out(ready, FAILED_ROUNDS, 3) is None
+
+
+def test_the_last_to_come_is_left_out_where_round_after_round_is_not_formed() -> None:
+    """Nobody is named where agents reach each other and workers do not."""
+    ready = nodes(a=(), b=(), c=())
+    assert last_to_come(ready, UNFORMED_ROUNDS - 1, 1) is None
+    assert name_of(last_to_come(ready, UNFORMED_ROUNDS, 1)) == "c"
+    assert last_to_come(ready, UNFORMED_ROUNDS, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("tried", "others", "expected"),
+    [
+        ("10.0.0.3", {"b": "10.0.0.2", "c": "10.0.0.3"}, "c"),
+        ("127.0.0.1", {"b": "10.0.0.2"}, "b"),
+        ("", {"b": "10.0.0.2"}, "b"),
+        ("127.0.0.1", {"b": "10.0.0.2", "c": "10.0.0.3"}, None),
+        ("10.0.0.2", {"b": "10.0.0.2", "c": "10.0.0.2"}, None),
+    ],
+)
+def test_who_was_not_reached_follows_from_the_address_or_there_is_only_one(
+    tried: str, others: dict[str, str], expected: str | None
+) -> None:
+    """Nobody is blamed on a guess."""
+    assert blamed(tried, {name: node(name, 1, address=address).record for name, address in others.items()}) == expected
+
+
+def test_the_sentence_names_both_nodes_the_address_and_whose_it_is() -> None:
+    """And what to check."""
+    assert cannot_reach("a", "b", "10.0.0.2", "10.0.0.2", "timed out") == (
+        "node a cannot reach node b at 10.0.0.2, which b announces (timed out); check both with 'elastic-trainer doctor"
+        " --peers'"
+    )
+    other = cannot_reach("a", "b", "10.0.0.2", "127.0.0.1", "refused")
+    assert "at 127.0.0.1, which its worker published, while its agent announces 10.0.0.2 (refused)" in other

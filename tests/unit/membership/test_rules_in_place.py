@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.reachability import UNFORMED_ROUNDS
 from elastic_trainer.membership.rules import Action, Decision
 from elastic_trainer.model import Cause, RecoveryMode
 
@@ -507,6 +509,47 @@ def test_after_two_rounds_in_vain_the_unreachable_node_is_left_out_and_named() -
     assert (names(without), without.left_out, without.stalled) == (["a", "b"], "c", 2)
     assert without.reason.startswith("node c is excluded, which others cannot reach")
     assert without.ghosts == ()  # it may come back
+
+
+def test_a_run_is_not_closed_while_fewer_nodes_can_train() -> None:
+    """The limit of rounds in vain is reached, and a node is named: the others go on, and their count begins anew."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=3)
+    scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.left_out, without.stalled) == (["a", "b"], "c", 0)
+
+
+def test_a_run_with_all_nodes_needed_is_closed_when_none_of_its_rounds_forms() -> None:
+    """There is no smaller round."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=3, unformed=9)
+    scene.limits = replace(IN_PLACE, min_nodes=3)
+    scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4))
+    assert made(scene.decide(), Action.CLOSE).reason.startswith("4 consecutive rounds ended after step 7")
+
+
+def test_worker_failures_end_the_run_though_a_node_is_named() -> None:
+    """A poison batch is not excused by a bad network."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1, failures=2, worker_failed=True)
+    scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4))
+    assert made(scene.decide(), Action.CLOSE).reason.startswith("3 worker failures after step 7")
+
+
+def test_the_last_to_come_is_left_out_when_rounds_do_not_form_and_nobody_is_named() -> None:
+    """The reason says that it is a trial."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=2, unformed=UNFORMED_ROUNDS)
+    scene.show(*(free(name, i + 1, 4) for i, name in enumerate("abc")))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.left_out, without.unformed) == (["a", "b"], "c", UNFORMED_ROUNDS)
+    assert without.reason.startswith("node c is excluded, the last to come, as 4 rounds did not form: ")
+
+
+def test_only_rounds_in_a_row_that_did_not_form_count() -> None:
+    """One that trained, or ended for another reason, begins the count anew."""
+    nodes = [node(name, i + 1) for i, name in enumerate("ab")]
+    first = broken(round_of(1, nodes), "no contact", cause=Cause.CONTACT_LOST, unformed=True)
+    second = broken(round_of(2, nodes, unformed=first.unformed), "no contact", unformed=True)
+    assert (first.unformed, second.unformed) == (1, 2)
+    assert broken(round_of(3, nodes, unformed=2), "a node was lost").unformed == 0
 
 
 def test_a_step_committed_since_makes_old_complaints_void() -> None:

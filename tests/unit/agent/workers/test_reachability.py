@@ -208,3 +208,31 @@ def test_a_quarantine_ends_though_no_thread_could_be_started_for_a_while(stage: 
     calls.turn()
     assert released.wait(60.0)
     assert not quarantine.active
+
+
+def test_a_worker_that_reaches_nobody_names_whom_it_looked_for_though_its_agent_reaches_all(
+    stage: Stage, network: Network
+) -> None:
+    """As with a worker that publishes its loopback address: the round ends with a sentence about both nodes, and a node
+    that is left out for it keeps out longer, since each of its tries stops the others."""
+    network.cut.clear()
+    worker = stage.working(4, stalled=1)
+    worker.say(Failed(number=4, error="gloo: refused", forming=True, tried="127.0.0.1"))
+    failure = stage.only_break.failure
+    assert failure.unformed
+    assert failure.reason.startswith("node me cannot reach node other at 127.0.0.1, which its worker published, while")
+    stage.see(4, RoundState.BROKEN, stalled=1)
+    worker.ready(5)
+    assert stage.record().unreachable == ("other",)
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    stage.alarms.run_for(9.0)
+    assert stage.record().state is NodeState.WARMING
+    stage.alarms.run_for(2.0)
+    assert stage.record().state is NodeState.READY
+
+
+def test_a_host_behind_a_loopback_address_is_missing() -> None:
+    """What the own machine answers there says nothing about it, unless this node announces such an address too."""
+    records = {"a": record("127.0.0.1")}
+    assert Reachability(lambda: records, lambda host, port: True, own="10.0.0.2").missing(["a"]) == ("a",)
+    assert Reachability(lambda: records, lambda host, port: True).missing(["a"]) == ()
