@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +24,7 @@ import psutil
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.ledger import Line, LineKind, audit
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.membership.documents import JournalEntry, NodeRecord, RoundDocument, RoundState
@@ -33,7 +35,9 @@ from tests.support.requirements import needs, needs_root
 
 NETWORK = "192.168.77"
 HUB = f"{NETWORK}.1"
-LIMIT_S = 180.0
+NOBODY = "02:00:00:00:00:01"
+"""A hardware address that nobody has."""
+LIMIT_S = 120.0
 CLONE_NEWNET = 0x40000000
 SAMPLES = 2048
 DEBIAN = "127.0.0.1 localhost\n127.0.1.1 {name}\n"
@@ -113,7 +117,23 @@ class Hosts:
                 env=variables | dict(environment or {}),
             )
 
-    def train(self, host: Host, endpoint: str, nnodes: str = "1:2", recovery: str = "in_place", **options: str) -> None:
+    def serve_etcd(self, host: Host) -> str:
+        """Start etcd on ``host`` as one does on the head machine; returns where others reach it."""
+        command = [find_binary(), f"--data-dir={self.directory / 'etcd'}", "--unsafe-no-fsync"]
+        command += ["--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://localhost:2379"]
+        self.start(host, "etcd", command)
+        self.wait_for(lambda: "serving" in self.log("etcd"), "etcd does not start")
+        return f"{host.address}:2379"
+
+    def train(
+        self,
+        host: Host,
+        endpoint: str,
+        nnodes: str = "1:2",
+        recovery: str = "in_place",
+        environment: Mapping[str, str] | None = None,
+        **options: str,
+    ) -> None:
         """Start torchrun on ``host``; the node has its name."""
         common = {"node_id": host.name, "recovery": recovery, "ttl": "60", "last_call": "0.5", "join_interval": "0.5"}
         conf = ",".join(f"{name}={value}" for name, value in (common | options).items())
@@ -121,7 +141,18 @@ class Hosts:
         command += ["--max-restarts=100", "--rdzv-id=run", "--rdzv-backend=etcd3", f"--rdzv-endpoint={endpoint}"]
         command += [f"--rdzv-conf={conf}", "-m", "elastic_trainer.drills.job", f"--directory={self.directory}"]
         command += [f"--samples={SAMPLES}", "--save-every=1"]
-        self.start(host, host.name, command, {"ELASTIC_TRAINER_LEDGER_DIR": str(self.directory / "ledger")})
+        variables = {"ELASTIC_TRAINER_LEDGER_DIR": str(self.directory / "ledger")}
+        self.start(host, host.name, command, variables | dict(environment or {}))
+
+    def part(self, one: Host, other: Host) -> None:
+        """Drop all packets between two hosts silently; both still reach the hub."""
+        for here, there in ((one, other), (other, one)):
+            words = ("ip", "neigh", "replace", there.address, "dev", "eth0", "lladdr", NOBODY, "nud", "permanent")
+            call(*here.enter, *words)
+
+    def reunite(self, one: Host, other: Host) -> None:
+        for here, there in ((one, other), (other, one)):
+            call(*here.enter, "ip", "neigh", "del", there.address, "dev", "eth0")
 
     def end(self) -> None:
         for process in self.running.values():
@@ -135,8 +166,9 @@ class Hosts:
         """Let the training end; all nodes succeed."""
         (self.directory / "stop").touch()
         for name in names:
-            self.wait_for(lambda name=name: self.running[name].poll() is not None, f"{name} does not end")
-            assert self.running[name].returncode == 0, self.describe()
+            process = self.running[name]
+            self.wait_for(partial(has_ended, process), f"{name} does not end")
+            assert process.returncode == 0, self.describe()
 
     # ---- what happens
 
@@ -156,7 +188,8 @@ class Hosts:
         deadline = Deadline.after(limit_s)
         while not (found := condition()):
             closed = [name for name in self.running if "the run has failed" in self.log(name)]
-            assert not deadline.expired and not closed, f"{what}:\n{self.describe()}"
+            assert not deadline.expired, f"{what}:\n{self.describe()}"
+            assert not closed, f"{what}:\n{self.describe()}"
             pause(0.1)
         return found
 
@@ -194,6 +227,10 @@ class Run:
         return {str(self.keys.node_id(item.key)): NodeRecord.decode(item.value, item.key).address for item in items}
 
 
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
 def call(*words: str) -> None:
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
@@ -215,11 +252,9 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def endpoint(hosts: Hosts, tmp_path: Path) -> Iterator[str]:
+def endpoint(hosts: Hosts) -> str:
     """An etcd at the hub, which all hosts reach."""
-    everywhere = f"--listen-client-urls=http://127.0.0.1:2379,http://{HUB}:2379"
-    with EtcdServer(tmp_path / "etcd", ports=(2379, 2380), arguments=[everywhere]):
-        yield f"{HUB}:2379"
+    return hosts.serve_etcd(Host("hub", HUB, ()))
 
 
 @pytest.mark.timeout(600)
@@ -231,8 +266,72 @@ def test_a_job_that_starts_on_one_host_grows_onto_another(hosts: Hosts, endpoint
     hosts.train(hosts.add("n1"), endpoint)
     hosts.wait_steps(20, world=2)
     with looking(endpoint) as run:
-        states = [entry.state for entry in run.journal()]
-        assert RoundState.BROKEN not in states, run.journal()
+        reasons = [entry.reason for entry in run.journal()]
+        assert not any("forming" in each or "cannot reach" in each for each in reasons), reasons
         assert run.addresses() == {"n0": f"{NETWORK}.2", "n1": f"{NETWORK}.3"}
     hosts.finish("n0", "n1")
     hosts.assert_nothing_lost()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+@pytest.mark.parametrize("endpoint_here", ["localhost:2379", "head:2379", f"{NETWORK}.2:2379"])
+def test_etcd_on_the_head_machine(hosts: Hosts, recovery: str, endpoint_here: str) -> None:
+    """Whatever the head calls its etcd, it announces an address that others can use, and the second host trains with
+    it. All hosts have Debian's ``/etc/hosts``."""
+    head, other = hosts.add("head", DEBIAN), hosts.add("other", DEBIAN)
+    hosts.serve_etcd(head)
+    hosts.train(head, endpoint_here, recovery=recovery)
+    hosts.train(other, f"{head.address}:2379", recovery=recovery)
+    hosts.wait_steps(10, world=2)
+    with looking(f"{head.address}:2379") as run:
+        assert run.addresses() == {"head": head.address, "other": other.address}
+    hosts.finish("head", "other")
+
+
+@pytest.mark.timeout(600)
+def test_own_names_that_lead_to_the_loopback_do_no_harm(hosts: Hosts, endpoint: str) -> None:
+    """gloo publishes the announced addresses from the first round on."""
+    for name in ("n0", "n1"):
+        hosts.train(hosts.add(name, DEBIAN), endpoint, nnodes="2")
+    hosts.wait_steps(10, world=2)
+    with looking(endpoint) as run:
+        reasons = [entry.reason for entry in run.journal()]
+        assert not any("forming" in each or "cannot reach" in each for each in reasons), reasons
+    hosts.finish("n0", "n1")
+    hosts.assert_nothing_lost()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["silent", "misled"])
+def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(hosts: Hosts, endpoint: str, fault: str) -> None:
+    """Both reach etcd. All packets between them are lost, or the workers of the second publish their loopback
+    (``GLOO_SOCKET_IFNAME``), which no agent sees. The first trains on, with growing pauses between two tries, and the
+    sentence names both and where the one looked for the other."""
+    first, second = hosts.add("n0"), hosts.add("n1")
+    hosts.train(first, endpoint, form_timeout="3", stalled_rounds="3")
+    hosts.wait_steps(5, world=1)
+    if fault == "silent":
+        hosts.part(first, second)
+    misled = {"GLOO_SOCKET_IFNAME": "lo"} if fault == "misled" else {}
+    hosts.train(second, endpoint, form_timeout="3", stalled_rounds="3", environment=misled)
+    with looking(endpoint) as run:
+        hosts.wait_for(lambda: (found := run.document()) is not None and found.left_out == "n1", "n1 is not left out")
+        hosts.wait_steps(100, world=1)
+        reasons = [entry.reason for entry in run.journal()]
+        assert RoundState.CLOSED not in [entry.state for entry in run.journal()], reasons
+        told = [each for each in reasons if each.startswith("node n1 is excluded, which others cannot reach")]
+        assert told, reasons
+        assert all("'elastic-trainer doctor --peers'" in each for each in told)
+        tried = {
+            "silent": rf"node (n0|n1) does not answer its peer (n1|n0) at {NETWORK}\.[23]:\d+ ",
+            "misled": r"node (n0|n1) cannot reach node (n1|n0) at "
+            rf"(127\.0\.0\.1, which its worker published|{NETWORK}\.[23], which)",
+        }[fault]
+        assert all(re.search(tried, each) for each in told), told
+        assert "node.quarantined" in hosts.log("n1")
+        if fault == "silent":
+            hosts.reunite(first, second)
+            hosts.wait_steps(10, world=2)
+            hosts.finish("n0", "n1")
+            hosts.assert_nothing_lost()
