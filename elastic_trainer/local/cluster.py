@@ -173,7 +173,8 @@ class LocalCluster:
         self.ledger_marks = {ENV_LEDGER_DIR: str(spec.ledger)}
         self.segment = current()
         self.hosts: dict[str, Host] = {}
-        """The hosts of the nodes, by their names; none where nodes share this machine's."""
+        """The hosts of the nodes, by their names; none where nodes share this machine's. A node whose host is here
+        already, since something else runs on it, gets that one."""
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +191,7 @@ class LocalCluster:
         for directory in (self.spec.ledger, self.spec.logs):
             directory.mkdir(parents=True, exist_ok=True)
         log = self.spec.logs / f"{name}.log"
-        if self.segment is not None:
+        if self.segment is not None and name not in self.hosts:
             self.hosts[name] = self.segment.attach(name, [self.spec.directory], self.spec.ledger)
         host = self.hosts[name].pid if name in self.hosts else 0
         process = agents.spawn(self.command(name), log, self._environment(name), host)
