@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.local.etcd import EtcdServer, ServerTls
+from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.handshake import refusal
@@ -25,6 +27,13 @@ from tests.integration.store.support import client, put, settings, soon
 from tests.support.requirements import needs
 
 SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
+
+
+@pytest.fixture(autouse=True)
+def loopback() -> Iterator[None]:
+    """The certificates name this machine's loopback, where etcd serves."""
+    with one_host():
+        yield
 
 
 def make(*words: str | Path, code: int = 0) -> str:

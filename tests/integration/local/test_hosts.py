@@ -32,7 +32,7 @@ print(json.dumps({
     "all": sorted(int(each) for each in os.listdir("/proc") if each.isdigit()),
     "tmp": os.listdir("/tmp"), "shm": os.listdir("/dev/shm"), "here": os.getcwd(),
 }))
-open("/tmp/mine", "w").close(), open("/dev/shm/mine", "w").close()
+open("/tmp/of-one-host", "w").close(), open("/dev/shm/of-one-host", "w").close()
 """
 
 
@@ -61,9 +61,9 @@ def test_hosts_share_no_name_process_or_temporary_file(segment: Segment, tmp_pat
     for host, found in told:
         assert (found["name"], found["own"], found["here"]) == (host.name, [host.address], os.getcwd())
         assert found["all"] == [1, found["pid"]]
-        assert not {"mine"} & {*found["tmp"], *found["shm"]}
+        assert not {"of-one-host"} & {*found["tmp"], *found["shm"]}
     assert told[0][1]["pid"] == told[1][1]["pid"]
-    assert not Path("/tmp/mine").exists()
+    assert not Path("/tmp/of-one-host").exists()
 
 
 def test_only_shared_directories_below_tmp_are_seen(segment: Segment, tmp_path: Path) -> None:
