@@ -24,6 +24,7 @@ _NET, _UTS, _IPC, _MNT, _PID = 0x40000000, 0x04000000, 0x08000000, 0x00020000, 0
 _PR_SET_PDEATHSIG = 1
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18
 PRIVATE = ("/tmp", "/dev/shm")
+"""Directories of which each host has its own."""
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Self
 
 from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.local.host_init import PRIVATE as PRIVATE
 from elastic_trainer.local.ports import HOST
 from elastic_trainer.worker.report.ledger import PROC
 

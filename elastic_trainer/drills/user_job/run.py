@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
 from elastic_trainer.local.cluster import ClusterSpec
-from elastic_trainer.local.hosts import Segment, check_possible
+from elastic_trainer.local.hosts import PRIVATE, Segment, check_possible
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail, end_of
 from elastic_trainer.local.wording import counted, last_error
@@ -81,7 +81,7 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     report.say("starting", f"etcd and {counted(options.start, 'node')}{where}; logs in {spec.logs}", console)
     with Interrupts() as interrupts, ExitStack() as stack:
         if options.hosts:
-            stack.enter_context(Segment(shared=[Path(spec.entry[0]).resolve().parent]))
+            stack.enter_context(Segment(named_directories(spec.entry)))
         opened = stack.enter_context(harness(spec))
         summary = Following(opened, options, interrupts).to_the_end(display(console))
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
@@ -92,6 +92,13 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     else:
         report.say("kept", str(directory), console)
     return summary
+
+
+def named_directories(words: Sequence[str]) -> list[Path]:
+    """The directories that the job's command names, or in which it names a file: all hosts see them."""
+    paths = [Path(word.rpartition("=")[2]).absolute() for word in words]
+    found = [path if path.is_dir() else path.parent for path in paths]
+    return [path for path in dict.fromkeys(found) if path.is_dir() and str(path) not in PRIVATE]
 
 
 def run_directory(options: LocalOptions, run: str) -> Path:

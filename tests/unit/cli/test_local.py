@@ -10,6 +10,7 @@ import pytest
 from elastic_trainer.cli import local
 from elastic_trainer.drills.faults import Fault, FaultKind
 from elastic_trainer.drills.user_job.job import entry
+from elastic_trainer.drills.user_job.run import named_directories
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec, threads_per_worker, torchrun
 
@@ -121,3 +122,11 @@ def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="hosts of their own for the nodes need root"):
         local.run(arguments)
     assert not (tmp_path / "run").exists()
+
+
+def test_hosts_see_the_directories_that_the_command_names(tmp_path: Path) -> None:
+    """Of a script, of options with a value, of a file that is still to be written; not all of /tmp."""
+    (tmp_path / "data").mkdir()
+    words = (str(tmp_path / "train.py"), f"--data={tmp_path}/data", "/tmp/new", "--epochs", "3")
+    assert named_directories(words)[:2] == [tmp_path, tmp_path / "data"]
+    assert Path("/tmp") not in named_directories(words)
