@@ -104,7 +104,8 @@ class Peers:
 
     def suspects(self, now: float, awake_at: float) -> Suspects | None:
         """The nodes that are dead, or silent for too long; silence before ``awake_at`` does not count."""
-        open_ = {name: now - max(since, awake_at) for name, since in self._asker.open.items()}
+        asked = {name: since for name, since in self._asker.open.items() if name in self._around}
+        open_ = {name: now - max(since, awake_at) for name, since in asked.items()}
         reasons = {
             name: f"node {name} does not answer its peer {self._node} at {self._where(name)} ({silent_s:.2f} s)"
             for name, silent_s in open_.items()

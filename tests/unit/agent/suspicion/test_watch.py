@@ -265,6 +265,7 @@ class Around:
 
     clock: ManualClock = field(default_factory=ManualClock)
     store: bool = True
+    addresses: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.line = Line(self.clock)
@@ -274,7 +275,8 @@ class Around:
     def _nodes(self, names: Sequence[str], deadline: Deadline) -> dict[str, NodeView]:
         if not self.store:
             raise StoreUnavailableError("no store")
-        return {name: node(name, ord(name), mod=7) for name in names}
+        own = self.addresses
+        return {name: node(name, ord(name), mod=7, address=own.get(name, "127.0.0.1")) for name in names}
 
     def after(self, seconds: float, *answering: str, dead: bool = False) -> list[str]:
         """Those answer after ``seconds``; who is suspected then."""
@@ -293,7 +295,15 @@ def test_who_answers_too_late_is_suspected() -> None:
     found = around.peers.suspects(around.clock.monotonic(), 0.0)
     assert found is not None
     assert found.ghosts == (node("c", ord("c"), mod=7).ghost,)
-    assert found.reason.startswith("node c does not answer its peer a (0.2")
+    assert found.reason.startswith("node c does not answer its peer a at 127.0.0.1:1 (0.2")
+
+
+def test_a_node_behind_a_loopback_address_is_not_asked_from_another_host() -> None:
+    """What listens there, or refuses, is this host's; so it is not suspected either."""
+    around = Around(addresses={"a": "10.0.0.1", "b": "10.0.0.2", "c": "127.0.0.1"})
+    assert set(around.line.asked) == {"a", "b"}
+    assert around.after(0.01, "a", "b") == []
+    assert around.after(suspicion_rules.ANSWER_S) == []
 
 
 def test_a_node_that_does_not_answer_itself_suspects_nobody() -> None:
