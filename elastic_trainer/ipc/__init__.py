@@ -1,1 +1,2 @@
-"""Communication of agent and workers on one node: messages over a unix socket, a mutex that reports a death, pages."""
+"""What agent and workers of one node share: messages over a unix socket, a mutex that reports a death, pages, and the
+address at which other nodes reach it."""
