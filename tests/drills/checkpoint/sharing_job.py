@@ -19,6 +19,7 @@ from elastic_trainer import Session
 from elastic_trainer.checkpoint import manager
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.variables import ENV_NODE
+from elastic_trainer.worker.report.ledger import process_id
 from elastic_trainer.worker.state.shares import SHARED_FROM, Writers
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.support.throttled import Stalled, ThrottledStorage
@@ -58,7 +59,10 @@ def main() -> None:
             if not step.committed:
                 continue
             if session.step_number % SAVE_EVERY == 0:
-                held = directory / f"held-{session.step_number}-{session.rank}-{os.getpid()}"
+                held = (
+                    directory
+                    / f"held-{session.step_number}-{session.rank}-{process_id(session.environment.ledger_dir)}"
+                )
                 torch.save(session.module.state_dict(), held.with_suffix(".part"))
                 held.with_suffix(".part").rename(held)
                 session.save()

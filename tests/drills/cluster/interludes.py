@@ -9,7 +9,6 @@ What comes behind which step follows from the step's number alone, so all ranks 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torch import nn
 from elastic_trainer.checkpoint import Event, Transition
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.drills import job
+from elastic_trainer.worker.report.ledger import process_id
 from elastic_trainer.worker.session import Session
 
 INTERLUDES = "interludes"
@@ -130,7 +130,7 @@ class Interludes:
         session.evaluate(model, torch.utils.data.TensorDataset(torch.zeros(4)), 1, measure)
 
     def _mark(self, session: Session, kind: Interlude, seconds: float, *, ended: bool) -> None:
-        node, pid = session.environment.node, os.getpid()
+        node, pid = session.environment.node, process_id(session.environment.ledger_dir)
         mark = Mark(
             kind=kind,
             ended=ended,

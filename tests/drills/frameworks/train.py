@@ -225,7 +225,7 @@ def main(framework: str, directory: Path, steps: int, pace_s: float) -> None:
     with Session(None, seed=3, device="cpu") as session:
         model = PROGRAMS[framework](session, directory, steps, pace_s)
         result = {"step": session.step_number, "parameters": dict(model.state_dict())}
-    torch.save(result, directory / f"result-{os.getpid()}")
+    torch.save(result, directory / f"result-{session.environment.node}-{os.getpid()}")
 
 
 if __name__ == "__main__":

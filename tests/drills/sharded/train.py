@@ -34,8 +34,10 @@ from elastic_trainer.checkpoint import joint, manager
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.layout import tensor_part
 from elastic_trainer.checkpoint.sharded import box_of, local
+from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.stages import StagedReplica
+from elastic_trainer.worker.report.ledger import process_id
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.options import SavingOptions
 
@@ -221,6 +223,7 @@ class SaveFaults:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._process = process_id(worker_environment().ledger_dir)
         places: Any = (joint, manager)
         self._write, self._write_place, self._begin = places[0].write_file, places[1].write_place, Saver._begin
         places[0].write_file, places[1].write_place = self.write, self.write_place
@@ -228,7 +231,7 @@ class SaveFaults:
         Saver._begin = lambda self, *given, **named: faults.begin(self, *given, **named)  # type: ignore[method-assign]
 
     def _due(self, file: str, *kinds: str) -> str:
-        part, mine = tensor_part(file), self._directory / f"save-fault-{os.getpid()}"
+        part, mine = tensor_part(file), self._directory / f"save-fault-{self._process}"
         with suppress(FileNotFoundError):  # there is none, or another process has taken it just now
             wanted = json.loads((self._directory / "save-fault").read_text())
             if part is not None and wanted["place"] == part[0] and wanted["kind"] in kinds:
@@ -256,7 +259,7 @@ class SaveFaults:
         state = saver._state
         boxes = {name: boxed(each) for name, each in named_tensors(state.for_storage())}
         where = {"round": state.position.generation, "step": state.position.step, "boxes": boxes}
-        with (self._directory / f"copies-{os.getpid()}").open("a") as file:
+        with (self._directory / f"copies-{self._process}").open("a") as file:
             file.write(json.dumps(where) + "\n")
         return self._begin(saver, *given, **named)
 
@@ -359,8 +362,9 @@ def note(directory: Path, session: Session, *, whole_job: bool) -> None:
     held = {name: local(each.detach()) for name, each in session.module.named_parameters() if not each.is_meta}
     sizes = (int(os.environ.get(name) or 1) for name in ("ELASTIC_TRAINER_SHARD_NODES", "LOCAL_WORLD_SIZE"))
     place = session.rank % (session.world_size if whole_job else math.prod(sizes))
-    line = {"step": session.step_number, "round": session.round, "place": place, "pid": os.getpid()}
-    with (directory / f"shards-{os.getpid()}").open("a") as file:
+    process = process_id(session.environment.ledger_dir)
+    line = {"step": session.step_number, "round": session.round, "place": place, "pid": process}
+    with (directory / f"shards-{process}").open("a") as file:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")
 
 
