@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test kube-test check bench report pin clean
+.PHONY: help install demo test test-quick soak lint format format-check types imports audit container-test kube-test check bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,8 +95,8 @@ imports: $(STAMP) ## which package may import which
 audit: $(STAMP) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI does not answer)
 	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
 
-image-test: $(STAMP) ## build the image without a daemon and run it (needs root, buildah, mmdebstrap; some minutes)
-	ELASTIC_TRAINER_IMAGE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_image.py $(PYTEST_ARGS)
+container-test: $(STAMP) ## build the image in a Docker engine of its own and break nodes in containers (needs root, docker.io, docker-compose, debootstrap; some 10 minutes)
+	ELASTIC_TRAINER_CONTAINER_TEST=1 $(BIN)/python -m pytest -s tests/drills/containers $(PYTEST_ARGS)
 
 kube-test: $(STAMP) ## ask the API server of kubectl's present context whether it takes the manifests (starts nothing)
 	ELASTIC_TRAINER_KUBE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_api_server.py $(PYTEST_ARGS)

@@ -1,0 +1,25 @@
+"""A job that needs more and more memory once a file asks for it: ``hoarding.py FILE mnist key=value ...``."""
+
+import sys
+import threading
+from pathlib import Path
+
+from elastic_trainer.clock import pause
+from elastic_trainer.training.__main__ import main
+
+
+def collect(asked: Path) -> None:
+    """32 MB ten times a second."""
+    hoard: list[bytearray] = []
+    while not asked.exists():
+        pause(0.1)
+    while True:
+        hoard.append(bytearray(b"x") * (32 << 20))
+        pause(0.1)
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv.pop(1))
+    file.unlink(missing_ok=True)  # it asked the process before this one
+    threading.Thread(target=collect, args=(file,), daemon=True).start()
+    sys.exit(main())
