@@ -143,13 +143,13 @@ def composed(engine: Engine, clone: Path, image: str, tmp_path_factory: pytest.T
     assert bundled.origin is not None
     programs = [Path(bundled.origin).parent / "etcdbin" / name for name in ("etcd", "etcdctl")]
     _stand_in(engine, "etcd", {each.name: each for each in programs}, tmp_path_factory)
-    for service, program in (("prometheus", "prometheus"), ("alertmanager", "prometheus-alertmanager")):
-        found = find(program)
-        if found is None:
-            say(f"{service} is left out: {program} is not installed")
-            continue
-        _stand_in(engine, service, {service: Path(found)}, tmp_path_factory, f'USER nobody\nENTRYPOINT ["{service}"]')
-        composed.services.append(service)
+    found = find("prometheus")
+    if found is None:
+        say("Prometheus is left out: it is not installed (Debian: prometheus)")
+    else:
+        entry = 'USER nobody\nENTRYPOINT ["prometheus"]'
+        _stand_in(engine, "prometheus", {"prometheus": Path(found)}, tmp_path_factory, entry)
+        composed.services.append("prometheus")
     say("compose up " + " ".join(composed.services))
     composed.run("up", "-d", *composed.services)
     for service in composed.services:

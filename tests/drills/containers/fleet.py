@@ -18,10 +18,11 @@ from typing import Any, Self
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.drills.measure import Book, Effect, Standing
+from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local.ledger import Line
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.variables import ENV_LEDGER_DIR
-from tests.drills.containers.engine import Composed, Engine
+from tests.drills.containers.engine import Composed, Engine, say
 from tests.support.deployment import DEPLOY
 from tests.support.waiting import eventually
 
@@ -30,6 +31,16 @@ STEPS = 12
 """After which a round counts as quiet, as in drills."""
 FOLDER = "/drill"
 """The test's directory, as containers see it."""
+SAMPLES = 4000
+"""Digits that the job ``mnist`` trains on."""
+ALL = ("n0", "n1", "n2")
+
+
+def digits(run: str, epochs: int, *more: str) -> tuple[str, ...]:
+    """The job ``mnist``, which evaluates at its end alone."""
+    where = f"checkpoint.directory=/checkpoints/{run}"
+    rare = f"evaluation.every_epochs={epochs}"
+    return ("-m", "elastic_trainer.training", "mnist", where, f"epochs={epochs}", rare, *more)
 
 
 @cache
@@ -111,6 +122,11 @@ class Fleet:
         self.engine.docker("rm", "--force", "--volumes", *names)
         self._started = [name for name in self._started if name not in names]
 
+    def stop(self, *names: str) -> None:
+        """``docker stop``: each leaves by plan, and its container says so."""
+        self.engine.docker("stop", *names)
+        assert [self.code(name) for name in names] == [EXIT_LEFT] * len(names)
+
     def kill(self, name: str) -> Moment:
         """``docker kill``: SIGKILL to all processes of a container; when."""
         asked, began = SYSTEM.monotonic(), SYSTEM.wall()
@@ -185,4 +201,5 @@ class Fleet:
             self.book.committed_again(survivors.values()),
         )
         assert lost == 0, f"{what}: survivors made {lost} committed steps again"
+        say(f"{what}: the others stepped again after {resumed - t:.2f} s, no committed step lost")
         return Effect(what, resumed - t, gap_s, lost)
