@@ -8,6 +8,7 @@ Unless the agent announces a loopback address, which leads each machine to itsel
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -19,15 +20,27 @@ from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.telemetry.logs import logger
 
 
+ENDING_S = 0.1
+"""How long a connection that was accepted is kept: until the next probe."""
+
+
 def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing."""
+    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing.
+
+    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: nobody
+    refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
+    """
     try:
-        with socket.create_connection((host, port), timeout=timeout_s):
-            return False
+        with socket.create_connection((host, port), timeout=timeout_s) as accepted:
+            accepted.settimeout(min(ENDING_S, timeout_s))
+            with contextlib.suppress(ConnectionResetError):
+                accepted.recv(1)
+        socket.create_connection((host, port), timeout=timeout_s).close()
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
+    return False
 
 
 def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:

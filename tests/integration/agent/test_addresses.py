@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -167,3 +168,21 @@ def test_the_store_of_rounds_is_opened_there_too(address: str) -> None:
     client.set("key", "value")
     assert store.get("key") == b"value"
     assert refuses(LOCAL, store.port, LIMIT_S) is (address == "127.0.0.2")
+
+
+def test_a_process_that_is_being_ended_is_found_dead_by_a_probe_that_its_kernel_accepted() -> None:
+    """Its sockets close last, and of a container nothing answers a moment later."""
+    with socket.create_server((LOCAL, 0)) as listening:
+        ending = threading.Timer(0.03, listening.close)
+        ending.start()
+        assert refuses(*listening.getsockname(), timeout_s=LIMIT_S)
+        ending.join()
+
+
+def test_a_process_that_closes_the_connection_of_a_probe_is_not_found_dead() -> None:
+    """An agent does so when it has too many; only a refused connection proves anything."""
+    with socket.create_server((LOCAL, 0)) as listening:
+        accepting = threading.Thread(target=lambda: listening.accept()[0].close())
+        accepting.start()
+        assert not refuses(*listening.getsockname(), timeout_s=LIMIT_S)
+        accepting.join(LIMIT_S)
