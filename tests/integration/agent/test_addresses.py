@@ -175,7 +175,7 @@ def test_a_process_that_is_being_ended_is_found_dead_by_a_probe_that_its_kernel_
     with socket.create_server((LOCAL, 0)) as listening:
         ending = threading.Timer(0.03, listening.close)
         ending.start()
-        assert refuses(*listening.getsockname(), timeout_s=LIMIT_S)
+        assert refuses(LOCAL, listening.getsockname()[1], timeout_s=LIMIT_S)
         ending.join()
 
 
@@ -184,5 +184,5 @@ def test_a_process_that_closes_the_connection_of_a_probe_is_not_found_dead() -> 
     with socket.create_server((LOCAL, 0)) as listening:
         accepting = threading.Thread(target=lambda: listening.accept()[0].close())
         accepting.start()
-        assert not refuses(*listening.getsockname(), timeout_s=LIMIT_S)
+        assert not refuses(LOCAL, listening.getsockname()[1], timeout_s=LIMIT_S)
         accepting.join(LIMIT_S)
