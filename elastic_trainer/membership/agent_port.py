@@ -19,7 +19,6 @@ from elastic_trainer.membership.effects import Probed
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.telemetry.logs import logger
 
-
 ENDING_S = 0.1
 """How long a connection that was accepted is kept: until the next probe."""
 
@@ -27,8 +26,8 @@ ENDING_S = 0.1
 def refuses(host: str, port: int, timeout_s: float) -> bool:
     """Whether ``host`` refuses connections to ``port``; a timeout proves nothing.
 
-    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: nobody
-    refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
+    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: then
+    nobody refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
     """
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as accepted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from itertools import pairwise
 
 import pytest
 from packaging.requirements import Requirement
@@ -13,7 +14,8 @@ from elastic_trainer import __version__
 from elastic_trainer.cli import health
 from elastic_trainer.cli.main import COMMANDS
 from elastic_trainer.monitor.serve.service import DEFAULT_PORT
-from tests.support.deployment import DEPLOY, ROOT
+from tests.drills.containers.fleet import documented
+from tests.support.deployment import DEPLOY, ROOT, load
 from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
 from tests.support.requirements import needs
 
@@ -141,3 +143,15 @@ def test_every_argument_of_the_build_is_explained() -> None:
         for name, default in re.findall(r"^\| `(\w+)` \|([^|]*)\|", table, re.MULTILINE)
     }
     assert rows == arguments()
+
+
+def test_the_page_runs_a_node_with_no_more_than_it_needs_and_lets_it_leave() -> None:
+    """What Docker waits for after SIGTERM is longer than what torchrun does; 10 s is its own default."""
+    options, command = documented()
+    given = dict(pairwise(options))
+    assert "--read-only" in options
+    assert (given["--cap-drop"], given["--security-opt"], given["--tmpfs"]) == ("ALL", "no-new-privileges", "/tmp")
+    words = dict(pairwise(command))
+    assert int(given["--stop-timeout"]) > int(words["--shutdown-timeout"])
+    assert given["--network"] == "deploy_default"  # compose's name for the folder of compose.yaml
+    assert words["--rdzv-endpoint"].partition(":")[0] in load(DEPLOY / "compose.yaml")["services"]
