@@ -99,7 +99,7 @@ def _debian() -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """All packages, collected as deploy/image.md says with this machine's settings of pip; where the engine's host has
     them. Without buildx there is no ``--build-context``, so they come over HTTP, on the loopback of that host."""
     if f"python{sys.version_info.major}.{sys.version_info.minor}" != PYTHON:
@@ -113,7 +113,8 @@ def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.Temp
     assert not list(target.glob("nvidia*")), "this index has no CPU build of torch"
     serve = ["python3", "-m", "http.server", "--bind=127.0.0.1", "--directory=/wheels", "8000"]
     engine.docker("run", "-d", "--network=host", "-v", f"{target}:/wheels:ro", base, *serve)
-    return "http://127.0.0.1:8000/"
+    yield "http://127.0.0.1:8000/"
+    shutil.rmtree(target)  # gigabytes in all, which pytest would keep for three runs
 
 
 @pytest.fixture(scope="session")
