@@ -24,7 +24,7 @@ TRIO = [node("a", 1), node("b", 2), node("c", 3)]
 class Named:
     """What a member's thread asks of its presence."""
 
-    node_id, ttl_s = "a", 10.0
+    node_id, ttl_s, address = "a", 10.0, "10.0.0.1"
 
 
 def asked(scene: Scene) -> list[str]:
