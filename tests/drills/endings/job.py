@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ class Job(Running):
         found = audit(self.lines(), size=None)
         assert found.exact, found.reason
         assert Book(self.lines()).committed_again() <= again, found
+
+    def near(self, node: str) -> AbstractContextManager[None]:
+        """In the body this thread connects from the node's own host: what listens on its loopback hears it."""
+        return self.hosts[node].network() if self.hosts else nullcontext()
 
     # ---- what the store and the disk hold
 

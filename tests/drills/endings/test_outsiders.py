@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -46,11 +46,6 @@ def job(tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer) -> Iterator[
         job.check_lossless()
 
 
-def near(job: Job, name: str) -> AbstractContextManager[None]:
-    """In the body connections of this thread come from the node's own host: what listens on loopback hears them."""
-    return job.hosts[name].network() if job.hosts else nullcontext()
-
-
 def worker_of(job: Job, name: str) -> psutil.Process:
     """The node's worker."""
     worker = job.node(name).worker()
@@ -82,7 +77,7 @@ def test_whoever_connects_to_master_port_ends_nothing(job: Job) -> None:
     for node in job.nodes:
         trap = ("127.0.0.1", int(processes.environment(worker_of(job, node.name))["MASTER_PORT"]))
         with ExitStack() as stack:
-            with near(job, node.name):
+            with job.near(node.name):
                 for _ in range(200):
                     stranger = stack.enter_context(socket.socket())
                     stranger.setblocking(False)
@@ -116,7 +111,7 @@ def test_slow_connections_do_not_keep_a_kubelet_from_asking(job: Job, count: int
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
-    with near(job, "n0"), crowding(parts.port, count, parts.hostname):
+    with job.near("n0"), crowding(parts.port, count, parts.hostname):
         for _ in range(40):
             with urllib.request.urlopen(f"{url}/healthz", timeout=10.0) as answer:
                 assert answer.status == 200

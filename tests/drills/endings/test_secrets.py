@@ -184,7 +184,9 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
         round_ = lose_worker(job, job.nodes[0], round_)
 
         for node in ("n0", "n1"):
-            safe.note(f"metrics of {node}", ask(nodes_endpoint(job, node), "/metrics", SECRETS["node token"]))
+            port_there = nodes_endpoint(job, node)
+            with job.near(node):
+                safe.note(f"metrics of {node}", ask(port_there, "/metrics", SECRETS["node token"]))
         note_commands(forgetful, run_id, safe, login)
         watching = ("--user", "monitor", "--password-file", str(safe.file("monitor")))
         with monitor(forgetful.endpoint, *watching, "--token-file", str(safe.file("page token"))) as (_, port):

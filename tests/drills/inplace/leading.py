@@ -184,7 +184,8 @@ class Lead:
             then = self.place(members, number + 1, worker) if worker in members else None
             worker.tell(Drain(number=number, reason="the test says so", waits=waits, next=then))
         for worker in members:
-            if worker not in before:
+            if worker not in before:  # it may still be starting
+                self.wait(lambda worker=worker: worker.last(Ready), f"{worker.name} ready to join")  # type: ignore[misc]
                 worker.tell(self.place(members, number + 1, worker))
 
     def tolerate(self, workers: Sequence[Worker]) -> None:

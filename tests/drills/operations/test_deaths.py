@@ -12,6 +12,7 @@ import pytest
 
 from elastic_trainer.cli.main import main
 from elastic_trainer.local.cluster import ClusterSpec
+from elastic_trainer.local.hosts import one_host
 from tests.support.requirements import needs, needs_root
 from tests.support.running import Running
 from tests.support.small_disk import mounted
@@ -122,7 +123,7 @@ def test_a_full_disk_is_called_so(
 ) -> None:
     """A worker writes until its disk is full: its exception and what it means are in status and events. The command for
     logs finds where its node wrote, by the rank, although the node is gone."""
-    with mounted(tmp_path / "disk", 4 << 20) as disk:
+    with one_host(), mounted(tmp_path / "disk", 4 << 20) as disk:  # logs of other hosts are not at hand
         job_spec = spec(tmp_path / "job", etcd_endpoint, run_id, FILLS, str(disk / "file"))
         with Running(job_spec) as job:
             job.start(1)

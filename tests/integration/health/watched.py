@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_trainer.drills.measure import Standing
@@ -63,6 +63,7 @@ class Watched:
 @contextmanager
 def watched(setting: Setting, directory: Path, scales: Mapping[str, float] | None = None) -> Iterator[Watched]:
     """Start everything, and wait until the job trains and is seen; ``scales``: see :class:`Watch`."""
+    setting = replace(setting, options={**setting.options, "metrics_address": "0.0.0.0"})  # Prometheus is elsewhere
     with staged(setting, directory / "job") as stage, monitor(stage.server.endpoint) as (_, port):
         stage.settled()  # or the start of this machine would count as a slow rendezvous
         address = f"127.0.0.1:{port}"
