@@ -46,6 +46,8 @@ _NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
 """Hardware addresses that no cable has: an unused one, and the bridge's."""
 _CLOSED_PORT = 9
 _READY_S = 30.0
+_NEEDED = 1 << 21 | 1 << 12
+"""CAP_SYS_ADMIN and CAP_NET_ADMIN."""
 
 
 class ClusterError(PermanentError):
@@ -128,7 +130,16 @@ def lacks() -> str | None:
         return "Linux"
     if os.geteuid() != 0:
         return "root"
+    if not _may_make_hosts():
+        return "CAP_SYS_ADMIN and CAP_NET_ADMIN, which root has not in most containers"
     return next((f"the program {each!r}" for each in PROGRAMS if shutil.which(each) is None), None)
+
+
+def _may_make_hosts() -> bool:
+    """Whether this process has the capabilities for namespaces, mounts and networks."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    held = next((int(line.split()[1], 16) for line in status if line.startswith("CapEff:")), 0)
+    return held & _NEEDED == _NEEDED
 
 
 class Segment:
@@ -156,7 +167,7 @@ class Segment:
             # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
             # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
             _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
-            for each in HUBS:
+            for each in HUBS if Path("/proc/net/if_inet6").exists() else (ABOVE, BELOW):
                 _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
             _ip("link", "set", BRIDGE, "up")
             token = _CURRENT.set(self)
