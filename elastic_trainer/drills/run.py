@@ -47,10 +47,10 @@ def run_drill(options: DrillOptions, say: Say = lambda _: None) -> Report:
     default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
     directory = new_directory(default if options.directory is None else options.directory.absolute())
     with Interrupts() as interrupts, ExitStack() as stack:
-        if current() is None and (lacking := lacks()) is not None:
-            say(f"{drill.name}: nodes share this machine's network and processes; hosts of their own need {lacking}")
-        elif current() is None:
+        if current() is None and (lacking := lacks()) is None:
             stack.enter_context(Segment())
+        elif current() is None:
+            say(f"{drill.name}: nodes share this machine's network and processes: hosts of their own need {lacking}")
         effects, problems, points = _play(drill, options, directory, interrupts, say)
     report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
     if report.ok and options.directory is None and not options.keep:

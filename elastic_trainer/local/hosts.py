@@ -23,10 +23,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 from typing import Self
@@ -46,8 +47,14 @@ _NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
 """Hardware addresses that no cable has: an unused one, and the bridge's."""
 _CLOSED_PORT = 9
 _READY_S = 30.0
-_NEEDED = 1 << 21 | 1 << 12
-"""CAP_SYS_ADMIN and CAP_NET_ADMIN."""
+_TRIAL = """
+import ctypes, os, subprocess, sys
+library = ctypes.CDLL(None, use_errno=True)
+if library.unshare(0x40000000 | 0x04000000 | 0x08000000 | 0x00020000 | 0x20000000):
+    sys.exit(f"unshare: {os.strerror(ctypes.get_errno())}")
+sys.exit(subprocess.run(["ip", *sys.argv[1:]]).returncode)
+"""
+_TRIED = ("link", "add", BRIDGE, "type", "bridge")
 
 
 class ClusterError(PermanentError):
@@ -130,16 +137,17 @@ def lacks() -> str | None:
         return "Linux"
     if os.geteuid() != 0:
         return "root"
-    if not _may_make_hosts():
-        return "CAP_SYS_ADMIN and CAP_NET_ADMIN, which root has not in most containers"
-    return next((f"the program {each!r}" for each in PROGRAMS if shutil.which(each) is None), None)
+    lacking = next((f"the program {each!r}" for each in PROGRAMS if shutil.which(each) is None), None)
+    return lacking or _refused()
 
 
-def _may_make_hosts() -> bool:
-    """Whether this process has the capabilities for namespaces, mounts and networks."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    held = next((int(line.split()[1], 16) for line in status if line.startswith("CapEff:")), 0)
-    return held & _NEEDED == _NEEDED
+@cache
+def _refused() -> str | None:
+    """What the kernel lacks or refuses; found out by a trial, since sandboxes forbid more than capabilities say."""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", _TRIAL, *_TRIED], capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    return f"namespaces and virtual networks, which fail here: {done.stderr.strip().rpartition(chr(10))[2]}"
 
 
 class Segment:
@@ -167,8 +175,9 @@ class Segment:
             # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
             # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
             _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
-            for each in HUBS if Path("/proc/net/if_inet6").exists() else (ABOVE, BELOW):
-                _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
+            for each in HUBS:
+                with contextlib.suppress(ClusterError) if each == IPV6 else nullcontext():  # kernels may have none
+                    _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
             _ip("link", "set", BRIDGE, "up")
             token = _CURRENT.set(self)
             self._stack.callback(_CURRENT.reset, token)
@@ -235,12 +244,13 @@ class Segment:
             OwnName.NOTHING: "",
         }[self.network.own_name]
         names = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *([f"{mine} {name}"] * bool(mine))]
-        shown = [path.resolve() for path in (*self._shared, Path.cwd(), *shared)]
+        given = [path.absolute() for path in (*self._shared, Path.cwd(), *shared)]
+        shown = [*given, *(path.resolve() for path in given)]  # as it is spelled, and what links lead to
         holder, pid = _first_process(
             {
                 "name": name,
                 "names": "".join(f"{each}\n" for each in names),
-                "shared": [str(path) for path in dict.fromkeys(shown)],
+                "shared": [str(path) for path in shown if path.exists()],
                 "proc": str(ledger.resolve() / PROC) if ledger is not None else "",
             }
         )
@@ -325,6 +335,7 @@ def _first_process(wanted: dict[str, object]) -> tuple[subprocess.Popen[bytes], 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for this process, which ends the nodes first
     )
     said, error = b"", "it did not answer in time"
     if holder.stdout is not None and holder.stderr is not None:
@@ -335,7 +346,7 @@ def _first_process(wanted: dict[str, object]) -> tuple[subprocess.Popen[bytes], 
     if not said:
         holder.kill()
         holder.wait()
-        raise ClusterError(f"no host could be created: {error}", hint="this needs CAP_SYS_ADMIN")
+        raise ClusterError(f"no host could be created: {error}")
     return holder, int(said)
 
 

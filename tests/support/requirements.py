@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+
+from elastic_trainer.local.hosts import Segment, current, lacks
 
 
 def in_ci() -> bool:
@@ -42,3 +45,22 @@ def needs_root(reason: str) -> None:
     """End the running test, as :func:`missing` says, unless it runs as root."""
     if os.geteuid() != 0:
         missing(f"not root: {reason}")
+
+
+def needs_hosts() -> None:
+    """End the running test, as :func:`missing` says, unless nodes can have hosts of their own."""
+    if (lacking := lacks()) is not None:
+        missing(f"hosts of their own need {lacking}")
+
+
+def here() -> Segment:
+    """The segment that tests run on; without one the test ends as :func:`missing` says."""
+    needs_hosts()
+    found = current()
+    return found if found is not None else missing("this process could not enter a segment")
+
+
+def outside() -> AbstractContextManager[None]:
+    """In the body this thread, and programs that it starts, reach the networks that the machine reaches."""
+    segment = current()
+    return segment.left() if segment is not None else nullcontext()

@@ -25,6 +25,7 @@ from elastic_trainer.drills.user_job.job import entry
 from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.hosts import PRIVATE, Segment, check_possible
 from elastic_trainer.local.interrupts import Interrupts
@@ -61,6 +62,10 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     """Run it, show it, write ``summary.json``; the summary's verdict is the exit status."""
     faults.check(options.faults, options.start, options.min_nodes, options.workers)
     run = f"local-{secrets.token_hex(4)}"
+    if options.hosts:
+        check_possible()
+        if str(Path.cwd()) in PRIVATE:
+            raise ConfigError(f"with --hosts each node has its own {Path.cwd()}", hint="start it in another directory")
     directory = run_directory(options, run)
     spec = ClusterSpec(
         run=run,
@@ -74,8 +79,6 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
         backend=options.backend,
         options=options.options,
     )
-    if options.hosts:
-        check_possible()
     new_directory(directory)
     where = ", each on a host of its own" if options.hosts else ""
     report.say("starting", f"etcd and {counted(options.start, 'node')}{where}; logs in {spec.logs}", console)
@@ -95,10 +98,11 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
 
 
 def named_directories(words: Sequence[str]) -> list[Path]:
-    """The directories that the job's command names, or in which it names a file: all hosts see them."""
+    """The directories that the job's command names, or in which it names a file: all hosts see them. Of files directly
+    in a directory that each host has for itself, the files."""
     paths = [Path(word.rpartition("=")[2]).absolute() for word in words]
-    found = [path if path.is_dir() else path.parent for path in paths]
-    return [path for path in dict.fromkeys(found) if path.is_dir() and str(path) not in PRIVATE]
+    found = [path if path.is_dir() or str(path.parent) in PRIVATE else path.parent for path in paths]
+    return [path for path in dict.fromkeys(found) if path.exists() and str(path) not in PRIVATE]
 
 
 def run_directory(options: LocalOptions, run: str) -> Path:

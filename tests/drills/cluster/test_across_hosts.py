@@ -20,13 +20,13 @@ from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.drills.strikes import kill_nodes
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster
-from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, HostNetwork, OwnName, Segment, current, lacks
+from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, HostNetwork, OwnName
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.ports import free_ports
 from tests.drills.cluster.clocks import MovedClocks
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.integration.training.launch import LIMIT_S, environment
-from tests.support.requirements import missing, needs
+from tests.support.requirements import here, needs
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root, pytest.mark.usefixtures("etcd_binary")]
 
@@ -42,7 +42,7 @@ table inet host {
     }
 }
 """
-"""What deploy/README.md asks a firewall between nodes to let through, and nothing else."""
+"""What deploy/operations.md asks a firewall between nodes to let through, and nothing else."""
 IN_PLACE = Setting(
     nodes=1, min_nodes=1, samples=500, width=64, pause_s=0.03, reduction="tree", limit_s=180.0, options={"ttl": "10"}
 )
@@ -91,19 +91,13 @@ CELLS = (
 )
 
 
-def segment() -> Segment:
-    """The one that tests run on."""
-    found = current()
-    return found if found is not None else missing(f"hosts of their own need {lacks()}")
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name.replace(", ", "-").replace(" ", "_"))
 def test_a_job_grows_and_shrinks_across_hosts(cell: Cell, tmp_path: Path) -> None:
     """One node trains; a second and a third join; two die at once, and the one left trains on; another joins. No node
     that lives is lost, each sample counts once, and with the tree all bits are those of one undisturbed process."""
     with placed(cell, tmp_path) as stage:
         trained = [len(stage.settled().nodes)]
-        assert segment().reaches("n0") == (not cell.network.rules), "the firewall lets through what it must not"
+        assert here().reaches("n0") == (not cell.network.rules), "the firewall lets through what it must not"
         while trained[-1] < 3:
             stage.cluster.add()
             trained.append(len(stage.settled().nodes))
@@ -154,7 +148,7 @@ def placed(cell: Cell, directory: Path) -> Iterator[Stage]:
     clocks = AheadClocks(directory / "clocks", cell.ahead_s) if cell.ahead_s else None
     clusters = clocks.cluster if clocks is not None else LocalCluster
     setting = replace(cell.setting, nodes=cell.nodes)
-    with segment().using(cell.network), staged(setting, directory / "job", clusters) as stage:
+    with here().using(cell.network), staged(setting, directory / "job", clusters) as stage:
         yield stage
         if clocks is not None:
             shown = {line.node: line.wall - line.t for line in stage.book.lines if line.event is LineKind.STEP}
@@ -164,9 +158,9 @@ def placed(cell: Cell, directory: Path) -> Iterator[Stage]:
 
 def test_processes_that_no_launcher_started_meet_at_an_init_method(tmp_path: Path) -> None:
     """Each on its own host, whose name resolves to its loopback: they train together."""
-    here = segment()
-    with here.using(HostNetwork((ABOVE,), OwnName.LOOPBACK)):
-        hosts = [here.attach(f"n{rank}") for rank in range(2)]
+    segment = here()
+    with segment.using(HostNetwork((ABOVE,), OwnName.LOOPBACK)):
+        hosts = [segment.attach(f"n{rank}") for rank in range(2)]
         words = [str(TRAIN), str(tmp_path), "1", "--world-size", "2", "--init-method"]
         words += [f"tcp://{hosts[0].address}:{free_ports(1)[0]}"]
         logs = [tmp_path / f"{rank}.log" for rank in range(2)]

@@ -18,11 +18,10 @@ from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.drills.table import DRILLS
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.local.hosts import PROGRAMS
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.drills.sharded.test_sharded import CLOSE
 from tests.integration.training.launch import ran
-from tests.support.requirements import needs, needs_root
+from tests.support.requirements import needs_hosts
 
 OUTAGE_S = 8.0
 SLOW = "20"
@@ -148,9 +147,7 @@ def test_the_command_reports_a_join(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     """Its network falls silent, and the others go on; mended, it joins by a planned change. The machine's own network
     is what it was before."""
-    needs_root("network namespaces")
-    for program in PROGRAMS:
-        needs(program, "networks of their own for the nodes")
+    needs_hosts()
     before = interfaces()
     words = ["node-partition", "--json", "--slack", SLOW, "--run-dir", str(tmp_path / "run")]
     done = ran(["-m", "elastic_trainer.cli.main", "drill", *words])  # whose threads are all in the new network

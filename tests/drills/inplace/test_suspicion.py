@@ -15,9 +15,8 @@ from elastic_trainer.drills.busy import busy_machine
 from elastic_trainer.drills.node_faults import node_freeze, worker_freeze
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.local.hosts import PROGRAMS
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from tests.support.requirements import needs, needs_root
+from tests.support.requirements import needs_hosts
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
@@ -61,9 +60,7 @@ def broken_after(stage: Stage, number: int) -> RoundDocument:
 def test_who_cannot_be_reached_is_found_by_asking(tmp_path: Path) -> None:
     """What one node sends to another vanishes, though both reach all others: one of the two is left out, in the first
     round that follows. A node whose whole network falls silent. Both come back when they can be reached."""
-    needs_root("makes network namespaces")
-    for program in PROGRAMS:
-        needs(program, "makes network namespaces")
+    needs_hosts()
     command = [sys.executable, "-m", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.local import agents
-from elastic_trainer.local.hosts import HostNetwork, OwnName, Segment, current, lacks
+from elastic_trainer.local.hosts import HostNetwork, OwnName, Segment
 from elastic_trainer.membership.documents import RoundState
 from tests.drills.endings.job import LASTING, Job
-from tests.support.requirements import missing
+from tests.support.requirements import here
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root]
 DEBIAN = HostNetwork(own_name=OwnName.LOOPBACK)
@@ -22,8 +22,7 @@ SLOW_TO_FORM = LASTING | {"form_timeout": "3", "stalled_rounds": "3"}
 @pytest.fixture
 def segment() -> Segment:
     """The one that tests run on."""
-    found = current()
-    return found if found is not None else missing(f"hosts of their own need {lacks()}")
+    return here()
 
 
 def announced(job: Job) -> dict[str, str]:

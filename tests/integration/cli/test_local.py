@@ -14,11 +14,10 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local import agents, processes
-from elastic_trainer.local.hosts import lacks
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.variables import ENV_LEDGER_DIR
-from tests.support.requirements import missing
+from tests.support.requirements import needs_hosts
 
 STEPS = Path(__file__).with_name("steps.py")
 LIMIT_S = 450.0
@@ -111,8 +110,8 @@ def test_faults_are_carried_out_and_survived(tmp_path: Path, started: list[Local
     """A worker dies, a node dies, another joins: the job ends with every sample used once, and the summary says it.
 
     With ``--hosts`` too, for a script and data below /tmp, of which each host has its own."""
-    if hosts and (lacking := lacks()) is not None:
-        missing(f"hosts of their own need {lacking}")
+    if hosts:
+        needs_hosts()
     faults = ("--kill-worker-at", "10:n1", "--kill-node-at", "20", "--join-at", "50", *["--hosts"] * hosts)
     steps = 150
     command = begin(started, tmp_path, "--nodes", "1:2", "--start", "2", *faults, steps=steps, alone=100)

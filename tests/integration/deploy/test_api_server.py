@@ -21,7 +21,7 @@ from elastic_trainer.cli.k8s.making import values
 from elastic_trainer.cli.main import main, whole_parser
 from tests.support.deployment import ROOT
 from tests.support.manifests import RENDERED, Manifest, of_kind, rendered
-from tests.support.requirements import needs
+from tests.support.requirements import needs, outside
 
 LIMIT_S = 120.0
 on_a_cluster = pytest.mark.skipif(
@@ -33,7 +33,9 @@ on_a_cluster = pytest.mark.skipif(
 def kubectl(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """kubectl's answer; ``text`` is its standard input."""
     program = needs("kubectl", "it asks the API server")
-    return subprocess.run([program, *words], input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    command = [program, *words]
+    with outside():
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def known_kinds() -> set[tuple[str, str]]:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from elastic_trainer.local import agents
-from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, ClusterError, Host, HostNetwork, OwnName, Segment, lacks
-from tests.support.requirements import missing
+from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, ClusterError, Host, HostNetwork, OwnName, Segment
+from tests.support.requirements import needs_hosts
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.root
@@ -39,8 +39,7 @@ open("/tmp/of-one-host", "w").close(), open("/dev/shm/of-one-host", "w").close()
 @pytest.fixture
 def segment(tmp_path: Path) -> Iterator[Segment]:
     """A segment of this test's own."""
-    if (lacking := lacks()) is not None:
-        missing(f"hosts of their own need {lacking}")
+    needs_hosts()
     with Segment() as made:
         yield made
 
@@ -66,6 +65,18 @@ def test_hosts_share_no_name_process_or_temporary_file(segment: Segment, tmp_pat
     assert not Path("/tmp/of-one-host").exists()
 
 
+def test_what_contains_what_is_shared_is_shared_as_a_whole(segment: Segment, tmp_path: Path) -> None:
+    """A project with its environment in it, a file, and a directory by the name of a link to it."""
+    whole, part, file = tmp_path / "project", tmp_path / "project" / ".venv", tmp_path / "alone.py"
+    part.mkdir(parents=True)
+    for path in (whole / "train.py", part / "python", file):
+        path.touch()
+    (tmp_path / "link").symlink_to(whole)
+    host = segment.attach("a", [part, whole, file, tmp_path / "link"])
+    seen = [whole / "train.py", part / "python", file, tmp_path / "link" / "train.py"]
+    assert subprocess.run([*host.entering, "ls", *seen], capture_output=True).returncode == 0
+
+
 def test_only_shared_directories_below_tmp_are_seen(segment: Segment, tmp_path: Path) -> None:
     """A ledger shows the processes as the reader numbers them."""
     shared, other = tmp_path / "shared", tmp_path / "other"
@@ -76,8 +87,10 @@ def test_only_shared_directories_below_tmp_are_seen(segment: Segment, tmp_path: 
     seen = subprocess.run([*host.entering, "ls", shared / "file"], capture_output=True)
     unseen = subprocess.run([*host.entering, "ls", other / "file"], capture_output=True)
     assert (seen.returncode, unseen.returncode) == (0, 2)
-    told = subprocess.run([*host.entering, "readlink", shared / "proc" / "self"], capture_output=True, check=True)
-    assert int(told.stdout) > 100, "the host's own number"
+    look = "import os, sys; print(os.readlink(sys.argv[1]), os.getpid())"
+    told = subprocess.check_output([*host.entering, sys.executable, "-c", look, shared / "proc" / "self"])
+    outside, inside = map(int, told.split())
+    assert outside > inside
 
 
 def test_a_closed_host_ends_all_that_runs_on_it(segment: Segment) -> None:
@@ -92,8 +105,7 @@ def test_a_closed_host_ends_all_that_runs_on_it(segment: Segment) -> None:
 
 def test_hosts_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     """It is killed, so it can clean up nothing."""
-    if (lacking := lacks()) is not None:
-        missing(f"hosts of their own need {lacking}")
+    needs_hosts()
     script = "import sys, time; from elastic_trainer.local.hosts import Segment\nwith Segment() as it:\n"
     script += "    print(it.attach('a').pid, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:

@@ -25,7 +25,7 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.local.hosts import PROGRAMS, Segment
+from elastic_trainer.local.hosts import Segment
 from tests.support.kubelet import job_rules
 from tests.support.kubelet.job_rules import ENDED, OVER, Condition, PodView, Tally
 from tests.support.kubelet.objects import (
@@ -39,7 +39,7 @@ from tests.support.kubelet.objects import (
     parsed,
 )
 from tests.support.kubelet.pods import DISRUPTED, Identity, Pod, PodStatus, Surroundings
-from tests.support.requirements import missing, needs, needs_root
+from tests.support.requirements import missing, needs, needs_hosts
 
 TICK_S = 0.05
 STOP_LIMIT_S = 20.0
@@ -48,8 +48,8 @@ _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 def check_possible() -> None:
     """End the test, as ``requirements`` has it, where pods cannot be played."""
-    needs_root("namespaces for pods")
-    for program in (*PROGRAMS, "setpriv"):
+    needs_hosts()
+    for program in ("unshare", "setpriv"):
         needs(program, "namespaces for pods")
     try:
         find_binary()

@@ -127,6 +127,7 @@ def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_hosts_see_the_directories_that_the_command_names(tmp_path: Path) -> None:
     """Of a script, of options with a value, of a file that is still to be written; not all of /tmp."""
     (tmp_path / "data").mkdir()
-    words = (str(tmp_path / "train.py"), f"--data={tmp_path}/data", "/tmp/new", "--epochs", "3")
+    words = (str(tmp_path / "train.py"), f"--data={tmp_path}/data", "/tmp/new", "/dev/shm", "--epochs", "3")
     assert named_directories(words)[:2] == [tmp_path, tmp_path / "data"]
+    assert not {Path("/tmp/new"), Path("/dev/shm")} & {*named_directories(words)}
     assert Path("/tmp") not in named_directories(words)
