@@ -84,6 +84,7 @@ def compose(
         last_step=budget.step,
         failures=budget.failures,
         stalled=budget.stalled,
+        fewest=min(budget.fewest or len(members), len(members)),
         unformed=view.round.unformed if view.round is not None and view.round.state is RoundState.BROKEN else 0,
         culprits=budget.culprits,
         left_out=left_out,

@@ -262,6 +262,8 @@ class RoundDocument(Document):
     """In restart mode: the nodes whose own workers failed."""
     stalled: int = 0
     """Consecutive rounds that ended without a committed step."""
+    fewest: int = 0
+    """The size in nodes of the smallest round since ``last_step``, this one included; 0 if not known."""
     unformed: int = 0
     """In place: consecutive rounds whose groups could not be formed, since ranks did not reach each other."""
     ghosts: tuple[Ghost, ...] = ()

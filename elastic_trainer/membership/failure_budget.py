@@ -23,6 +23,8 @@ class FailureBudget:
     """The job's position in the data, with the samples of the next step."""
     culprits: tuple[str, ...] = ()
     """In restart mode: the nodes whose own workers failed there."""
+    fewest: int = 0
+    """The size in nodes of the smallest round that was tried since then; 0 for none."""
 
     def verdict(self, limits: Limits) -> str:
         """Why the run has to end; empty if it may continue."""
@@ -41,10 +43,16 @@ UNSPENT = FailureBudget(None, 0, 0)
 """The budget of a run that starts."""
 
 
+def carried(current: RoundDocument) -> FailureBudget:
+    """The counts as ``current`` carries them."""
+    fewest = current.fewest or len(current.members)
+    return FailureBudget(current.last_step, current.failures, current.stalled, fewest=fewest)
+
+
 def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> FailureBudget:
     """The counts after the end of the present round, whose successor will consist of ``ready``."""
     if current.state is RoundState.DRAINING:
-        return FailureBudget(current.last_step, current.failures, current.stalled)
+        return carried(current)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
     # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
     known = [node.record.identity for node in ready if node.record.identity is not None]
@@ -53,7 +61,8 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
     failed = int(current.worker_failed or bool(ended))
     if place is not None and (current.last_step is None or place.step > current.last_step):
         return FailureBudget(place.step, failed, 0, place)
-    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place)
+    fewest = carried(current).fewest
+    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place, fewest=fewest)
 
 
 def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:

@@ -24,7 +24,7 @@ from elastic_trainer.membership.cluster_view import (
 )
 from elastic_trainer.membership.composition import broken, compose
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.failure_budget import FailureBudget, count, count_lives
+from elastic_trainer.membership.failure_budget import FailureBudget, carried, count, count_lives
 from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out
 from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
 from elastic_trainer.model import Cause, RecoveryMode
@@ -224,7 +224,7 @@ def _after_drain(
     all_held = len(held) == view.limits.shard_nodes if has_places(view.limits) else bool(held)
     if not all_held or view.limits.fitting(len(chosen)) != len(chosen):
         return None
-    return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
+    return compose(view, chosen, reason, carried(current))
 
 
 def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
@@ -316,14 +316,18 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     others = [node for node in ready if node is not absent]
     if absent is not None and not restarts and not _without_haste(view, current, others):
         absent = None
+    most = view.limits.max_nodes
     if verdict and suspect is None:
-        if absent is None or tally.failures >= view.limits.failure_limit:
+        most = tally.fewest - 1
+        fewer = _fitting(view, _without_haste(view, current, others), most)
+        if absent is None or tally.failures >= view.limits.failure_limit or not 0 < len(fewer) <= most:
             return _failed(current, f"{verdict}: {reason}")
-        tally = replace(tally, stalled=0)  # the others may train: the count begins anew with them
+        # Fewer than in any round since the last step may train. Each count that begins anew has fewer nodes: it ends.
+        tally = replace(tally, stalled=0)
     if absent is not None:
         ready = others
         reason = f"node {absent.id} is excluded, {why}: {reason}"
-    ready = _fitting(view, ready if restarts else _without_haste(view, current, ready))
+    ready = _fitting(view, ready if restarts else _without_haste(view, current, ready), most)
     if not ready:
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
     if (pair := apart(ready)) is not None:
@@ -355,15 +359,16 @@ def _absent(
     return last_to_come(ready, current.unformed, least), f"the last to come, as {current.unformed} rounds did not form"
 
 
-def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:
-    """As many of ``ready`` as a round may have, in their order; a spare is never the only holder of the newest step.
+def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeView]:
+    """As many of ``ready`` as a round may have, at ``most``, in their order; a spare is never the only holder of the
+    newest step.
 
     In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
     if not all(node.record.joinable for node in ready if same_life(view, node)):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
-    return newest_groups(view.limits, ready, view.limits.fitting(len(ready)), held)
+    return newest_groups(view.limits, ready, view.limits.fitting(min(len(ready), most)), held)
 
 
 def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:

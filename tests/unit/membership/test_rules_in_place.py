@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
@@ -517,6 +519,50 @@ def test_a_run_is_not_closed_while_fewer_nodes_can_train() -> None:
     scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4))
     without = made(scene.decide(), Action.FORM)
     assert (names(without), without.left_out, without.stalled) == (["a", "b"], "c", 0)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("away", [0, 1, 7, None])
+def test_a_run_ends_where_no_worker_reaches_another(count: int, named: bool, away: int | None) -> None:
+    """Whether nodes name each other or nobody, and whenever those left out come back: after ``away`` rounds or never.
+    Each count that begins anew does so with fewer nodes than any round before, so there are not many."""
+    limits = replace(IN_PLACE, min_nodes=1, max_nodes=count)
+    everybody = [f"n{each:02}" for each in range(count)]
+    scene = Scene(me="n00", limits=limits).adopt(round_of(1, [node(each, i + 1) for i, each in enumerate(everybody)]))
+    back = dict.fromkeys(everybody, 0)
+    for number in range(1, count * limits.stalled_rounds + 1):
+        assert scene.round is not None
+        inside = names(scene.round)
+        scene.adopt(broken(scene.round, "no contact", cause=Cause.CONTACT_LOST, unformed=True))
+        for i, each in enumerate(everybody):
+            unreachable = [other for other in inside if other != each][:1] if named and each in inside else []
+            record: dict[str, Any] = {"identity": None, "newcomer": True, "unreachable": tuple(unreachable)}
+            if back[each] > number:
+                record["state"] = NodeState.WARMING
+            scene.show(free(each, i + 1, number, **record))
+        decision = scene.decide(after_s=60.0)
+        if decision.action is Action.CLOSE:
+            assert decision.reason.startswith(f"{limits.stalled_rounds} consecutive rounds ended before the first step")
+            return
+        formed = made(decision, Action.FORM)
+        if formed.left_out is not None:
+            back[formed.left_out] = number + 1 + (away if away is not None else 10**6)
+        scene.adopt(formed)
+    raise AssertionError(f"open after {count * limits.stalled_rounds} rounds")
+
+
+def test_a_step_committed_since_allows_smaller_rounds_again() -> None:
+    """The first one trains alone whenever the other comes and goes."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=3, fewest=2)
+    scene.limits = replace(IN_PLACE, min_nodes=1)
+    scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.stalled, without.fewest) == (["a"], 0, 1)
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=3, fewest=1)
+    scene.show(*(free(name, i + 1, 4, step=8) for i, name in enumerate("abc")))
+    again = made(scene.decide(), Action.FORM)
+    assert (names(again), again.stalled, again.fewest) == (["a", "b", "c"], 0, 3)
 
 
 def test_a_run_with_all_nodes_needed_is_closed_when_none_of_its_rounds_forms() -> None:
