@@ -18,28 +18,27 @@ UNFORMED_ROUNDS = 4
 """Consecutive rounds that could not be formed after which the last to come is left out, though nobody names it."""
 
 
-def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None:
+def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
     """The node that most others could not reach, the last one in case of a tie; None if all may stay.
 
-    ``ready`` would form the next round, in this order; at least ``least`` nodes have to remain. Two nodes that report
-    each other count at once; a node that only others report may just have been slow for a moment.
+    ``tried`` were in the round that failed, in this order. Two nodes that report each other count at once; a node that
+    only others report may just have been slow for a moment.
     """
-    if len(ready) <= least:
-        return None
-    named = Counter(name for node, name in _named(ready) if stalled >= FAILED_ROUNDS or (name, node) in _named(ready))
+    pairs = _named(tried)
+    named = Counter(name for node, name in pairs if stalled >= FAILED_ROUNDS or (name, node) in pairs)
     most = max(named.values(), default=0)
-    return next((node for node in reversed(ready) if most and named[node.id] == most), None)
+    return next((node for node in reversed(tried) if most and named[node.id] == most), None)
 
 
 HINT = "check both with 'elastic-trainer doctor --peers'"
 
 
-def last_to_come(ready: list[NodeView], unformed: int, least: int) -> NodeView | None:
-    """The last of ``ready`` if round after round could not be formed and no node is named; else None.
+def last_to_come(tried: list[NodeView], unformed: int) -> NodeView | None:
+    """The last of ``tried`` if round after round could not be formed and no node is named; else None.
 
     The network may let the agents through and not the workers. The round without it shows whether it was the cause.
     """
-    return ready[-1] if len(ready) > least and unformed >= UNFORMED_ROUNDS else None
+    return tried[-1] if tried and unformed >= UNFORMED_ROUNDS else None
 
 
 def blamed(tried: str, others: Mapping[str, NodeRecord]) -> str | None:

@@ -312,20 +312,19 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     failed_again = not restarts or tally.failures > current.failures
     verdict = tally.verdict(view.limits) if failed_again else ""
     suspect = _suspect(view, tally, ready) if restarts and verdict else None
-    absent, why = _absent(view, current, ready, tally) if suspect is None else (suspect, f"{_ALONE}: {verdict}")
-    others = [node for node in ready if node is not absent]
-    if absent is not None and not restarts and not _without_haste(view, current, others):
-        absent = None
+    absent, why = (suspect, f"{_ALONE}: {verdict}") if suspect is not None else (None, "")
+    if not restarts:
+        absent, why = _absent(view, current, ready, _fitting(view, usual, view.limits.max_nodes), tally)
     most = view.limits.max_nodes
     if verdict and suspect is None:
         most = tally.fewest - 1
-        fewer = _fitting(view, _without_haste(view, current, others), most)
+        fewer = _without(view, current, ready, absent, most)
         if absent is None or tally.failures >= view.limits.failure_limit or not 0 < len(fewer) <= most:
             return _failed(current, f"{verdict}: {reason}")
         # Fewer than in any round since the last step may train. Each count that begins anew has fewer nodes: it ends.
         tally = replace(tally, stalled=0)
     if absent is not None:
-        ready = others
+        ready = [node for node in ready if node is not absent]
         reason = f"node {absent.id} is excluded, {why}: {reason}"
     ready = _fitting(view, ready if restarts else _without_haste(view, current, ready), most)
     if not ready:
@@ -350,13 +349,29 @@ _ALONE = "whose workers alone failed"
 
 
 def _absent(
-    view: ClusterView, current: RoundDocument, ready: list[NodeView], tally: FailureBudget
+    view: ClusterView, current: RoundDocument, ready: list[NodeView], usual: list[NodeView], tally: FailureBudget
 ) -> tuple[NodeView | None, str]:
-    """The node to leave out because members do not reach each other, and why in words."""
-    least = view.limits.min_nodes
-    if (named := left_out(ready, tally.stalled, least)) is not None:
+    """The node to leave out because members do not reach each other, and why in words; None if the rest is too few.
+
+    One of ``usual``, who would form the next round, that was in the round that failed; one of ``ready`` may take its
+    place.
+    """
+    tried = [node for node in usual if current.member(node.id) is not None]
+    named = left_out(tried, tally.stalled)
+    absent = named or last_to_come(tried, current.unformed)
+    if absent is None or len(_without(view, current, ready, absent, view.limits.max_nodes)) < view.limits.min_nodes:
+        return None, ""
+    if named is not None:
         return named, f"which others cannot reach ({HINT})"
-    return last_to_come(ready, current.unformed, least), f"the last to come, as {current.unformed} rounds did not form"
+    return absent, f"the last to come, as {current.unformed} rounds did not form"
+
+
+def _without(
+    view: ClusterView, current: RoundDocument, ready: list[NodeView], absent: NodeView | None, most: int
+) -> list[NodeView]:
+    """In place: who of ``ready`` would form a round of at most ``most`` nodes without ``absent``."""
+    others = [node for node in ready if node is not absent]
+    return _fitting(view, _without_haste(view, current, others), most)
 
 
 def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeView]:

@@ -38,12 +38,12 @@ def name_of(found: NodeView | None) -> str | None:
 )
 def test_the_node_that_most_others_cannot_reach_is_left_out(ready: list[NodeView], expected: str | None) -> None:
     """Whoever is named by most; the last in rank order where several are."""
-    assert name_of(left_out(ready, FAILED_ROUNDS, 2)) == expected
+    assert name_of(left_out(ready, FAILED_ROUNDS)) == expected
 
 
 def test_one_round_that_failed_is_no_reason() -> None:
     """Where only one side says so: the other may have been slow, or has died, which is found by other means."""
-    assert left_out(nodes(a=("c",), b=("c",), c=()), FAILED_ROUNDS - 1, 2) is None
+    assert left_out(nodes(a=("c",), b=("c",), c=()), FAILED_ROUNDS - 1) is None
 
 
 @pytest.mark.parametrize(
@@ -56,21 +56,15 @@ def test_one_round_that_failed_is_no_reason() -> None:
 )
 def test_two_that_name_each_other_do_not_form_a_round_in_vain(ready: list[NodeView], expected: str) -> None:
     """The one that fewer reach is left out at once; of equals the last."""
-    assert name_of(left_out(ready, 0, 2)) == expected
-
-
-def test_nobody_is_left_out_of_the_fewest_that_may_train() -> None:
-    """Then the run waits for the network, or ends by its own limit of rounds in vain."""
-    ready = nodes(a=("c",), b=("c",), c=("a", "b"))
-    assert left_out(ready, FAILED_ROUNDS, 3) is None
+    assert name_of(left_out(ready, 0)) == expected
 
 
 def test_the_last_to_come_is_left_out_where_round_after_round_is_not_formed() -> None:
     """Nobody is named where agents reach each other and workers do not."""
     ready = nodes(a=(), b=(), c=())
-    assert last_to_come(ready, UNFORMED_ROUNDS - 1, 1) is None
-    assert name_of(last_to_come(ready, UNFORMED_ROUNDS, 1)) == "c"
-    assert last_to_come(ready, UNFORMED_ROUNDS, 3) is None
+    assert last_to_come(ready, UNFORMED_ROUNDS - 1) is None
+    assert name_of(last_to_come(ready, UNFORMED_ROUNDS)) == "c"
+    assert last_to_come([], UNFORMED_ROUNDS) is None
 
 
 @pytest.mark.parametrize(

@@ -589,6 +589,37 @@ def test_the_last_to_come_is_left_out_when_rounds_do_not_form_and_nobody_is_name
     assert without.reason.startswith("node c is excluded, the last to come, as 4 rounds did not form: ")
 
 
+def test_only_who_was_in_the_rounds_that_failed_is_left_out() -> None:
+    """Neither a newcomer that waits nor one that replaces a lost node: they were not tried. They take its place."""
+    for lost in ("", "b"):
+        scene = trio(RoundState.BROKEN, 5, last_step=7, stalled=2, unformed=5)
+        scene.show(*(free(name, i + 1, 5) for i, name in enumerate("abc") if name != lost), node("x", 50))
+        if lost:
+            scene.lose(lost)
+        formed = made(scene.decide(), Action.FORM)
+        assert (names(formed), formed.left_out) == (["a", "b", "x"] if not lost else ["a", "x"], "c")
+
+
+def test_a_spare_replaces_a_member_that_may_be_the_cause() -> None:
+    """Though no fewer nodes may train."""
+    pair = [node(name, i + 1, acknowledged=5, reported=5) for i, name in enumerate("ab")]
+    standing = round_of(5, pair, RoundState.BROKEN, last_step=7, stalled=2, unformed=5)
+    scene = Scene(limits=replace(IN_PLACE, min_nodes=2, max_nodes=2)).show(*pair).adopt(standing)
+    scene.show(free("a", 1, 5), free("b", 2, 5), node("c", 50))
+    formed = made(scene.decide(), Action.FORM)
+    assert (names(formed), formed.left_out) == (["a", "c"], "b")
+
+
+def test_nobody_is_left_out_in_a_call_that_too_few_could_complete() -> None:
+    """No newcomer could take its place there."""
+    pair = [node(name, i + 1, acknowledged=5, reported=5) for i, name in enumerate("ab")]
+    scene = Scene(limits=IN_PLACE).show(*pair).adopt(round_of(5, pair, RoundState.BROKEN, stalled=2, unformed=5))
+    scene.show(*(free(name, i + 1, 5, joinable=False, unreachable=("b",)) for i, name in enumerate("ab")))
+    scene.show(node("c", 50))
+    formed = made(scene.decide(), Action.FORM)
+    assert (names(formed), formed.left_out) == (["a", "b"], None)
+
+
 def test_only_rounds_in_a_row_that_did_not_form_count() -> None:
     """One that trained, or ended for another reason, begins the count anew."""
     nodes = [node(name, i + 1) for i, name in enumerate("ab")]
