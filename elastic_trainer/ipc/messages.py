@@ -75,8 +75,8 @@ class Ready(Message):
 class Failed(Message):
     """A collective of round ``number`` failed here.
 
-    ``forming``: while its groups formed; ``tried``: at which address a peer was not reached, if known. ``given_up``:
-    none failed, but this rank gives the step up.
+    ``forming``: while its groups formed, not later, while ranks come to one state; ``tried``: at which address a peer
+    was not reached then, if known. ``given_up``: none failed, but this rank gives the step up.
     """
 
     kind: Literal["failed"] = "failed"

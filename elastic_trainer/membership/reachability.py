@@ -44,8 +44,11 @@ def last_to_come(tried: list[NodeView], unformed: int) -> NodeView | None:
 def blamed(tried: str, others: Mapping[str, NodeRecord]) -> str | None:
     """The one of ``others`` that a worker did not reach at the address ``tried``; None if that is not known.
 
-    Who announces that address alone, or the only one that there is.
+    Who announces that address alone, or the only one that there is. A worker that waited in vain tried none: the other
+    may have died.
     """
+    if not tried:
+        return None
     found = [name for name, record in others.items() if record.address == tried] or list(others)
     return found[0] if len(found) == 1 else None
 

@@ -72,12 +72,12 @@ def test_the_last_to_come_is_left_out_where_round_after_round_is_not_formed() ->
     [
         ("10.0.0.3", {"b": "10.0.0.2", "c": "10.0.0.3"}, "c"),
         ("127.0.0.1", {"b": "10.0.0.2"}, "b"),
-        ("", {"b": "10.0.0.2"}, "b"),
+        ("", {"b": "10.0.0.2"}, None),
         ("127.0.0.1", {"b": "10.0.0.2", "c": "10.0.0.3"}, None),
         ("10.0.0.2", {"b": "10.0.0.2", "c": "10.0.0.2"}, None),
     ],
 )
-def test_who_was_not_reached_follows_from_the_address_or_there_is_only_one(
+def test_who_was_not_reached_follows_from_the_address_that_was_tried(
     tried: str, others: dict[str, str], expected: str | None
 ) -> None:
     """Nobody is blamed on a guess."""
