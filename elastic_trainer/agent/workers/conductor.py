@@ -299,8 +299,9 @@ class Conductor:
         worker.heard_at = self._clock.monotonic()
         if isinstance(message, Pong):
             worker.ponged(worker.heard_at)
+        why = ""
         if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
-            self._quarantine.check(self._document, message)  # may take seconds; later messages wait for it
+            why = self._quarantine.check(self._document, message)  # may take seconds; later messages wait
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -309,7 +310,7 @@ class Conductor:
                 if self._document is not None:
                     self.see(self._document)
             elif isinstance(message, Failed):
-                self._failed(message)
+                self._failed(message, why)
             elif isinstance(message, Leaving):
                 self._left(worker, message)
             elif isinstance(message, Evicted):
@@ -344,14 +345,15 @@ class Conductor:
             worker.ready = Ready(number=self._document.last_number + 1, planned=True)
         self._publish()
 
-    def _failed(self, message: Failed) -> None:
-        """A collective failed: break the round, unless it is broken already."""
+    def _failed(self, message: Failed, why: str) -> None:
+        """A collective failed: break the round, unless it is broken already. ``why``: which nodes do not reach each
+        other, if known."""
         current = self._document
         if current is None or message.number not in (current.number, current.last_number):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
-            known, cause = self._quarantine.reason if message.forming else "", Cause.CONTACT_LOST
-            reason = known or f"node {self._node} lost contact with a peer ({message.error})"
+            cause = Cause.CONTACT_LOST
+            reason = why or f"node {self._node} lost contact with a peer ({message.error})"
             if message.given_up:
                 reason, cause = message.error, Cause.STEP_GIVEN_UP
             self._acknowledged = max(self._acknowledged, current.last_number + 1)

@@ -38,52 +38,58 @@ class Quarantine:
         self._later = call_later
         self.unreachable: tuple[str, ...] = ()
         """Nodes that this one could not reach when a round with them failed to form."""
-        self.reason = ""
-        """Who was not reached, where, and what to do, for people; empty if nobody is known."""
         self._unseen = False
         """Whether this node's agent reached those whom its workers did not."""
         self.active = False
         """Whether this node stays out of rounds."""
         self._closed = False
-        self._asked_in = -1
+        self._asked_in, self._answer = -1, ""
+        self._checking = threading.Lock()
         self._lock = threading.Lock()
         self._since_round = 0
         self._backoff = Backoff()
         self._timer: Cancellable | None = None
 
-    def check(self, document: RoundDocument | None, message: Failed | Ready) -> None:
+    def check(self, document: RoundDocument | None, message: Failed | Ready) -> str:
         """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
-        that was not the first consecutive round that failed to form. ``message``: what a worker said."""
-        if document is None or document.number == self._asked_in:
-            return
-        if document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node):
+        that was not the first consecutive round that failed to form. ``message``: what a worker said about that round.
+
+        Returns who was not reached, where, and what to do, for people; empty if nobody is known.
+        """
+        if document is None or (document.stalled < FAILED_ROUNDS - 1 and not document.accuses(self._node)):
+            return ""
+        with self._checking:  # of several workers that report one round, all get the answer
+            news = isinstance(message, Failed) and bool(message.tried)
+            if document.number == self._asked_in and (self._answer or not news):
+                return self._answer
             self._asked_in = document.number
-            self.note_unreachable(self._find(document, message))
-            if self.unreachable:
+            nodes, self._answer = self._find(document, message)
+            self.note_unreachable(nodes)
+            if nodes:
                 logger().warning(
                     "node.cut_off",
                     node=self._node,
                     round=document.number,
-                    unreachable=self.unreachable,
-                    reason=self.reason,
+                    unreachable=nodes,
+                    reason=self._answer,
                 )
+            return self._answer
 
-    def _find(self, document: RoundDocument, message: Failed | Ready) -> tuple[str, ...]:
-        """The nodes that this agent does not reach, else the one that its worker did not; notes the reason."""
+    def _find(self, document: RoundDocument, message: Failed | Ready) -> tuple[tuple[str, ...], str]:
+        """The nodes that this agent does not reach, else the one that its worker did not; and the sentence about it."""
         names = [member.node for member in document.members if member.node != self._node]
         records = self._reachability.records()
         missing = self._reachability.missing_of(names, records) or ()
         others = {name: records[name] for name in names if name in records}
-        self._unseen, self.reason = False, ""
+        self._unseen = False
         if missing:
             record = others[missing[0]]
             why = f"its agent does not answer at port {record.probe_port}"
-            self.reason = cannot_reach(self._node, missing[0], record.address, "", why)
-        elif isinstance(message, Failed) and (one := blamed(message.tried, others)) is not None:
+            return missing, cannot_reach(self._node, missing[0], record.address, "", why)
+        if isinstance(message, Failed) and (one := blamed(message.tried, others)) is not None:
             self._unseen = True
-            self.reason = cannot_reach(self._node, one, others[one].address, message.tried, message.error)
-            return (one,)
-        return missing
+            return (one,), cannot_reach(self._node, one, others[one].address, message.tried, message.error)
+        return (), ""
 
     def note_unreachable(self, nodes: tuple[str, ...]) -> None:
         """``nodes`` cannot be reached. If no round can form without them, check again until they can."""
@@ -93,7 +99,7 @@ class Quarantine:
 
     def clear(self) -> None:
         """Steps were committed, or the workers are new: forget earlier failures."""
-        self.unreachable, self.reason = (), ""
+        self.unreachable = ()
         if not self.active:
             self._backoff = Backoff()
 
@@ -115,9 +121,7 @@ class Quarantine:
     def _wait(self) -> None:
         self._backoff = self._backoff.after(0)
         seconds = max(SHORTEST_S, self._backoff.back_off_s()) * (TIMES_UNSEEN if self._unseen else 1.0)
-        logger().warning(
-            "node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable, reason=self.reason
-        )
+        logger().warning("node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable)
         self._after(seconds, self._try_again, away=True)
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:

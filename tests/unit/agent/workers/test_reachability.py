@@ -15,13 +15,13 @@ from elastic_trainer.agent.workers.reachability import Reachability, reaches, re
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.messages import Failed
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundState
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_backend import ManualClock, MemoryBackend
 from tests.support.memory_store import MemoryStore
 from tests.support.threadless import no_new_threads
-from tests.unit.agent.stage import BASE, OTHER, Stage, Worker
+from tests.unit.agent.stage import BASE, OTHER, Alarms, Stage, Worker
 from tests.unit.membership.scenes import node
 
 KEYS = RunKeys("/elastic_trainer", "run")
@@ -229,6 +229,53 @@ def test_a_worker_that_reaches_nobody_names_whom_it_looked_for_though_its_agent_
     assert stage.record().state is NodeState.WARMING
     stage.alarms.run_for(2.0)
     assert stage.record().state is NodeState.READY
+
+
+def test_a_failure_after_the_groups_had_formed_is_no_fault_of_the_network(stage: Stage, network: Network) -> None:
+    """A worker was killed while the state was sent, say: no node is named, and the round counts as formed."""
+    network.cut.clear()
+    worker = stage.working(4, stalled=1)
+    worker.say(Failed(number=4, error="connection closed by peer"))
+    failure = stage.only_break.failure
+    assert (failure.unformed, failure.reason) == (False, "node me lost contact with a peer (connection closed by peer)")
+    stage.see(4, RoundState.BROKEN, stalled=1)
+    worker.ready(5)
+    assert (stage.record().unreachable, network.asked) == ((), [])
+
+
+def test_a_worker_that_waited_in_vain_names_nobody(stage: Stage, network: Network) -> None:
+    """Its peer may have died: it looked for none."""
+    network.cut.clear()
+    failed_forming(stage, 4, stalled=1)
+    assert stage.only_break.failure.unformed
+    assert stage.only_break.failure.reason == "node me lost contact with a peer (gloo: timed out)"
+    assert stage.record().unreachable == ()
+
+
+def test_the_sentence_is_about_the_round_that_failed(stage: Stage, network: Network) -> None:
+    """Not about one before."""
+    worker = failed_forming(stage, 4, stalled=1)
+    assert stage.only_break.failure.reason.startswith("node me cannot reach node other at other, which other announces")
+    network.cut.clear()
+    stage.see(5, stalled=0)
+    worker.say(Failed(number=5, error="gloo: timed out", forming=True))
+    assert stage.notebook.breaks[-1].failure.reason == "node me lost contact with a peer (gloo: timed out)"
+
+
+def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) -> None:
+    """Whichever reports first, and the one that looked for an address is listened to."""
+    network.cut.clear()
+    document = RoundDocument(
+        number=4, nonce="", state=RoundState.ACTIVE, stalled=1, members=(OTHER._replace(node="me"), OTHER)
+    )
+    contact = Reachability(network.records, network.reaches)
+    quarantine = Quarantine("me", contact, lambda: document, lambda: None, Alarms().later)
+    waited = Failed(number=4, error="gloo: timed out", forming=True)
+    assert quarantine.check(document, waited) == ""
+    reason = quarantine.check(document, waited.model_copy(update={"tried": "other"}))
+    assert reason.startswith("node me cannot reach node other")
+    assert quarantine.check(document, waited) == reason
+    assert network.asked == ["other", "other"]
 
 
 def test_a_host_behind_a_loopback_address_is_missing() -> None:
