@@ -301,7 +301,7 @@ class Conductor:
             worker.ponged(worker.heard_at)
         why = ""
         if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
-            why = self._quarantine.check(self._document, message)  # may take seconds; later messages wait
+            why = self._quarantine.check(self._round_of(message), message)  # may take seconds; later messages wait
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -333,6 +333,13 @@ class Conductor:
         if message.state is not None:
             self._life.note(Identity.model_validate(message.state.model_dump()))
         self._publish()
+
+    def _round_of(self, message: Failed | Ready) -> RoundDocument | None:
+        """The round that ``message`` is about; a planned change may lead to it, and adds members."""
+        document = self._document
+        if isinstance(message, Failed) and document is not None and document.next is not None:
+            return document.next if message.number == document.last_number else document
+        return document
 
     def _is_accused(self) -> bool:
         """Whether the others broke the round because this node did not answer; it may be unable to reach them too."""

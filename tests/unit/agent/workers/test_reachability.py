@@ -262,6 +262,17 @@ def test_the_sentence_is_about_the_round_that_failed(stage: Stage, network: Netw
     assert stage.notebook.breaks[-1].failure.reason == "node me lost contact with a peer (gloo: timed out)"
 
 
+def test_a_round_that_a_planned_change_leads_to_is_searched_with_its_newcomers(stage: Stage, network: Network) -> None:
+    """They are no members of the round that drains."""
+    worker = stage.working(4, members=(stage.member(),), stalled=1)
+    network.cut = {"other"}
+    stage.see(4, RoundState.DRAINING, members=(stage.member(),), stalled=1, next=stage.document(5, stalled=1))
+    worker.ready(5, planned=True)
+    worker.say(Failed(number=5, error="gloo: timed out", forming=True))
+    assert stage.only_break.failure.reason.startswith("node me cannot reach node other at other")
+    assert stage.record().unreachable == ("other",)
+
+
 def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) -> None:
     """Whichever reports first, and the one that looked for an address is listened to."""
     network.cut.clear()
