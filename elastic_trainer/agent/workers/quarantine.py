@@ -101,7 +101,7 @@ class Quarantine:
         """Steps were committed, or the workers are new: forget earlier failures."""
         self.unreachable = ()
         if not self.active:
-            self._backoff = Backoff()
+            self._backoff, self._unseen = Backoff(), False
 
     def enter(self, document: RoundDocument) -> None:
         """The round of ``document`` excludes this node as unreachable. Acts once for each round."""

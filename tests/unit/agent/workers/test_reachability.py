@@ -16,6 +16,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.messages import Failed
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
+from elastic_trainer.membership.reachability import UNFORMED_ROUNDS
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_backend import ManualClock, MemoryBackend
@@ -287,6 +288,19 @@ def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) ->
     assert reason.startswith("node me cannot reach node other")
     assert quarantine.check(document, waited) == reason
     assert network.asked == ["other", "other"]
+
+
+def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: Stage, network: Network) -> None:
+    """What its workers once did not reach is forgotten with the first step."""
+    network.cut.clear()
+    stage.working(4, members=(OTHER,), left_out="me", unformed=UNFORMED_ROUNDS)
+    stage.alarms.run_for(11.0)
+    assert stage.record().state is NodeState.READY
+    worker = stage.working(5)
+    worker.progress(5, 1)
+    stage.see(6, members=(OTHER,), left_out="me")
+    stage.alarms.run_for(2.0)
+    assert stage.record().state is NodeState.READY
 
 
 def test_a_host_behind_a_loopback_address_is_missing() -> None:
