@@ -14,10 +14,13 @@ one log line says so.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from elastic_trainer import settings
 from elastic_trainer.ipc.own_address import bindable, is_loopback, own_address
@@ -42,6 +45,19 @@ def addresses(announced: str, host: str, port: int) -> tuple[str, ...]:
         return ONE_HOST
     # An announced address may be a translated one (NAT), or a name that /etc/hosts maps to the loopback.
     return ((bindable(announced) if announced else None) or own_address(host, port),)
+
+
+def misleading() -> str:
+    """``GLOO_SOCKET_IFNAME`` if it names loopback interfaces alone: gloo then publishes an address that leads every
+    other host to itself. Else empty."""
+    chosen, found = settings.gloo_interfaces(), psutil.net_if_addrs()
+    published = [
+        each.address
+        for name in chosen.split(",")
+        for each in found.get(name, ())
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return chosen if published and all(map(is_loopback, published)) else ""
 
 
 def group(store: Store, rank: int, size: int, timeout: timedelta, at: Sequence[str]) -> ProcessGroupGloo:

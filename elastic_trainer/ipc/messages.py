@@ -76,7 +76,8 @@ class Failed(Message):
     """A collective of round ``number`` failed here.
 
     ``forming``: while its groups formed, not later, while ranks come to one state; ``tried``: at which address a peer
-    was not reached then, if known. ``given_up``: none failed, but this rank gives the step up.
+    was not reached then, if known; ``loopback``: the interfaces to which the user bound gloo here, if no other host
+    reaches them. ``given_up``: none failed, but this rank gives the step up.
     """
 
     kind: Literal["failed"] = "failed"
@@ -85,6 +86,7 @@ class Failed(Message):
     forming: bool = False
     given_up: bool = False
     tried: str = ""
+    loopback: str = ""
 
 
 class Progress(Message):

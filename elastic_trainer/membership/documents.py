@@ -181,7 +181,8 @@ class NodeRecord(Document):
     committed: int = Field(default=0, ge=0)
     """In place: the newest step whose state a worker of this life is known to hold."""
     unreachable: tuple[str, ...] = ()
-    """In place: members of the last round that it could not reach, if it did not form or broke for that reason."""
+    """In place: members of the last round that it could not reach, if it did not form or broke for that reason; itself
+    if it knows that others cannot reach its workers."""
     stuck: bool = False
     """In place: a worker of its last round hangs, so other nodes do not wait for its report."""
     cause: str = ""

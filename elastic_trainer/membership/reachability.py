@@ -22,8 +22,10 @@ def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
     """The node that most others could not reach, the last one in case of a tie; None if all may stay.
 
     ``tried`` were in the round that failed, in this order. Two nodes that report each other count at once; a node that
-    only others report may just have been slow for a moment.
+    only others report may just have been slow for a moment. One that names itself knows better than all others.
     """
+    if culprits := [node for node in tried if names_itself(node)]:
+        return culprits[-1]
     pairs = _named(tried)
     named = Counter(name for node, name in pairs if stalled >= FAILED_ROUNDS or (name, node) in pairs)
     most = max(named.values(), default=0)
@@ -31,6 +33,11 @@ def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
 
 
 HINT = "check both with 'elastic-trainer doctor --peers'"
+
+
+def names_itself(node: NodeView) -> bool:
+    """Whether it knows that others cannot reach its workers; its ``cause`` says why."""
+    return node.id in node.record.unreachable
 
 
 def last_to_come(tried: list[NodeView], unformed: int) -> NodeView | None:
@@ -59,6 +66,14 @@ def cannot_reach(node: str, other: str, announced: str, tried: str, why: str) ->
     if tried not in ("", announced):
         at = f"{tried}, which its worker published, while its agent announces {announced}"
     return f"node {node} cannot reach node {other} at {at} ({why}); {HINT}"
+
+
+def misleads(node: str, interfaces: str) -> str:
+    """The sentence about a node whose gloo was bound to loopback interfaces by the user."""
+    return (
+        f"workers of node {node} publish 127.0.0.1, which no other host reaches: GLOO_SOCKET_IFNAME={interfaces};"
+        " unset it there, or name an interface that other hosts reach"
+    )
 
 
 def apart(ready: list[NodeView]) -> tuple[str, str] | None:

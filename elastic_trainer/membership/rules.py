@@ -25,7 +25,7 @@ from elastic_trainer.membership.cluster_view import (
 from elastic_trainer.membership.composition import broken, compose
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.failure_budget import FailureBudget, carried, count, count_lives
-from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out
+from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out, names_itself
 from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
 from elastic_trainer.model import Cause, RecoveryMode
 
@@ -358,11 +358,19 @@ def _absent(
     """
     tried = [node for node in usual if current.member(node.id) is not None]
     named = left_out(tried, tally.stalled)
-    absent = named or last_to_come(tried, current.unformed)
-    if absent is None or len(_without(view, current, ready, absent, view.limits.max_nodes)) < view.limits.min_nodes:
+    culprit = absent = named or last_to_come(tried, current.unformed)
+    if [node for node in ready if node.record.identity is not None] == [culprit]:  # the others would begin again
+        absent = next((node for node in reversed(tried) if node is not culprit), None)
+    if (
+        absent is None
+        or culprit is None
+        or len(_without(view, current, ready, absent, view.limits.max_nodes)) < view.limits.min_nodes
+    ):
         return None, ""
     if named is not None:
-        return named, f"which others cannot reach ({HINT})"
+        why = f"as {named.record.cause}" if names_itself(named) else f"which others cannot reach ({HINT})"
+        instead = "" if absent is named else f"instead of node {named.id}, which alone holds the training state, "
+        return absent, instead + why
     return absent, f"the last to come, as {current.unformed} rounds did not form"
 
 

@@ -435,7 +435,8 @@ class Conductor:
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
         if self._false_start is not None and not self.met.is_set():
             fields |= self._false_start.fields
-        last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
+        last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by}
+        last["cause"] = cause or self._quarantine.own_fault
         return self._config.base.model_copy(update=fields | last)
 
     def _send(self, worker: Worker, message: Message) -> None:

@@ -14,7 +14,7 @@ from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.ipc.messages import Failed, Ready
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach
+from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
 from elastic_trainer.telemetry.logs import logger
 
 SHORTEST_S = 1.0
@@ -37,7 +37,7 @@ class Quarantine:
         self._node, self._reachability, self._present, self._released = node, reachability, present, released
         self._later = call_later
         self.unreachable: tuple[str, ...] = ()
-        """Nodes that this one could not reach when a round with them failed to form."""
+        """Nodes that this one could not reach when a round with them failed to form; itself if they cannot reach it."""
         self._unseen = False
         """Whether this node's agent reached those whom its workers did not."""
         self.active = False
@@ -59,7 +59,7 @@ class Quarantine:
         if document is None or (document.stalled < FAILED_ROUNDS - 1 and not document.accuses(self._node)):
             return ""
         with self._checking:  # of several workers that report one round, all get the answer
-            news = isinstance(message, Failed) and bool(message.tried)
+            news = isinstance(message, Failed) and bool(message.tried or message.loopback)
             if document.number == self._asked_in and (self._answer or not news):
                 return self._answer
             self._asked_in = document.number
@@ -76,7 +76,11 @@ class Quarantine:
             return self._answer
 
     def _find(self, document: RoundDocument, message: Failed | Ready) -> tuple[tuple[str, ...], str]:
-        """The nodes that this agent does not reach, else the one that its worker did not; and the sentence about it."""
+        """This node if its worker knows that others cannot reach it, the nodes that this agent does not reach, else the
+        one that its worker did not; and the sentence about it."""
+        if isinstance(message, Failed) and message.loopback:
+            self._unseen = True
+            return (self._node,), misleads(self._node, message.loopback)
         names = [member.node for member in document.members if member.node != self._node]
         records = self._reachability.records()
         missing = self._reachability.missing_of(names, records) or ()
@@ -90,6 +94,11 @@ class Quarantine:
             self._unseen = True
             return (one,), cannot_reach(self._node, one, others[one].address, message.tried, message.error)
         return (), ""
+
+    @property
+    def own_fault(self) -> str:
+        """Why others cannot reach this node's workers, if it knows."""
+        return self._answer if self._node in self.unreachable else ""
 
     def note_unreachable(self, nodes: tuple[str, ...]) -> None:
         """``nodes`` cannot be reached. If no round can form without them, check again until they can."""

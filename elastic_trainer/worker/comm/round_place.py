@@ -48,6 +48,10 @@ class RoundPlace:
             return gloo.ONE_HOST
         return gloo.addresses(self.address, self.store.host, self.store.port)
 
+    def misleads(self) -> str:
+        """The loopback interfaces to which the user bound gloo here although ranks may be on other hosts; or empty."""
+        return gloo.misleading() if self.gloo_addresses() is not gloo.ONE_HOST else ""
+
 
 def self_started(
     environment: WorkerEnvironment, init_method: str | None, rank: int | None, world_size: int | None

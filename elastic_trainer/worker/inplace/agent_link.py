@@ -140,10 +140,21 @@ class ChannelLink:
         )
 
     def failed(
-        self, number: int, error: str, *, forming: bool = False, given_up: bool = False, tried: str = ""
+        self,
+        number: int,
+        error: str,
+        *,
+        forming: bool = False,
+        given_up: bool = False,
+        tried: str = "",
+        loopback: str = "",
     ) -> None:
         """Report what ended round ``number`` here; see :class:`~elastic_trainer.ipc.messages.Failed`."""
-        self._send(messages.Failed(number=number, error=error, forming=forming, given_up=given_up, tried=tried))
+        self._send(
+            messages.Failed(
+                number=number, error=error, forming=forming, given_up=given_up, tried=tried, loopback=loopback
+            )
+        )
 
     def evicted(self, reason: str) -> None:
         self._send(messages.Evicted(reason=reason))

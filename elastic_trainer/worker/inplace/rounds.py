@@ -72,7 +72,7 @@ class Rounds:
             try:
                 return self._form(place)
             except (RejoinError, TransientError, RuntimeError) as error:
-                self.give_up(place.round, error, forming=True)
+                self.give_up(place.round, error, place)
                 place = None
 
     def _await_place(self, offer: Ready, idle: Callable[[], None]) -> RoundPlace | None:
@@ -80,15 +80,18 @@ class Rounds:
         self._link.ready(offer.model_copy(update={"number": first}))
         return self._link.await_formation(first, idle)
 
-    def give_up(self, number: int, error: BaseException, *, forming: bool = False) -> None:
+    def give_up(self, number: int, error: BaseException, place: RoundPlace | None = None) -> None:
         """Give up round ``number`` because ``error`` kept its ranks from starting; raises any other error.
 
-        ``forming``: its groups were not formed. Else they were, so ranks reached each other.
+        ``place``: this worker's in it, if its groups were not formed. Else they were, so ranks reached each other.
         """
         if not is_collective_failure(error):
             raise error
         logger().info("round.not_entered", round=number, error=summary(error), trail=trail(error))
-        self._link.failed(number, summary(error), forming=forming, tried=tried(error) if forming else "")
+        if place is None:
+            self._link.failed(number, summary(error))
+        else:
+            self._link.failed(number, summary(error), forming=True, tried=tried(error), loopback=place.misleads())
         self.abandon()
         self._link.await_over(number)
 

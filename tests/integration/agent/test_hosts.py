@@ -123,3 +123,26 @@ def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(
             job.await_world("n0", "n1", after=first, count=10)
             assert job.finish() == {"n0": 0, "n1": 0}
             job.check_lossless()
+
+
+@pytest.mark.usefixtures("segment")
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_node_that_misleads_others_is_left_out_though_it_came_first(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, alone: bool
+) -> None:
+    """Its workers publish their loopback (``GLOO_SOCKET_IFNAME``). It knows so, and the two healthy nodes train; if it
+    has trained ``alone`` before, it trains on without them, as its steps would be lost. Either way it is named."""
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=3, options=SLOW_TO_FORM | {"last_call": "10"}) as job:
+        job.add_with(environment={"GLOO_SOCKET_IFNAME": "lo"})
+        first = job.await_world("n0", count=5) if alone else 0
+        job.add()
+        job.add()
+        said = "as workers of node n0 publish 127.0.0.1, which no other host reaches: GLOO_SOCKET_IFNAME=lo"
+        job.wait_for(lambda: any(said in entry.reason for entry in job.journal()), "n0 is not named")
+        if alone:
+            job.await_world("n0", after=first, count=20)
+            job.check_lossless()
+        else:
+            job.await_world("n1", "n2", count=20)
+        reasons = [entry.reason for entry in job.journal()]
+        assert RoundState.CLOSED not in [entry.state for entry in job.journal()], reasons

@@ -33,7 +33,8 @@ def name_of(found: NodeView | None) -> str | None:
         (nodes(a=("b", "c"), b=("a",), c=("a",)), "a"),
         (nodes(a=(), b=("c",), c=("b",)), "c"),  # of equals the last: who came first stays
         (nodes(a=("x",), b=("x",), c=()), None),  # x is not among them anyway
-        (nodes(a=("a", "a"), b=(), c=()), None),  # nobody is a witness against itself
+        (nodes(a=("a",), b=("c",), c=("b",)), "a"),  # who names itself knows better than the others
+        (nodes(a=("a",), b=("b",), c=()), "b"),
     ],
 )
 def test_the_node_that_most_others_cannot_reach_is_left_out(ready: list[NodeView], expected: str | None) -> None:

@@ -589,6 +589,29 @@ def test_the_last_to_come_is_left_out_when_rounds_do_not_form_and_nobody_is_name
     assert without.reason.startswith("node c is excluded, the last to come, as 4 rounds did not form: ")
 
 
+def test_a_node_that_names_itself_is_left_out_though_it_came_first() -> None:
+    """Its record says why, and so does the round."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
+    why = "workers of node a publish 127.0.0.1"
+    scene.show(free("a", 1, 4, unreachable=("a",), cause=why), free("b", 2, 4), free("c", 3, 4, unreachable=("b",)))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.left_out) == (["b", "c"], "a")
+    assert without.reason.startswith(f"node a is excluded, as {why}: ")
+
+
+def test_the_only_node_with_the_training_state_is_not_left_out() -> None:
+    """The others would begin again at the newest checkpoint, or at step 0. It trains on without them."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
+    scene.limits = replace(IN_PLACE, min_nodes=1)
+    why = "workers of node a publish 127.0.0.1"
+    scene.show(free("a", 1, 4, unreachable=("a",), cause=why))
+    scene.show(*(free(name, i + 2, 4, identity=None, newcomer=True) for i, name in enumerate("bc")))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.left_out) == (["a", "b"], "c")
+    said = f"node c is excluded, instead of node a, which alone holds the training state, as {why}: "
+    assert without.reason.startswith(said)
+
+
 def test_only_who_was_in_the_rounds_that_failed_is_left_out() -> None:
     """Neither a newcomer that waits nor one that replaces a lost node: they were not tried. They take its place."""
     for lost in ("", "b"):

@@ -290,6 +290,22 @@ def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) ->
     assert network.asked == ["other", "other"]
 
 
+@pytest.mark.parametrize(("stalled", "named"), [(0, ()), (1, ("me",))])
+def test_a_node_whose_workers_publish_their_loopback_names_itself(
+    stage: Stage, network: Network, stalled: int, named: tuple[str, ...]
+) -> None:
+    """Once a second round was not formed, and whomever its own agent does not reach; its record says why."""
+    worker = stage.working(4, stalled=stalled)
+    worker.say(Failed(number=4, error="gloo: refused", forming=True, tried="10.0.0.2", loopback="lo"))
+    stage.see(4, RoundState.BROKEN, stalled=stalled)
+    worker.ready(5)
+    assert stage.record().unreachable == named
+    why = "workers of node me publish 127.0.0.1, which no other host reaches: GLOO_SOCKET_IFNAME=lo; unset it there, or"
+    assert stage.record().cause.startswith(why if named else "")
+    assert stage.only_break.failure.reason.startswith(why if named else "node me lost contact with a peer")
+    assert bool(stage.record().cause) is bool(named)
+
+
 def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: Stage, network: Network) -> None:
     """What its workers once did not reach is forgotten with the first step."""
     network.cut.clear()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from elastic_trainer.errors import ConfigError
@@ -54,6 +58,31 @@ def test_ranks_of_several_machines_use_the_address_that_leads_there(monkeypatch:
     assert place(announced).gloo_addresses() == ("192.168.7.2",)
     assert place({**announced, "ELASTIC_TRAINER_ADDRESS": "100.64.0.1"}).gloo_addresses() == ("towards node7:29500",)
     assert place(TORCHRUN).gloo_addresses() == ("towards node7:29500",)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [("", ""), ("lo", "lo"), ("lo,loop6", "lo,loop6"), ("lo,eth0", ""), ("eth0", ""), ("lo,gone", "lo,gone")],
+)
+def test_a_user_who_binds_gloo_to_loopbacks_misleads_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, found: str
+) -> None:
+    """Not those who are on this one."""
+    interfaces = {
+        "lo": [_address(socket.AF_PACKET, "00:00"), _address(socket.AF_INET, "127.0.0.1")],
+        "loop6": [_address(socket.AF_INET6, "::1")],
+        "eth0": [_address(socket.AF_INET, "192.168.7.2")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(gloo, "own_address", lambda host, port: "192.168.7.2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    assert place(TORCHRUN).misleads() == found
+    assert place({**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}).misleads() == ""
+    assert place({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}).misleads() == ""
+
+
+def _address(family: socket.AddressFamily, address: str) -> SimpleNamespace:
+    return SimpleNamespace(family=family, address=address)
 
 
 @pytest.mark.parametrize(
