@@ -312,7 +312,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     failed_again = not restarts or tally.failures > current.failures
     verdict = tally.verdict(view.limits) if failed_again else ""
     suspect = _suspect(view, tally, ready) if restarts and verdict else None
-    absent, why = (suspect, f"{_ALONE}: {verdict}") if suspect is not None else (None, "")
+    absent, why = suspect, (f"node {suspect.id} is excluded, {_ALONE}: {verdict}" if suspect is not None else "")
     if not restarts:
         absent, why = _absent(view, current, ready, _fitting(view, usual, view.limits.max_nodes), tally)
     most = view.limits.max_nodes
@@ -325,7 +325,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         tally = replace(tally, stalled=0)
     if absent is not None:
         ready = [node for node in ready if node is not absent]
-        reason = f"node {absent.id} is excluded, {why}: {reason}"
+        reason = f"{why}: {reason}"
     ready = _fitting(view, ready if restarts else _without_haste(view, current, ready), most)
     if not ready:
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
@@ -370,8 +370,9 @@ def _absent(
     if named is not None:
         why = f"as {named.record.cause}" if names_itself(named) else f"which others cannot reach ({HINT})"
         instead = "" if absent is named else f"instead of node {named.id}, which alone holds the training state, "
-        return absent, instead + why
-    return absent, f"the last to come, as {current.unformed} rounds did not form"
+        return absent, f"node {absent.id} is excluded, {instead}{why}"
+    tries = f"{current.unformed} rounds in a row did not form and no node is named"
+    return absent, f"node {absent.id}, which joined last, is left out on trial: {tries}"
 
 
 def _without(

@@ -586,7 +586,8 @@ def test_the_last_to_come_is_left_out_when_rounds_do_not_form_and_nobody_is_name
     scene.show(*(free(name, i + 1, 4) for i, name in enumerate("abc")))
     without = made(scene.decide(), Action.FORM)
     assert (names(without), without.left_out, without.unformed) == (["a", "b"], "c", UNFORMED_ROUNDS)
-    assert without.reason.startswith("node c is excluded, the last to come, as 4 rounds did not form: ")
+    said = "node c, which joined last, is left out on trial: 4 rounds in a row did not form and no node is named: "
+    assert without.reason.startswith(said)
 
 
 def test_a_node_that_names_itself_is_left_out_though_it_came_first() -> None:
