@@ -16,6 +16,7 @@ FAILED_ROUNDS = 2
 """Consecutive rounds without a committed step after which the report of one side alone is enough."""
 UNFORMED_ROUNDS = 4
 """Consecutive rounds that could not be formed after which the last to come is left out, though nobody names it."""
+HINT = "to check, run 'elastic-trainer doctor --endpoint HOST:2379 --run-id check --peers 2' on both"
 
 
 def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
@@ -30,9 +31,6 @@ def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
     named = Counter(name for node, name in pairs if stalled >= FAILED_ROUNDS or (name, node) in pairs)
     most = max(named.values(), default=0)
     return next((node for node in reversed(tried) if most and named[node.id] == most), None)
-
-
-HINT = "check both with 'elastic-trainer doctor --peers'"
 
 
 def names_itself(node: NodeView) -> bool:

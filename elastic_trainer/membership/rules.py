@@ -31,6 +31,7 @@ from elastic_trainer.model import Cause, RecoveryMode
 
 FALSE_STARTS = 2
 """Consecutive lives that failed at startup in the same way on all nodes, after which the run fails."""
+_ALONE = "whose workers alone failed"
 
 
 class Action(StrEnum):
@@ -343,9 +344,6 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         cause=cause,
     )
     return Decision(Action.FORM, reason, document)
-
-
-_ALONE = "whose workers alone failed"
 
 
 def _absent(

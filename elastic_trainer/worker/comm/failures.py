@@ -19,6 +19,7 @@ import torch.distributed as dist
 from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
 
 _REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
+_PORT = re.compile(r"(remote=\[[^\]\s]+\]):\d+(?:\$\d+)?")
 _IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
 
 
@@ -33,9 +34,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """``error`` in a few words, without gloo's file names and advice."""
+    """``error`` in a few words, without gloo's file names, advice, and the number of a pair that is gone."""
     text = str(error).partition("\n")[0]
-    text = re.sub(r"\[/[^\]]*\]\s*", "", text)
+    text = _PORT.sub(r"\1", re.sub(r"\[/[^\]]*\]\s*", "", text))
     return text.partition(". This is")[0][:160]
 
 

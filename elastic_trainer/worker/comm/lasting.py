@@ -88,9 +88,7 @@ class _Transfer(_InterruptibleWork):
         return super().wait(timeout)
 
 
-def real_group(
-    store: Any, rank: int, size: int, timeout: timedelta, at: Sequence[str] = gloo.ONE_HOST, *, nccl: bool = False
-) -> Any:
+def real_group(store: Any, rank: int, size: int, timeout: timedelta, at: Sequence[str], *, nccl: bool = False) -> Any:
     """A group for one round: a ProcessGroup with backends, since a bare ProcessGroupGloo lacks some calls."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
@@ -114,7 +112,7 @@ class LastingGroup(dist.ProcessGroup):
         self._real: Any = None
         self._works, self._limit = InterruptibleWaits(), _ALONE
         if size == 1:  # a group of one needs no round
-            self._real = real_group(HashStore(), 0, 1, _ALONE, nccl=nccl)
+            self._real = real_group(HashStore(), 0, 1, _ALONE, gloo.ONE_HOST, nccl=nccl)
         self.register()
 
     def register(self) -> None:

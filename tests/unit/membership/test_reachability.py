@@ -88,8 +88,8 @@ def test_who_was_not_reached_follows_from_the_address_that_was_tried(
 def test_the_sentence_names_both_nodes_the_address_and_whose_it_is() -> None:
     """And what to check."""
     assert cannot_reach("a", "b", "10.0.0.2", "10.0.0.2", "timed out") == (
-        "node a cannot reach node b at 10.0.0.2, which b announces (timed out); check both with 'elastic-trainer doctor"
-        " --peers'"
+        "node a cannot reach node b at 10.0.0.2, which b announces (timed out); to check, run 'elastic-trainer doctor"
+        " --endpoint HOST:2379 --run-id check --peers 2' on both"
     )
     other = cannot_reach("a", "b", "10.0.0.2", "127.0.0.1", "refused")
     assert "at 127.0.0.1, which its worker published, while its agent announces 10.0.0.2 (refused)" in other

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.failures import collective, is_collective_failure, trail
+from elastic_trainer.worker.comm.failures import collective, is_collective_failure, summary, trail, tried
 from tests.unit.worker.ranks import run_ranks
 
 PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]"
@@ -42,6 +42,13 @@ def test_errors_of_torch_count_also_behind_others() -> None:
     outer.__cause__ = RuntimeError(f"{PLACE} Connection closed by peer")
     assert is_collective_failure(outer)
     assert not is_collective_failure(ConfigError(f"{PLACE} is in the text"))
+
+
+def test_people_see_no_numbers_of_gloo() -> None:
+    """The port is one that the peer had for this attempt alone."""
+    error = RuntimeError(f"{PLACE} timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:25001$1")
+    assert summary(error) == "timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]"
+    assert tried(error) == "10.0.0.2"
 
 
 def test_a_real_error_of_gloo_is_known() -> None:
