@@ -112,7 +112,7 @@ def test_a_job_grows_and_shrinks_across_hosts(cell: Cell, tmp_path: Path) -> Non
         found = {(each.step, each.digest) for each in stage.digests()} if cell.exact else set()
     if cell.exact:
         expected = undisturbed(cell.setting, tmp_path / "alone", max(step for step, _ in found))
-        assert len(found) > 5
+        assert len(found) > 2  # every tenth step, of the twelve or more that each round makes
         assert found == {(step, digest) for step, digest in expected.items() if step in dict(found)}
 
 
