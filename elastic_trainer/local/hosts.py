@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -107,17 +107,9 @@ class Host:
         """The words that start a command on it. The command's parent is the ``nsenter`` that waits for it."""
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--pid"]
 
-    @contextmanager
-    def network(self) -> Iterator[None]:
+    def network(self) -> AbstractContextManager[None]:
         """In the body this thread is in the host's network; sockets that it opens stay there."""
-        here, there = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in (_NETWORK, f"/proc/{self.pid}/ns/net"))
-        try:
-            _call("setns", there, _CLONE_NEWNET)
-            yield
-        finally:
-            _call("setns", here, _CLONE_NEWNET)
-            os.close(here)
-            os.close(there)
+        return _in_network(f"/proc/{self.pid}/ns/net")
 
     def close(self) -> None:
         """Kill all that runs on it, at once, as a power failure does; its cable goes too."""
@@ -200,14 +192,8 @@ class Segment:
     @contextmanager
     def left(self) -> Iterator[None]:
         """In the body this thread, and what it starts, is in the original network."""
-        here = os.open(_NETWORK, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _call("setns", self._home, _CLONE_NEWNET)
-            with one_host():
-                yield
-        finally:
-            _call("setns", here, _CLONE_NEWNET)
-            os.close(here)
+        with _in_network(f"/proc/self/fd/{self._home}"), one_host():
+            yield
 
     @contextmanager
     def using(self, network: HostNetwork) -> Iterator[None]:
@@ -237,9 +223,10 @@ class Segment:
         """
         self._count += 1
         number = self._count
-        addresses = tuple(str(_nth(each, number)) for each in self.network.hubs)
+        places = [_nth(each, number) for each in self.network.hubs]
+        addresses = tuple(str(each.ip) for each in places)
         mine = {
-            OwnName.ADDRESS: str(_nth(self.network.hubs[0], number).ip),
+            OwnName.ADDRESS: addresses[0],
             OwnName.LOOPBACK: "127.0.1.1",
             OwnName.NOTHING: "",
         }[self.network.own_name]
@@ -254,7 +241,7 @@ class Segment:
                 "proc": str(ledger.resolve() / PROC) if ledger is not None else "",
             }
         )
-        host = Host(name, pid, f"veth{number}", tuple(str(ip_interface(each).ip) for each in addresses), holder)
+        host = Host(name, pid, f"veth{number}", addresses, holder)
         self._stack.callback(host.close)
         self._hosts[name] = host
         if self.network.aside:  # first, so that it has the lower index
@@ -264,8 +251,8 @@ class Segment:
             _ip("link", "set", "aside1", "up", inside=host.inside)
         _ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
         _ip("link", "set", host.outside, "master", BRIDGE, "up")
-        for each in addresses:
-            _ip("addr", "add", each, "dev", INSIDE, *_at_once(ip_interface(each)), inside=host.inside)
+        for each in places:
+            _ip("addr", "add", str(each), "dev", INSIDE, *_at_once(each), inside=host.inside)
         _ip("link", "set", INSIDE, "up", inside=host.inside)
         _ip("link", "set", "lo", "up", inside=host.inside)
         if self.network.rules:
@@ -359,6 +346,19 @@ def _nth(hub: str, number: int) -> IPv4Interface | IPv6Interface:
 def _at_once(interface: IPv4Interface | IPv6Interface) -> list[str]:
     """An IPv6 address would be of no use for a second, until the kernel is sure that nobody else has it."""
     return ["nodad"] if interface.version == 6 else []
+
+
+@contextmanager
+def _in_network(path: str) -> Iterator[None]:
+    """In the body this thread is in the network namespace of the file ``path``."""
+    here, there = (os.open(each, os.O_RDONLY | os.O_CLOEXEC) for each in (_NETWORK, path))
+    try:
+        _call("setns", there, _CLONE_NEWNET)
+        yield
+    finally:
+        _call("setns", here, _CLONE_NEWNET)
+        os.close(here)
+        os.close(there)
 
 
 def _ip(*words: str, inside: Sequence[str] = ()) -> None:
