@@ -21,6 +21,8 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
+WORKERS = 2
+
 SCRIPT = """
 import subprocess, sys, threading
 helper = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
@@ -41,7 +43,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         entry=(str(script),),
         min_nodes=1,
         max_nodes=1,
-        workers=2,
+        workers=WORKERS,
         backend="c10d",
     )
     with LocalCluster(spec) as cluster:
@@ -49,9 +51,11 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 def await_family(node: Node, size: int) -> list[psutil.Process]:
-    """The node's processes once there are ``size`` of them."""
+    """The node's processes once there are ``size`` of them, and each worker has its helper.
+
+    A helper that is not a program of its own yet is one more process, and its worker waits for it in the kernel."""
     deadline = Deadline.after(90.0)
-    while len(family := node.family()) < size:
+    while len(family := node.family()) < size or node.log.read_text().count("helper") < WORKERS:
         assert node.running, node.log.read_text()
         assert not deadline.expired, node.log.read_text()
         pause(0.05)
