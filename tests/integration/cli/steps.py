@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -90,9 +91,12 @@ def main() -> None:
         if recorder.rank == 0:
             for other in ready:
                 await_number(other, step)
+            # torchrun's SIGTERM waits, lest the step is committed and its line is missing.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             write(committed, step)
         await_number(committed, step)
         recorder.step(step)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     recorder.write("closed", last, status="done")
 
 
