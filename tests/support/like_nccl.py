@@ -12,6 +12,7 @@ Backward passes run in a thread of their own, as they do on a device.
 from __future__ import annotations
 
 import os
+import platform
 import queue
 import threading
 from collections.abc import Callable
@@ -187,7 +188,7 @@ def _beside(act: Callable[[], object]) -> None:
 
 
 def use(directory: Path) -> None:
-    """From now on this process takes its groups for NCCL's; how many kernels were aborted stands in ``aborts-PID``."""
+    """This process takes its groups for NCCL's; how many kernels were aborted stands in ``aborts-HOST-PID``."""
     changed: Any = SimpleNamespace(take=placement.take, init=dist.init_process_group, passed=ShardedReplica._pass)
     dist.Backend.register_backend("likenccl", LikeNccl, devices=["cpu"])
 
@@ -200,7 +201,7 @@ def use(directory: Path) -> None:
         c10d._world.pg_map[world] = (NCCL, c10d._world.pg_map[world][1])
 
     def check(self: Any) -> None:
-        (directory / f"aborts-{os.getpid()}").write_text(str(LikeNccl.aborts))
+        (directory / f"aborts-{platform.node()}-{os.getpid()}").write_text(str(LikeNccl.aborts))
         self._rounds.check_device(self._place.placement.device)
 
     places: Any = (placement, dist, shard_groups, ShardedReplica, InPlaceRecovery, torch.cuda)

@@ -6,6 +6,7 @@ Rank 0 does not hear what the audit finds, as happens when the others leave the 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,4 +43,6 @@ if __name__ == "__main__":
     faults = [Fault(int(lie[0]), "activation", int(lie[1]), 20, 0.4)] if lie else []
     audited = 1 if lie else None
     module = trained(faults, STEPS, audited, "tree", float(pace_s), on_mismatch="repeat" if lie else "report")
-    torch.save([each.detach() for each in module.parameters()], Path(directory, f"result-{os.getpid()}"))
+    torch.save(
+        [each.detach() for each in module.parameters()], Path(directory, f"result-{platform.node()}-{os.getpid()}")
+    )
