@@ -28,6 +28,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer.agent.rendezvous import sigterm
 
     sigterm.listen()
+    from elastic_trainer import torch_internals
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
     from elastic_trainer.agent.workers import orphan_reaper, warm_starts
@@ -42,6 +43,8 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
         options = rendezvous_options(parameters.config)
+        if in_place:
+            torch_internals.survive_nccl_errors()
         await_imports = warm_starts.install(options.preload)
         handler = kind.from_parameters(parameters, options, await_imports)
         orphan_reaper.install(options.stop_grace)

@@ -218,7 +218,9 @@ class _Encoder:
 
     def _elsewhere(self, tensor: torch.Tensor, path: Trail) -> Json:
         """Another place has it, and writes it under the same name. What is tied together has one."""
-        identity = (tensor.untyped_storage()._cdata, *tensors.identity(tensor))
+        from elastic_trainer import torch_internals
+
+        identity = (torch_internals.storage_identity(tensor), *tensors.identity(tensor))
         name = self._names_of_tensors.get(identity)
         if name is None:
             name = self._add(path, tensors.element_type(tensor), tuple(tensor.shape), lambda: memoryview(b""))

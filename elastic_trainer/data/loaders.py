@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as TorchSampler
 
+from elastic_trainer import torch_internals
 from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.placing import placed, versions
 from elastic_trainer.data.plan import EpochPlan
@@ -223,8 +224,7 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def shut(iterator: Any) -> None:
     """End the processes of what :func:`begun` gave, if it has some."""
-    if hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
+    torch_internals.end_processes(iterator)
 
 
 def _forks(loader: DataLoader[Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from elastic_trainer import torch_internals
 from elastic_trainer.data.bad_samples import Tally, limit
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import pinned, placed
@@ -25,6 +26,7 @@ from elastic_trainer.data.streams import Streams
 from elastic_trainer.data.workers import Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
+from elastic_trainer.telemetry.logs import logger
 
 __all__ = ["Batch", "Collate", "Fetcher", "Sampler"]
 
@@ -148,6 +150,9 @@ class Fetcher:
         self._in_place = self._tensors is not None and all(t.device == device for t in self._tensors)
         self._on_host = self._tensors is not None and all(t.device.type == "cpu" for t in self._tensors)
         ahead = loading.workers and self._tensors is None  # rows of tensors are there already
+        if ahead and (lacking := torch_internals.lacking([torch_internals.DATA_WORKERS])):
+            logger().warning("data.workers_refused", reason=lacking[0])
+            ahead = 0
         self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
         self._world = 1
 

@@ -18,17 +18,16 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.loading import Loading
@@ -74,15 +73,6 @@ class Upcoming:
         return task
 
 
-class Fetching(_MultiProcessingDataLoaderIter):
-    """What iterates over a DataLoader. About its processes nothing is raised but where :class:`Workers` wants it."""
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        if first_iter:  # the processes are there, and torch's handler of SIGCHLD: threads are begun now
-            _untold(self)
-        super()._reset(loader, first_iter)
-
-
 class Workers:
     """See the module."""
 
@@ -91,7 +81,7 @@ class Workers:
         self._upcoming = Upcoming()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
-        """A :class:`Fetching`, most of what is used of which has no types."""
+        """The DataLoader's, about whose processes nothing is raised but in ``_watched``."""
         self._processes: list[Any] = []
         self._owner = os.getpid()
         self._kept: dict[Place, tuple[Drawn, tuple[int, ...]]] = {}
@@ -184,7 +174,7 @@ class Workers:
                 return self._upcoming.sent.popleft(), value
             late = "timed out after" in problem
             self._check_alive(0 if late else DYING_S)
-            if not late or self._pinning_ended():
+            if not late or torch_internals.pinning_ended(self._iterator):
                 self.close()
                 raise DataError(f"the data workers failed: {problem}")
             if not logged and SYSTEM.monotonic() - began > SLOW_S:
@@ -214,18 +204,10 @@ class Workers:
         torch's handler of SIGCHLD raises that in the main thread wherever it is, so it knows these processes only while
         they are waited for. It also ends a read of what a killed process has half written.
         """
-        name = id(self._iterator)
-        try:
-            _set_worker_pids(name, tuple(process.pid for process in self._processes))
+        with torch_internals.telling_of(self._iterator, self._processes):
             if dead_of(self._processes):
                 raise ChildProcessError("a data worker has ended")
             return act()
-        finally:
-            _remove_worker_pids(name)
-
-    def _pinning_ended(self) -> bool:
-        thread = getattr(self._iterator, "_pin_memory_thread", None)
-        return thread is not None and not thread.is_alive()
 
     # ---- processes
 
@@ -249,7 +231,7 @@ class Workers:
         )
         before = set(multiprocessing.active_children())
         loader.check_worker_number_rationality()
-        iterator: Any = Fetching.__new__(Fetching)  # as iter(loader) would; this way a half-made one is known
+        iterator = torch_internals.multiprocess_iterator()  # as iter(loader) would make it
         problem: str | None = None
         dead: list[Any] = []
         begun = False
@@ -267,8 +249,9 @@ class Workers:
             raise died(dead[0])
         if problem is not None:
             raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
-        loader._iterator = iterator
-        self._loader, self._iterator, self._processes = loader, iterator, list(iterator._workers)
+        torch_internals.keep_iterator(loader, iterator)
+        self._loader, self._iterator = loader, iterator
+        self._processes = torch_internals.worker_processes(iterator)
         atexit.register(self.close)
 
     def _check_alive(self, wait_s: float) -> None:
@@ -315,29 +298,15 @@ def _end(iterator: Any, processes: list[Any]) -> None:
         force.name, force.daemon = "data-workers-end", True
         force.start()
         try:
-            iterator._shutdown_workers()
+            torch_internals.end_processes(iterator)
         finally:
             force.cancel()
             force.join()
     else:
-        _drop(iterator)
+        torch_internals.let_go(iterator)
     _kill(processes)
     for process in processes:
         process.join(GRACE_S)
-
-
-def _drop(iterator: Any) -> None:
-    """Nothing waits for ``iterator`` any more, nor does it wait for its processes when it is thrown away."""
-    iterator._shutdown = True
-    if hasattr(iterator, "_pin_memory_thread_done_event"):
-        iterator._pin_memory_thread_done_event.set()
-
-
-def _untold(iterator: Any) -> None:
-    """From now on torch's handler of SIGCHLD raises nothing about the processes of ``iterator``."""
-    with suppress(ValueError):  # it does not know them yet
-        _remove_worker_pids(id(iterator))
-    iterator._worker_pids_set = False
 
 
 def _give_up(iterator: Any, before: set[Any]) -> list[Any]:
@@ -345,9 +314,9 @@ def _give_up(iterator: Any, before: set[Any]) -> list[Any]:
 
     Those that could be started ignore what asks them to end. Children that were there ``before`` are others'.
     """
-    _untold(iterator)
-    _drop(iterator)
-    processes = list(getattr(iterator, "_workers", ()))
+    torch_internals.forget_processes(iterator)
+    torch_internals.let_go(iterator)
+    processes = torch_internals.worker_processes(iterator)
     processes += [each for each in multiprocessing.active_children() if each not in {*before, *processes}]
     dead = dead_of(processes)
     _kill(processes)

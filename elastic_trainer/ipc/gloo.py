@@ -1,4 +1,4 @@
-"""The address that each gloo group uses: the one door to torch's private gloo devices.
+"""The address that each gloo group uses.
 
 torch gives all groups of a process the address of this host's name, or the interfaces of ``GLOO_SOCKET_IFNAME``. Here a
 group gets its own: the loopback if all its ranks are on this host, else the address by which others reach it. A round
@@ -27,7 +27,9 @@ from elastic_trainer.ipc.own_address import bindable, is_loopback, own_address
 from elastic_trainer.telemetry.logs import logger
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroupGloo, Store
+    from torch.distributed import ProcessGroupGloo
+
+    from elastic_trainer.torch_internals import Store
 
 ONE_HOST = ("127.0.0.1", "::1")
 """The addresses of a group whose ranks are all on this host; the first that there is."""
@@ -102,24 +104,16 @@ _led = _Led()
 
 def _options(timeout: timedelta, at: Sequence[str]) -> Any:
     """The last argument of gloo's constructor: options with a device, or ``timeout`` where torch is to choose it."""
-    import torch.distributed as dist
+    from elastic_trainer import torch_internals
 
     if settings.gloo_interfaces() or not at:
         return timeout
-    private: Any = dist.ProcessGroupGloo
-    refused = ""
-    for address in at:
+    refused = "".join(torch_internals.lacking([torch_internals.GLOO_ADDRESSES]))
+    for address in () if refused else at:
         try:
-            options = private._Options()
-            options._devices = [private.create_device(hostname=address)]
-            options._timeout, options._threads = timeout, _THREADS
-        except (AttributeError, TypeError) as error:
-            refused = f"this torch has no devices for groups: {error}"
-            break
+            return torch_internals.gloo_options(timeout, address, _THREADS)
         except RuntimeError as error:
             refused = str(error).partition("\n")[0]
-        else:
-            return options
     _tell(", ".join(at), refused)
     return timeout
 

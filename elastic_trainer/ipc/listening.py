@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_trainer.telemetry.logs import logger
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from elastic_trainer.torch_internals import TCPStore
 
 _BACKLOG = 512
 
@@ -33,7 +33,7 @@ def listen(address: str) -> socket.socket:
 
 def store_at(address: str, timeout: timedelta) -> TCPStore:
     """A torch store that listens in the same way; by default it would listen on all addresses."""
-    from torch._C._distributed_c10d import TCPStore
+    from elastic_trainer.torch_internals import TCPStore
 
     listener = _at(address)
     if listener is None:

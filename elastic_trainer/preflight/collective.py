@@ -23,7 +23,9 @@ from elastic_trainer.preflight.messages import Messages
 from elastic_trainer.preflight.pairs import SIZES, Pair, turns
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from elastic_trainer.torch_internals import Store
 
 
 GROUP_S = 10.0
@@ -77,7 +79,8 @@ class Measurement:
 
     def __init__(self, part: MeasuredPart, address: str, messages: Messages) -> None:
         import torch
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        from elastic_trainer.torch_internals import PrefixStore, TCPStore
 
         self._part, self._messages = part, messages
         self._at = gloo.addresses(address, part.host, part.port)
@@ -181,16 +184,17 @@ class Measurement:
         return float(times[1 - place] - times[place])
 
     def _group(self, name: str, ranks: Sequence[int]) -> ProcessGroup:
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore
+        import torch
+
+        from elastic_trainer import torch_internals
+        from elastic_trainer.torch_internals import PrefixStore
 
         store = PrefixStore(name, self._store)
         rank, limit = ranks.index(self._part.rank), timedelta(seconds=min(GROUP_S, self._deadline.remaining_s()))
         if self._device == "cpu":
             return cast("ProcessGroup", gloo.group(store, rank, len(ranks), limit, self._at))
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return cast("ProcessGroup", dist.ProcessGroupNCCL(store, rank, len(ranks), options))
+        made = torch_internals.nccl(store, rank, len(ranks), torch.device(self._device), limit)
+        return cast("ProcessGroup", made)
 
     def _agreed_device(self, mine: int) -> str:
         """The device that the first member assigns to this node, after all have reported or the wait is over."""

@@ -50,10 +50,15 @@ def versions(messages: Messages) -> None:
     """Report the versions that nodes of one job must agree on."""
     import torch
 
+    from elastic_trainer import torch_internals
+
     messages.version("elastic_trainer", elastic_trainer.__version__)
     messages.version("python", platform.python_version())
     messages.version("torch", str(torch.__version__))
     messages.version("cuda", str(torch.version.cuda or "none"))
+    lacking = torch_internals.lacking()
+    found = "; ".join(lacking) or "it has all private parts that are used"
+    messages.found(Finding("torch", Status.WARN if lacking else Status.OK, found))
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         messages.version("nccl", ".".join(map(str, nccl)))

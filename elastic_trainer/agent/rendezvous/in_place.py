@@ -230,9 +230,6 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
         led.arrived.lend_memory(self._address)
-        # torchrun exports 1, with which NCCL's watchdog would kill the survivors of a failed collective.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
         alone = RoundMember(
             node=self.node_id,
             create_revision=0,

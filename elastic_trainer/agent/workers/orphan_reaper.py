@@ -61,21 +61,19 @@ class OrphanReaper:
 
 def install(grace_s: float) -> None:
     """From now on, workers that torchrun starts in this process end when it ends."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
+    from elastic_trainer import torch_internals
     from elastic_trainer.telemetry.logs import logger
 
-    start: Start | None = getattr(SubprocessHandler, "_popen", None)
+    lacking = torch_internals.lacking([torch_internals.ORPHANS])
     try:
-        if start is None:
-            raise OSError("this torch starts workers in another way")
+        if lacking:
+            raise OSError(lacking[0])
         reaper = OrphanReaper(grace_s)
     except OSError as error:
         logger().warning("reaper.refused", reason=str(error), effect="workers may outlive an agent that is killed")
         return
     atexit.register(reaper.close)
-    handler: Any = SubprocessHandler
-    handler._popen = watched(reaper, start)
+    torch_internals.replace_worker_start(watched(reaper, torch_internals.worker_start()))
 
 
 def watched(reaper: OrphanReaper, start: Start) -> Start:

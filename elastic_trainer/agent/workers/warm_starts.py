@@ -1,7 +1,7 @@
 """Makes torchrun start its workers as forks of a template process that has already imported their modules.
 
-torchrun starts each worker by ``SubprocessHandler._popen(args, env)``, which returns a Popen (torch 2.10 to 2.13). Only
-this method is replaced, in this process; output redirection, log prefixes, signals and exit codes remain torch's.
+torchrun starts each worker by one method, which returns a Popen. Only this method is replaced, in this process; output
+redirection, log prefixes, signals and exit codes remain torch's.
 
 *Runs in* torchrun's main thread. *Owns* the template's process, until this process ends.
 *Fails by* nothing: a worker that cannot be forked is started by torchrun's own method, and one event says why.
@@ -10,15 +10,13 @@ this method is replaced, in this process; output redirection, log prefixes, sign
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import sys
 from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
+from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_LEDGER_DIR
@@ -29,8 +27,7 @@ OFF, AUTOMATIC = "off", "auto"
 """Special values of ``--rdzv-conf preload``; any other value names modules."""
 _FIRST = ("torch",)
 """The modules that every worker imports; preloaded before the first worker has shown which others it needs."""
-_HOOK = ("self", "args", "env")
-Start = Callable[[Any, tuple[str, ...], dict[str, str]], Popen[bytes]]
+Start = torch_internals.WorkerStart
 Await = Callable[[float], object]
 """Waits that many seconds at most until workers would start at once."""
 
@@ -43,9 +40,10 @@ def install(preload: str) -> Await:
     """From now on start this process's workers warm, if this torchrun supports it and ``preload`` enables it."""
     if preload == OFF:
         return at_once
-    start: Start | None = getattr(SubprocessHandler, "_popen", None)
-    if start is None or tuple(inspect.signature(start).parameters) != _HOOK or sys.platform != "linux":
-        logger().info("template.refused", reason="this torch or this system starts workers in another way")
+    lacking = torch_internals.lacking([torch_internals.WARM_STARTS])
+    if lacking or sys.platform != "linux":
+        reason = lacking[0] if lacking else f"there is no template of processes on {sys.platform}"
+        logger().warning("template.refused", reason=reason)
         return at_once
     names = _FIRST if preload == AUTOMATIC else tuple(preload.split(":"))
     marks = (ENV_LEDGER_DIR,)  # of all processes of a local cluster
@@ -56,8 +54,7 @@ def install(preload: str) -> Await:
         logger().warning("template.refused", reason=str(error))
         return at_once
     atexit.register(starter.close)
-    handler: Any = SubprocessHandler
-    handler._popen = warm(starter, start)
+    torch_internals.replace_worker_start(warm(starter, torch_internals.worker_start()))
     return starter.await_imports
 
 
@@ -66,7 +63,7 @@ def warm(starter: Starter, cold: Start, clock: Clock = SYSTEM) -> Start:
 
     def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
         began = clock.monotonic()
-        stdout, stderr = (each.fileno() if each else number for number, each in ((1, self._stdout), (2, self._stderr)))
+        stdout, stderr = torch_internals.output_of(self)
         try:
             worker = starter.start(StartRequest([str(word) for word in args], env, 0, stdout, stderr))
         except (ColdStart, OSError) as reason:

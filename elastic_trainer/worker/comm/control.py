@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import (
     CheckpointError,
     ConfigError,
@@ -232,7 +233,7 @@ class Control:
 
         gloo's connections keep the timeout that they were created with, so transfers pass theirs with each wait.
         """
-        self._group._set_default_timeout(timeout)
+        torch_internals.limit_gloo(self._group, timeout)
         self._transfer_limit = timeout
 
     def close(self) -> None:

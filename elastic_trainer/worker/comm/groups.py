@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import distributed_c10d
 
+from elastic_trainer import torch_internals
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.torch_internals import PrefixStore, TCPStore
 from elastic_trainer.worker.comm import sever
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import collective
@@ -132,9 +132,7 @@ def _formed(
     gloo.lead(at)
     made = ThreadedWork(lambda: gloo.group(PrefixStore("control", fresh), rank, world_size, forming, at), brief=True)
     works.wait(works.begun(made))
-    # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt increments it
-    # only on ranks that got that far: ranks would then wait for each other under different numbers.
-    distributed_c10d._world.group_count = 0
+    torch_internals.number_groups_anew()
     control, shards = Control(made.result, rank, world_size, works), None
     control.set_timeout(working)
     try:
@@ -335,6 +333,6 @@ def abort_nccl() -> None:
     if world is None or dist.get_backend() != NCCL:
         return
     try:
-        world._get_backend(torch.device("cuda")).abort()
+        torch_internals.backend_of(world, torch.device("cuda")).abort()
     except RuntimeError as error:
         logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])

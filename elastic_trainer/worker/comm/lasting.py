@@ -11,7 +11,6 @@ first round, and without torch's default group.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
@@ -23,12 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, _register_process_group, _unregister_process_group
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc import gloo
+from elastic_trainer.torch_internals import HashStore, PrefixStore
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
@@ -90,16 +88,14 @@ class _Transfer(_InterruptibleWork):
 
 def real_group(store: Any, rank: int, size: int, timeout: timedelta, at: Sequence[str], *, nccl: bool = False) -> Any:
     """A group for one round: a ProcessGroup with backends, since a bare ProcessGroupGloo lacks some calls."""
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(torch.device("cpu"), kind, gloo.group(store, rank, size, timeout, at))
-    group._set_default_backend(kind)
-    if torch.cuda.is_available() and not nccl:
-        group._register_backend(torch.device("cuda"), kind, group._get_backend(torch.device("cpu")))
+    host, device = torch.device("cpu"), torch.device("cuda")
+    backends = {host: gloo.group(store, rank, size, timeout, at)}
     if nccl:
-        backend = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL.Options())
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return group
+        index = torch.device("cuda", torch.cuda.current_device())
+        backends[device] = torch_internals.nccl(PrefixStore("nccl", store), rank, size, index)
+    elif torch.cuda.is_available():
+        backends[device] = backends[host]
+    return torch_internals.group_of(store, rank, size, backends)
 
 
 class LastingGroup(dist.ProcessGroup):
@@ -108,43 +104,35 @@ class LastingGroup(dist.ProcessGroup):
     def __init__(self, name: str, rank: int, ranks: Sequence[int], *, nccl: bool = False) -> None:
         size, self._ranks = len(ranks), ranks
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._name = c10d.GroupName(f"elastic/{next(_NUMBERS)}/{name}")
+        self._name = f"elastic/{next(_NUMBERS)}/{name}"
         self._real: Any = None
-        self._works, self._limit = InterruptibleWaits(), _ALONE
+        self._works, self._limit, self._coalesces = InterruptibleWaits(), _ALONE, False
         if size == 1:  # a group of one needs no round
             self._real = real_group(HashStore(), 0, 1, _ALONE, gloo.ONE_HOST, nccl=nccl)
         self.register()
 
     def register(self) -> None:
         """Register the group with torch; again after each destroy_process_group(), which forgets all groups."""
-        world = c10d._world
-        with contextlib.suppress(RuntimeError):
-            _unregister_process_group(self._name)
-        _register_process_group(self._name, self)
-        world.pg_map[self] = ("lasting", None)  # type: ignore[assignment]
-        world.pg_names[self] = self._name
-        world.pg_to_tag[self] = f"ptd:{self._name}"
-        world.tags_to_pg[f"ptd:{self._name}"] = [self]
-        world.pg_group_ranks[self] = {place: rank for rank, place in enumerate(self._ranks)}
-        world.pg_backend_config[self] = "cpu:lasting"
+        torch_internals.register(self, self._name, self._ranks, "lasting")
 
     def unregister(self) -> None:
         """Call before destroy_process_group(), which would try to destroy this group."""
-        world = c10d._world
-        for table in (world.pg_map, world.pg_names, world.pg_to_tag, world.pg_group_ranks, world.pg_backend_config):
-            table.pop(self, None)
-        world.tags_to_pg.pop(f"ptd:{self._name}", None)
+        torch_internals.unregister(self, self._name)
 
     def point_at(self, real: Any, works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
         """From now on ``real`` performs the operations (None: there is no round); ``limit`` is for each transfer."""
         if self.size() > 1:
-            self._real, self._works, self._limit = real, works, limit
+            self._real, self._works, self._limit, self._coalesces = real, works, limit, False
 
     def getBackendName(self) -> str:
         return "lasting"
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """torch asks it how to send several tensors at once (from 2.14 on)."""
+        return torch_internals.backend_of(self._present(), device)
+
     @property
-    def group_name(self) -> c10d.GroupName:
+    def group_name(self) -> Any:
         return self._name
 
     def _present(self) -> Any:
@@ -155,18 +143,30 @@ class LastingGroup(dist.ProcessGroup):
             )
         return self._real
 
-    def _call(self, name: str, *arguments: Any) -> _InterruptibleWork:
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What follows until ``_end_coalescing`` is one operation; the work of that is waited for."""
+        self._present()._start_coalescing(device)
+        self._coalesces = True
+
+    def _end_coalescing(self, device: torch.device) -> _InterruptibleWork:
+        self._coalesces = False
+        work: _InterruptibleWork = self._call("_end_coalescing", device)
+        return work
+
+    def _call(self, name: str, *arguments: Any) -> Any:
         with collective(name):
+            if self._coalesces:
+                return getattr(self._present(), name)(*arguments)
             return _InterruptibleWork(self._works.begun(getattr(self._present(), name)(*arguments)), self._works)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         return self._transfer("send", tensors, peer, tag)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         return self._transfer("recv", tensors, peer, tag)
 
-    def _transfer(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
-        if not isinstance(self._present()._get_backend(tensors[0].device), dist.ProcessGroupGloo):
+    def _transfer(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if not torch_internals.is_gloo(self._present(), tensors[0].device):
             return self._call(name, tensors, peer, tag)
         with collective(name):
             return _Transfer(
@@ -175,12 +175,12 @@ class LastingGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, source: torch.Tensor, options: Any = None, *, spends: bool = False
-    ) -> _InterruptibleWork:
+    ) -> Any:
         """As gloo does it (all-reduce a copy, keep one part): the wait for gloo's own cannot be interrupted.
 
         ``spends``: the ``source`` is not needed afterwards, so it is not copied.
         """
-        if not isinstance(self._present()._get_backend(output.device), dist.ProcessGroupGloo):
+        if not torch_internals.is_gloo(self._present(), output.device):
             return self._call("_reduce_scatter_base", output, source, *([] if options is None else [options]))
         whole, how = source if spends else source.clone(), dist.AllreduceOptions()
         if options is not None:
@@ -203,21 +203,14 @@ for _name, _real in _FUNCTIONAL.items():
     setattr(LastingGroup, _name, _forwarding(_real))
 
 
-class LastingMesh(DeviceMesh):
-    """A mesh whose ranks are places in the shard group.
-
-    DeviceMesh looks itself up by torch's global rank, which is undefined before the first round and changes with each.
-    """
+class LastingMesh(torch_internals.PlacedMesh):
+    """A mesh of lasting groups."""
 
     gate: threading.Event | None = None
     """Set while get_group() is allowed: in parallelizing(), and after the first round has begun."""
 
-    def __init__(self, *arguments: Any, _rank: int, **named: Any) -> None:
-        self._place = _rank
-        super().__init__(*arguments, _rank=_rank, _init_backend=False, **named)
-
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        gate = self._get_root_mesh().gate  # type: ignore[attr-defined]
+        gate = self.root.gate
         if gate is not None and not gate.is_set():
             raise ConfigError(
                 "a model is sharded outside of session.parallelizing()",
@@ -225,41 +218,9 @@ class LastingMesh(DeviceMesh):
             )
         return super().get_group(mesh_dim)
 
-    def get_rank(self) -> int:
-        return self._place
-
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Known before any round, and the same in each."""
         return self.get_group(mesh_dim).rank()
-
-    @property
-    def mesh(self) -> torch.Tensor:
-        full = self._layout.remap_to_tensor(self._rank_map)
-        return DeviceMesh._get_mesh_tensor_from_full_mesh(full, self._place)
-
-    def _hash_key(self) -> tuple[Any, ...]:
-        """DTensor's caches return objects made for an *equal* mesh, with that mesh's groups and place."""
-        return (*super()._hash_key(), self._place, tuple(getattr(self, "_dim_group_names", ())))
-
-    def __hash__(self) -> int:
-        return hash(self._hash_key())
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, LastingMesh) and self._hash_key() == other._hash_key())
-
-    def _create_sub_mesh(self, layout: Any, submesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-        root = self._get_root_mesh()
-        part = LastingMesh(
-            self._device_type,
-            _layout=layout,
-            _rank_map=root._rank_map,
-            mesh_dim_names=submesh_dim_names,
-            _root_mesh=root,
-            _rank=self._place,
-        )
-        names = self._mesh_dim_names or ()
-        part._dim_group_names = [self._dim_group_names[names.index(name)] for name in submesh_dim_names]
-        return part
 
 
 class ShardLayout:
@@ -282,8 +243,7 @@ class ShardLayout:
             for dim, name in enumerate(self.names)
         ]
         self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.place)
-        self.mesh._dim_group_names = [group.group_name for group in self.dims]
-        self.mesh._pg_registry.update({group.group_name: group for group in self.dims})
+        self.mesh.use({group.group_name: group for group in self.dims})
         self.mesh.gate = self._gate = threading.Event()
         self._met = False
         self.stages: int | None = None
@@ -300,24 +260,12 @@ class ShardLayout:
     def parallelizing(self) -> Iterator[None]:
         """The shard group replaces torch's default group, whose rank FSDP over tensor parallel uses."""
         self._gate.set()
-        before, joins = c10d.GroupMember.WORLD, DeviceMesh._concatenate
-        c10d._update_default_pg(self.whole)
-        DeviceMesh._concatenate = staticmethod(partial(self._joined, joins))  # type: ignore[method-assign]
         try:
-            yield
+            with torch_internals.default_group(self.whole), LastingMesh.joined(self.place):
+                yield
         finally:
-            c10d._update_default_pg(before)
-            DeviceMesh._concatenate = joins  # type: ignore[method-assign]
             if not self._met:
                 self._gate.clear()
-
-    def _joined(self, joins: Callable[[list[DeviceMesh]], DeviceMesh], parts: list[DeviceMesh]) -> DeviceMesh:
-        """FSDP over tensor parallel joins parts of a mesh; the result must outlive rounds like its parts."""
-        joined = joins(parts)
-        if isinstance(parts[0], LastingMesh):
-            joined.__class__ = LastingMesh
-            joined._place = self.place  # type: ignore[attr-defined]
-        return joined
 
     def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
         """A round begins with these real groups; ``limit`` is for each send and receive."""

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch._C._distributed_c10d import PrefixStore
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.torch_internals import PrefixStore
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout, real_group
 from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
@@ -70,10 +71,10 @@ def form_shard_groups(
         if members == 1:
             return None
         group = real_group(PrefixStore(name, store), rank, members, forming, at, nccl=nccl)
-        group._get_backend(torch.device("cpu"))._set_default_timeout(working)
+        torch_internals.limit_gloo(group, working)
         published.append(f"{name}/0/{rank}")
         if nccl:
-            works.abort_with(group._get_backend(torch.device("cuda")).abort)
+            works.abort_with(torch_internals.backend_of(group, torch.device("cuda")).abort)
         return group
 
     def make() -> tuple[Any, list[Any], Any]:

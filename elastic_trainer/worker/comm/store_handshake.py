@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import secrets
 
-from torch._C._distributed_c10d import Store
-
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import TransientError
+from elastic_trainer.torch_internals import Store
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 

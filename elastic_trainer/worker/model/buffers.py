@@ -15,6 +15,7 @@ from operator import is_
 import torch
 from torch import nn
 
+from elastic_trainer import torch_internals
 from elastic_trainer.worker.comm.control import Control
 
 
@@ -22,7 +23,7 @@ class Buffers:
     """See the module. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay."""
 
     def __init__(self, module: nn.Module) -> None:
-        owners = {name: each._buffers for name, each in module.named_modules() if each._buffers}
+        owners = {name: torch_internals.buffers_of(each) for name, each in module.named_modules()}
         self._owners, self._tables = list(owners), list(owners.values())
         self._present: list[torch.Tensor | None] = []
         self._before: list[dict[str, torch.Tensor | None]] = []

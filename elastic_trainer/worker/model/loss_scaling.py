@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from elastic_trainer import torch_internals
+
 
 class Scaling:
     """The scaler of a session, or none.
@@ -30,6 +32,8 @@ class Scaling:
     ) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizer, self._anywhere = optimizer, anywhere
+        if self.scaler is not None:
+            torch_internals.require(torch_internals.LOSS_SCALING)
         if self.scaler is not None and anywhere is not None:
             self.scaler.unscale_ = partial(_unscale_alike, self.scaler, anywhere)  # type: ignore[method-assign]
         self._states: Any = None
@@ -50,13 +54,8 @@ class Scaling:
             self._unscale(self.scaler, SimpleNamespace(param_groups=[{"params": outside}]))
 
     def _unscale(self, scaler: torch.amp.GradScaler, group: Any) -> None:
-        scale = scaler._scale
-        if scale is None:
-            raise RuntimeError("the scaler has scaled no loss")
         found = self._state()["found_inf_per_device"]
-        nothing = torch.zeros((), dtype=torch.float32, device=scale.device)
-        inverse = scale.double().reciprocal().float()
-        for device, overflow in scaler._unscale_grads_(group, inverse, nothing, False).items():
+        for device, overflow in torch_internals.unscaled(scaler, group).items():
             found[device] = torch.maximum(found[device], overflow) if device in found else overflow
         if self._anywhere is not None:
             _agree(found, self._anywhere)
@@ -73,13 +72,13 @@ class Scaling:
             self._optimizer.zero_grad(set_to_none=True)
 
     def begin(self) -> None:
-        self._states = None if self.scaler is None else self.scaler._per_optimizer_states
+        self._states = None if self.scaler is None else torch_internals.scaler_states(self.scaler)
 
     def skipped(self) -> bool:
         """Whether ``scaler.step`` left the optimizer's step out, also if the script has called ``update()`` since."""
         if self.scaler is None:
             return False
-        return self._states is not self.scaler._per_optimizer_states or self._stage() is OptState.STEPPED
+        return self._states is not torch_internals.scaler_states(self.scaler) or self._stage() is OptState.STEPPED
 
     def after_update(self) -> None:
         """Adapt the scale, unless the user did."""
@@ -88,11 +87,11 @@ class Scaling:
 
     def reset(self) -> None:
         if self.scaler is not None:
-            self.scaler._per_optimizer_states.pop(id(self._optimizer), None)
+            torch_internals.scaler_states(self.scaler).pop(id(self._optimizer), None)
 
     def _state(self) -> dict[str, Any]:
-        states: dict[int, dict[str, Any]] = self.scaler._per_optimizer_states  # type: ignore[union-attr]
-        return states[id(self._optimizer)]
+        assert self.scaler is not None, "asked only where there is one"
+        return torch_internals.scaler_states(self.scaler)[id(self._optimizer)]
 
     def _stage(self) -> OptState:
         stage: OptState = self._state()["stage"]
@@ -103,7 +102,7 @@ def _unscale_alike(
     scaler: torch.amp.GradScaler, anywhere: Callable[[bool], bool], optimizer: torch.optim.Optimizer
 ) -> None:
     type(scaler).unscale_(scaler, optimizer)
-    _agree(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"], anywhere)
+    _agree(torch_internals.scaler_states(scaler)[id(optimizer)]["found_inf_per_device"], anywhere)
 
 
 def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool], bool]) -> None:

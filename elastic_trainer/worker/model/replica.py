@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group, all_reduce
@@ -257,8 +258,7 @@ class Replica:
 
         Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
         """
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        loss.register_hook(lambda gradient: queue(self._tracker.waits))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.waits))  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:

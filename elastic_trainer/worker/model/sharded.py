@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor, Replicate
 
+from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
@@ -67,9 +66,8 @@ class ShardedReplica(Replica):
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
             each.set_all_reduce_hook(partial(self._reduced, each))
-            if placement.device.type == "cpu" and len(each._get_fsdp_state()._fsdp_param_groups) == 1:
-                each.set_custom_all_gather(_Gather())
-                each.set_custom_reduce_scatter(_ReduceScatter())
+            if placement.device.type == "cpu" and len(torch_internals.fsdp_groups(each)) == 1:
+                torch_internals.call_collectives_directly(each)
         self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
         self._data_dims = self._sharded_by_fsdp()
         self._groups: ShardGroups | None = None
@@ -81,9 +79,7 @@ class ShardedReplica(Replica):
         """What was announced of forward passes since the last meeting; None outside of steps."""
         self.runner.go_through(self._called)
         self._share, self._control = 1.0, Control()
-        kept = (
-            (each, tuple(each._buffers.keys() - each._non_persistent_buffers_set)) for each in self._modules(module)
-        )
+        kept = ((each, torch_internals.saved_buffers(each)) for each in self._modules(module))
         self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
 
     def _modules(self, module: nn.Module) -> list[nn.Module]:
@@ -96,12 +92,9 @@ class ShardedReplica(Replica):
 
     def _sharded_by_fsdp(self) -> frozenset[int]:
         """The dimensions of the mesh along which ranks draw different samples."""
-        names = {name for group in self._param_groups() for name in group.mesh_info.mesh.mesh_dim_names or ()}
+        groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
+        names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
         return frozenset(dim for dim, name in enumerate(self._layout.names) if name in names)
-
-    def _param_groups(self) -> Iterator[Any]:
-        for each in self._fsdp:
-            yield from each._get_fsdp_state()._fsdp_param_groups
 
     # ---- rounds
 
@@ -149,25 +142,8 @@ class ShardedReplica(Replica):
         """FSDP may be anywhere inside a pass. Finished gradients stay: a peer may have committed the step."""
         self._groups = self._passes = None
         self._begun = []
-        self._reset()
+        torch_internals.leave_fsdp_pass(self._fsdp)
         self._layout.leave()
-
-    def _reset(self) -> None:
-        for group in self._param_groups():
-            group._all_gather_result = None  # of a round that is over: nobody waits for it
-        for each in self._fsdp:
-            if each._get_fsdp_state()._is_root:
-                each.reset_iter_state()
-        self._clear_stale()
-
-    def _clear_stale(self) -> None:
-        """torch's reset leaves gradients of *unsharded* parameters, and the repeated step would be added to them."""
-        for group in self._param_groups():
-            for parameter in group.fsdp_params:
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if unsharded is not None:
-                    unsharded.grad = None
-                parameter.unsharded_accumulated_grad = None
 
     @property
     def fitted(self) -> bool:
@@ -252,7 +228,7 @@ class ShardedReplica(Replica):
     def _reduced(self, module: FSDPModule, output: torch.Tensor) -> None:
         """FSDP has summed a parameter group's gradient over the shard group; ``.grad`` will be views of ``output``."""
         groups = self.groups
-        params = [each for group in module._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+        params = [each for group in torch_internals.fsdp_groups(module) for each in group.fsdp_params]
         if groups.replicas is None or not self._starts:
             return
         if any(each.offload_to_cpu or (each.orig_dtype or output.dtype) != output.dtype for each in params):
@@ -347,39 +323,12 @@ class ShardedReplica(Replica):
 
     def share_buffers(self) -> None:
         """Give all ranks rank 0's."""
-        found = [module._buffers[name] for module, names in self._with_buffers for name in names]
+        found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
         share(self._control, [each for each in found if each is not None])
 
     def align_buffers(self, control: Control) -> None:
         self.reshard()
         self.share_buffers()
-
-
-class _Gather(DefaultAllocMixin, AllGather):
-    """As torch's, past the checks and log entries of ``torch.distributed``."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        return _awaited(group._allgather_base(output_tensor, input_tensor), async_op)
-
-
-class _ReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """So is this. FSDP makes the input for it alone."""
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return _awaited(group._reduce_scatter_base(output_tensor, input_tensor, options, spends=True), async_op)
-
-
-def _awaited(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
 
 
 def warm_up(device: torch.device) -> None:
@@ -400,7 +349,7 @@ def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> 
             f"parameter {name!r} is not sharded, and others are",
             hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
         )
-    used = getattr(parameter.device_mesh, "_dim_group_names", None) or [""]
+    used = torch_internals.group_names(parameter.device_mesh) or [""]
     if not {group.group_name for group in layout.dims}.issuperset(used):
         raise ConfigError(
             f"parameter {name!r} is sharded over another mesh than the session's",

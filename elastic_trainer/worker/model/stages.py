@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
 from elastic_trainer.worker.comm.control import Control
@@ -62,6 +63,7 @@ class StagedReplica(ShardedReplica):
         self._stages = sorted(stages, key=lambda each: each.stage_index)
         self._count, groups = self._stages[-1].num_stages, {id(each.group) for each in stages}
         layout.stages = next((dim for dim, group in enumerate(layout.dims) if groups == {id(group)}), None)
+        torch_internals.require(torch_internals.STAGES)
         if layout.stages is None:
             raise ConfigError(
                 "the pipeline stages are not over a dimension of the session's mesh",
@@ -193,10 +195,9 @@ class StagedReplica(ShardedReplica):
             made = kind(
                 self._stages if several else self._stages[0], len(inputs), loss_fn=self._loss, scale_grads=False
             )
-            begin = made._initialize_stages if several else made._initialize_stage
             buffers = [(each, each.clone()) for stage in self._stages for each in stage.submod.buffers()]
             first = inputs[0] if self._stages[0].is_first else ()
-            begin(first, {}, None if numbers is None else numbers[:1])  # computes one, to see shapes
+            torch_internals.begin_schedule(made, several, first, None if numbers is None else numbers[:1])
             for each, before in buffers:
                 each.copy_(before)
             self._schedule = made, wanted
@@ -212,7 +213,7 @@ class StagedReplica(ShardedReplica):
         """Give all ranks of a stage those of its first one."""
         if not self._with_buffers:
             return
-        found = [module._buffers[name] for module, names in self._with_buffers for name in names]
+        found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
         held = [each for each in found if each is not None]
         for dim, group in enumerate(self._layout.dims):
             for each in held if dim != self._layout.stages and group.size() > 1 else []:

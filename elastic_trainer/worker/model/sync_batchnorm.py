@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from elastic_trainer.torch_internals import BatchNorm
 
 Reduce = Callable[[torch.Tensor], None]
 """Sums a tensor over all ranks, in place."""
@@ -33,7 +34,7 @@ class Company:
         self.counts = True
 
 
-class SharedBatchNorm(_BatchNorm):
+class SharedBatchNorm(BatchNorm):
     """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
 
     A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import collective
@@ -147,7 +148,7 @@ class TreeReduction:
             summed = self._summed(total, plan, received, end - begin)
             whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
             with collective("tree"):
-                work = self._group._allgather_base(whole, summed.contiguous())
+                work = torch_internals.all_gather_flat(self._group, whole, summed.contiguous())
             gathered.append((self._begun(work), whole, begin, end))
         for work, whole, begin, end in gathered:
             self._wait(work)

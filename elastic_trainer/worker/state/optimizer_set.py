@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 
 
@@ -136,8 +137,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
     An optimizer that loads its state in a way of its own is left to that.
     """
     optimizer.load_state_dict(saved)
-    way = getattr(optimizer.load_state_dict, "__func__", None)
-    if way is not torch.optim.Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_pre_hooks:
+    if torch_internals.loads_its_own_way(optimizer):
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
@@ -27,6 +28,7 @@ class Meshes:
     def make(self, place: Workplace, shape: Sequence[int], names: Sequence[str], *, whole_job: bool) -> DeviceMesh:
         if self.layout is not None:
             raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
+        torch_internals.require(torch_internals.SHARDED)
         environment, device = place.environment, place.placement.device
         size = environment.local_world_size
         nodes = nodes_of_job(environment) if whole_job else environment.shard_nodes
@@ -34,10 +36,8 @@ class Meshes:
         taken = environment.shard_place
         node = environment.rank // size % nodes if taken is None else taken
         self.layout = ShardLayout(device.type, sizes, checked, node * size + environment.local_rank, size)
-        if device.type == "cuda":  # DTensor draws random numbers; without this it would ask all ranks for a seed
-            from torch.distributed.tensor._random import manual_seed
-
-            manual_seed(place.options.seed, self.layout.mesh)
+        if device.type == "cuda":
+            torch_internals.seed_shards(place.options.seed, self.layout.mesh)
         return self.layout.mesh
 
     @contextmanager

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from elastic_trainer.errors import CheckpointError
+from elastic_trainer.torch_internals import tree_map
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.buffers import Buffers
 from elastic_trainer.worker.state.training_state import random_state, set_random_state
@@ -134,7 +134,7 @@ class PassRecorder:
 
     def _computed(self, state: Mapping[str, Any]) -> PassDigests:
         enabled, dtype, cached = state["autocast"]
-        inputs, named = pytree.tree_map(self._here, state["inputs"]["all"], is_leaf=_is_kept)
+        inputs, named = tree_map(self._here, state["inputs"]["all"], is_leaf=_is_kept)
         autocast = torch.autocast(
             self._device.type, getattr(torch, dtype), enabled=bool(enabled), cache_enabled=bool(cached)
         )
@@ -167,7 +167,7 @@ class PassRecorder:
         self._training = [each.training for each in self._module.modules()]
         self._random = random_state(self._device)
         self._start.keep()
-        self._inputs = {"all": pytree.tree_map(lambda each: _kept(each), [list(args), kwargs])}
+        self._inputs = {"all": tree_map(lambda each: _kept(each), [list(args), kwargs])}
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._outputs is not None or not self._inputs or not torch.is_grad_enabled():

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_trainer import Session
+from elastic_trainer import Session, torch_internals
 from elastic_trainer.checkpoint import joint, manager
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.layout import tensor_part
@@ -292,7 +292,7 @@ def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     if options.get("keeps_stale"):
-        ShardedReplica._clear_stale = lambda self: None  # type: ignore[method-assign]
+        torch_internals._clear_stale = lambda groups: None
     if options.get("like_nccl"):
         sys.path.insert(0, str(Path(__file__).parents[3]))
         from tests.support import like_nccl

@@ -28,21 +28,19 @@ from elastic_trainer.variables import (
 )
 from tests.support.memory_store import MemoryStore
 
-EXPORTED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
-
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
     shard = (ENV_SHARD_NODES, ENV_SHARD_PLACE)
-    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, *shard, *EXPORTED):
+    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, *shard):
         monkeypatch.setenv(name, "")
     options = RendezvousOptions(node_id="a", recovery=RecoveryMode.IN_PLACE)
     return InPlaceHandler(MemoryStore(), "run", options, min_nodes=2, max_nodes=2, address="127.0.0.1")
 
 
 def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
-    """Nobody else is there yet: the worker runs all the same, as rank 0 of 1, and knows where its agent listens. NCCL's
-    watchdog would kill survivors of a failed collective. Healthy workers are never restarted."""
+    """Nobody else is there yet: the worker runs all the same, as rank 0 of 1, and knows where its agent listens.
+    Healthy workers are never restarted."""
     nothing: Any = None
     memory: Any = SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")
     copies: Any = SimpleNamespace(here="4712 ab")
@@ -62,7 +60,6 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     assert worker_environment().memory == (Path("/proc/1/fd/3"), Path("/proc/1/fd/4"))
     assert worker_environment().copies_here == "127.0.0.1 4712 ab"
     assert (worker_environment().shard_nodes, worker_environment().shard_place) == (1, 1)
-    assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0
 

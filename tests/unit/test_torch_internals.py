@@ -1,0 +1,187 @@
+"""The door to torch's private parts: each is there or is said to be missing, and no other module names one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from structlog.testing import capture_logs
+from torch.utils.data import TensorDataset
+
+import elastic_trainer
+from elastic_trainer import torch_internals
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.sampler import Fetcher
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
+
+PACKAGE = Path(elastic_trainer.__file__).parent
+NAMES = [(part, name) for part in PARTS for name in part.names]
+OF_OTHERS = {
+    *("_exit", "_Environ", "_getframe", "_run_module_as_main", "_replace", "_asdict"),  # Python
+    *("_cat_file", "_pipe_file", "_ls", "_rm_file", "_call_s3"),  # fsspec: those that s3fs, gcsfs and adlfs define
+    *("_shared_state", "_set_sync_gradients"),  # accelerate
+    *("_data_fetcher", "_combined_loader", "_should_reload_train_dl", "_on_before_batch_transfer", "_after_closure"),
+    *("_train_batch_size", "_prepare_inputs", "_get_num_items_in_batch", "_get_train_sampler"),  # transformers
+    "_get_collator_with_removed_columns",
+}
+"""Private names that are not torch's, and are used where their library is."""
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+    """This torch has the name no longer; says it as the sentences do."""
+    module, _, path = name.partition("(")[0].partition(":")
+    *owners, last = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for each in owners:
+        owner = getattr(owner, each)
+    if not isinstance(owner, type) and last not in vars(owner):
+        owner = type(owner)
+    owner = next((each for each in getattr(owner, "__mro__", ()) if last in vars(each)), owner)
+    monkeypatch.delattr(owner, last)
+    return name.partition(":")[2]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.capability)
+def test_this_torch_has_all_parts_that_its_version_should(part: TorchPart) -> None:
+    """An older one lacks what the part says."""
+    old = part.since and torch_internals.version() < torch_internals._numbers(part.since)
+    assert bool(part.lacks()) == bool(old), torch_internals.lacking([part])
+
+
+@pytest.mark.parametrize(("part", "name"), NAMES, ids=lambda each: each if isinstance(each, str) else "")
+def test_a_torch_without_a_part_is_told_by_a_sentence(
+    part: TorchPart, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what does not work, the version and the name."""
+    lost = hide(monkeypatch, name)
+    lacks = part.lacks()
+    assert lacks == lost or not torch_internals._has(next(each for each in part.names if each.endswith(lacks)))
+    assert torch_internals.lacking([part]) == [
+        f"{part.capability} {part.without}: torch {torch.__version__} has no {lacks}"
+    ]
+
+
+def test_a_method_that_has_other_parameters_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced, or calls what is replaced."""
+    handler = torch_internals._subprocess_handler()
+    monkeypatch.setattr(handler, "_popen", lambda self, command: None)
+    assert torch_internals.WARM_STARTS.lacks() == "SubprocessHandler._popen(self, args, env)"
+
+
+def test_sharded_models_are_refused_in_a_sentence_that_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of the model is made."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    lost = hide(monkeypatch, SHARDED.names[0])
+    with (
+        pytest.raises(
+            ConfigError, match=rf"sharded models need torch 2\.13 or newer: torch 2\.11\.0\+cu130 has no {lost}"
+        ),
+        elastic_trainer.Session() as session,
+    ):
+        session.init_device_mesh((1,), mesh_dim_names=("shard",))
+
+
+def test_a_newer_torch_without_them_is_not_asked_for_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.99 is newer than 2.13."""
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    hide(monkeypatch, SHARDED.names[0])
+    with pytest.raises(ConfigError, match=r"sharded models need another torch: torch 2\.99\.0 has no"):
+        torch_internals.require(SHARDED)
+
+
+class Squares:
+    """A data set of its own kind, read by data workers if there are any."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.tensor(number**2)
+
+
+def test_without_data_workers_samples_are_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning says why."""
+    hide(monkeypatch, torch_internals.DATA_WORKERS.names[0])
+    with capture_logs() as logs:
+        fetcher = Fetcher(Squares(), torch.device("cpu"), loading=Loading(workers=2))
+    assert fetcher._workers is None
+    assert [each["event"] for each in logs] == ["data.workers_refused"]
+    assert logs[0]["reason"].startswith("data workers are off: samples are read in the training process: torch ")
+    drawn = fetcher(torch.arange(3).numpy())
+    assert drawn.data.tolist() == [0, 1, 4]
+    assert Fetcher(TensorDataset(torch.ones(3)), torch.device("cpu"), loading=Loading(workers=2)).immediate
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen", "expected", "nccl2"),
+    [
+        ("2.13.0", None, None, False),
+        ("2.14.1", None, None, False),
+        ("2.14.1", "1", "1", True),
+        ("2.15.0", None, "0", False),
+        ("2.15.0", "1", "1", True),
+    ],
+)
+def test_workers_get_the_nccl_that_lets_them_live(
+    version: str, chosen: str | None, expected: str | None, nccl2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nccl2 only where the user says so."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
+    monkeypatch.setattr(os, "environ", {} if chosen is None else {torch_internals._NCCL2: chosen})
+    torch_internals.survive_nccl_errors()
+    kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    assert os.environ == kept | ({} if expected is None else {torch_internals._NCCL2: expected})
+    assert torch_internals.nccl_is_nccl2() is nccl2
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: list[ast.Module]) -> Iterator[str]:
+    """What this package defines itself."""
+    for node in (each for tree in trees for each in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for each in (each for target in targets for each in ast.walk(target)):
+                if isinstance(each, ast.Name):
+                    yield each.id
+                elif isinstance(each, ast.Attribute) and ast.unparse(each.value) in ("self", "cls"):
+                    yield each.attr
+
+
+def test_only_the_door_names_private_parts_of_torch() -> None:
+    """Foreach operations are documented. A name of another library stands in the list above."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    door = trees.pop(Path(torch_internals.__file__))
+    own = set(own_names(list(trees.values())))
+    of_torch = {each.attr for each in ast.walk(door) if isinstance(each, ast.Attribute) and private(each.attr)} - own
+    assert of_torch >= {"_popen", "_get_backend", "_register_backend", "_fsdp_param_groups"} - own
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
+                words = [*str(node.module).split("."), *(each.name for each in node.names)]
+            elif isinstance(node, ast.Import):
+                words = [word for each in node.names if each.name.startswith("torch") for word in each.name.split(".")]
+            elif isinstance(node, ast.Attribute) and node.attr not in own | OF_OTHERS:
+                words = [node.attr]
+            else:
+                continue
+            found += [
+                f"{path.relative_to(PACKAGE)}:{node.lineno} {word}"
+                for word in words
+                if private(word) and not word.startswith("_foreach_")
+            ]
+    assert found == []
