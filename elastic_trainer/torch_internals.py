@@ -189,8 +189,8 @@ def survive_nccl_errors() -> None:
     """NCCL leaves workers that this process starts alive when a peer is lost. Call it before workers import torch.
 
     torchrun exports 1 for the first variable, with which NCCL's watchdog would kill the survivors of a failed
-    collective. nccl2, which torch 2.15 takes by default, does not read it: its watchdog may abort the process. A user's
-    own choice of the backend wins.
+    collective. nccl2 reads it too, but connects all ranks anew as soon as a group is made, and recovery in place was
+    written for the older backend: torch 2.15 is asked for that one. A user's own choice of the backend wins.
     """
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
@@ -211,7 +211,8 @@ def nccl(store: Any, rank: int, size: int, device: torch.device, timeout: timede
     if timeout is not None:
         options._timeout = timeout
     if nccl_is_nccl2():
-        return cast("Any", dist).ProcessGroupNCCL2(store, rank, size, options, device)
+        bound = (device,) if version() >= (2, 15) else ()  # 2.14 connects at the first operation, on its device
+        return cast("Any", dist).ProcessGroupNCCL2(store, rank, size, options, *bound)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -399,15 +400,20 @@ def fsdp_groups(module: Any) -> list[Any]:
 def leave_fsdp_pass(modules: Sequence[Any]) -> None:
     """FSDP may be anywhere inside a pass of a round that is over; the next one begins at its first layer.
 
-    ``modules`` are all FSDPModules of a model. torch's own reset leaves gradients of *unsharded* parameters, and those
-    of the repeated step would be added to them.
+    ``modules`` are all FSDPModules of a model. Gradients of shards stay: a peer may have committed their step, and then
+    this rank makes it too. torch's own reset drops them from 2.15 on. Up to 2.14 it leaves gradients of *unsharded*
+    parameters, and those of the repeated step would be added to them.
     """
     groups = [group for each in modules for group in fsdp_groups(each)]
+    shards = [each.sharded_param for group in groups for each in group.fsdp_params]
+    finished = [each.grad for each in shards]
     for group in groups:
         group._all_gather_result = None  # nobody waits for it
     for each in modules:
         if each._get_fsdp_state()._is_root:
             each.reset_iter_state()
+    for shard, gradient in zip(shards, finished, strict=True):
+        shard.grad = gradient
     _clear_stale(groups)
 
 

@@ -92,8 +92,11 @@ class _Led:
 
         def construct(made: ProcessGroupGloo, store: Store, rank: int, size: int, *more: Any, **named: Any) -> None:
             timeout = more[0] if more else named.get("timeout", _TORCHS_TIMEOUT)
-            if "options" not in named and isinstance(timeout, timedelta):
-                more, named = (_options(timeout, self.addresses),), {}
+            options = _options(timeout, self.addresses) if isinstance(timeout, timedelta) else timeout
+            if options is not timeout and "options" not in named:
+                if named.get("enable_reconfigure"):  # torch 2.14 and newer
+                    options.enable_reconfigure = True
+                more, named = (options,), {}
             torchs(made, store, rank, size, *more, **named)
 
         dist.ProcessGroupGloo.__init__ = construct  # type: ignore[method-assign, assignment]
