@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,9 @@ class LikeNccl(dist.ProcessGroup):
         """That of the last: kernels end in their order."""
         return [self.call("_allgather_base", *each) for each in zip(outputs, inputs, strict=True)][-1]
 
+    def lost_peer(self) -> None:
+        """Nobody learns it."""
+
     def _run(self) -> None:
         while (item := self._stream.get()) is not None:
             call, self._running = item
@@ -127,7 +131,7 @@ class LikeNccl(dist.ProcessGroup):
                 outcome.append(True)
                 ended.set()
             except RuntimeError:
-                return  # a peer is gone: nobody learns that here
+                self.lost_peer()
 
         threading.Thread(target=transfer, name="kernel", daemon=True).start()
         while not ended.wait(0.005) and not self._aborted.is_set():
@@ -135,6 +139,31 @@ class LikeNccl(dist.ProcessGroup):
         if not outcome:
             LikeNccl.aborts += 1
             _spoil(kernel)
+
+
+class LikeNccl2(LikeNccl):
+    """As nccl2, which torch 2.15 takes for "nccl": a watchdog learns of a lost peer.
+
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says what it does: 0 nothing, 2 abort the communicator, 1 or 3 (if it is not
+    set) abort the process. Operations after an error raise. It says that it can be reconfigured.
+    """
+
+    supports_reconfigure = True
+
+    def lost_peer(self) -> None:
+        if self._aborted.is_set():
+            return
+        handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        if handling in ("1", "3"):
+            os.abort()
+        self.failed = True
+        if handling == "2":
+            self.abort()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if getattr(self, "failed", False):
+            raise RuntimeError(f"NCCL communicator of rank {self.rank()} has failed.")
+        return super().call(name, *arguments)
 
 
 def _tensors(arguments: Any) -> Any:
@@ -158,9 +187,11 @@ for _name in _KERNELS:
     setattr(LikeNccl, _name, _kernel(_name))
 
 
-def _like_real(store: Any, rank: int, size: int, timeout: timedelta, at: Any, *, nccl: bool = False) -> Any:
+def _like_real(
+    kind: type[LikeNccl], store: Any, rank: int, size: int, timeout: timedelta, at: Any, *, nccl: bool = False
+) -> Any:
     assert nccl
-    return LikeNccl(store, rank, size, timeout)
+    return kind(store, rank, size, timeout)
 
 
 def _synchronize() -> None:
@@ -187,10 +218,13 @@ def _beside(act: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def use(directory: Path) -> None:
-    """This process takes its groups for NCCL's; how many kernels were aborted stands in ``aborts-HOST-PID``."""
+def use(directory: Path, version: int) -> None:
+    """This process takes its groups for NCCL's; how many kernels were aborted stands in ``aborts-HOST-PID``.
+
+    ``version`` 2: for nccl2's."""
+    kind = {1: LikeNccl, 2: LikeNccl2}[version]
     changed: Any = SimpleNamespace(take=placement.take, init=dist.init_process_group, passed=ShardedReplica._pass)
-    dist.Backend.register_backend("likenccl", LikeNccl, devices=["cpu"])
+    dist.Backend.register_backend("likenccl", kind, devices=["cpu"])
 
     def take(*given: Any, **named: Any) -> Any:
         return replace(changed.take(*given, **named), backend=NCCL)
@@ -205,7 +239,7 @@ def use(directory: Path) -> None:
         self._rounds.check_device(self._place.placement.device)
 
     places: Any = (placement, dist, shard_groups, ShardedReplica, InPlaceRecovery, torch.cuda)
-    places[0].take, places[1].init_process_group, places[2].real_group = take, init, _like_real
+    places[0].take, places[1].init_process_group, places[2].real_group = take, init, partial(_like_real, kind)
     places[3]._pass = lambda self, backward: changed.passed(self, lambda: _beside(backward))
     places[4].check_gradients = check
     places[5].current_stream = lambda device=None: SimpleNamespace(synchronize=_synchronize)

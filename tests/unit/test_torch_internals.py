@@ -7,12 +7,15 @@ import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from structlog.testing import capture_logs
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import elastic_trainer
@@ -21,6 +24,8 @@ from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
+from elastic_trainer.worker.comm.lasting import LastingGroup, ShardLayout
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
 
 PACKAGE = Path(elastic_trainer.__file__).parent
 NAMES = [(part, name) for part in PARTS for name in part.names]
@@ -185,3 +190,64 @@ def test_only_the_door_names_private_parts_of_torch() -> None:
                 if private(word) and not word.startswith("_foreach_")
             ]
     assert found == []
+
+
+def test_a_pass_that_is_left_keeps_the_gradients_of_shards_alone() -> None:
+    """A peer may have committed the step that they belong to; those of whole parameters would be counted twice."""
+    layout = ShardLayout("cpu", (1,), ("alone",), 0, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    with layout.parallelizing():
+        for each in (*model, model):
+            fully_shard(each, mesh=layout.mesh)
+    layout.enter(None, [None], InterruptibleWaits())
+    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    model(torch.ones(1, 3)).sum().backward()
+    finished = [each.grad.to_local().clone() for each in model.parameters() if isinstance(each.grad, DTensor)]
+    assert len(finished) == 4
+    model(torch.ones(1, 3))
+    held = [each for module in modules for group in torch_internals.fsdp_groups(module) for each in group.fsdp_params]
+    for parameter in held:
+        parameter.unsharded_param.grad = torch.ones_like(parameter.unsharded_param)
+    torch_internals.leave_fsdp_pass(modules)
+    kept = [each.grad.to_local() for each in model.parameters() if isinstance(each.grad, DTensor)]
+    assert all(torch.equal(mine, other) for mine, other in zip(kept, finished, strict=True))
+    assert [parameter._unsharded_param.grad for parameter in held] == [None] * 4
+    model(torch.ones(1, 3)).sum().backward()
+    twice = [each.grad.to_local() for each in model.parameters() if isinstance(each.grad, DTensor)]
+    assert all(torch.equal(mine, 2 * other) for mine, other in zip(twice, finished, strict=True))
+    layout.leave()
+
+
+class Recorded:
+    """A group of a backend that sends several tensors as one operation."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _get_backend(self, device: torch.device) -> Recorded:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+
+        return call
+
+
+def test_several_transfers_are_one_operation_where_the_backend_can() -> None:
+    """torch 2.14 asks any group how it sends them; what is waited for is the operation's work, not the parts'."""
+    group, real = LastingGroup("pair", 0, [0, 1]), Recorded()
+    group.point_at(real, InterruptibleWaits())
+    tensor, device = torch.ones(1), torch.device("cpu")
+    assert group._get_backend(device).supports_coalescing
+    group._start_coalescing(device)
+    parts = [group.send([tensor], 1, 0), group.recv([tensor], 1, 0)]
+    work = group._end_coalescing(device)
+    assert not any(hasattr(each, "_works") for each in parts)
+    assert work.wait()
+    assert hasattr(group.send([tensor], 1, 0), "_works")
+    assert real.calls == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
+    group.unregister()

@@ -297,7 +297,7 @@ def main() -> None:
         sys.path.insert(0, str(Path(__file__).parents[3]))
         from tests.support import like_nccl
 
-        like_nccl.use(directory)
+        like_nccl.use(directory, options["like_nccl"])
     faults = Faults(directory)
     if "save_every" in options:
         SaveFaults(directory)
