@@ -30,6 +30,7 @@ from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 HOST = "127.0.0.1"
 FORMING_S, WORKING_S = 10.0, 15.0
+_TORCHS: Any = c10d  # 2.14 and newer know ReconfigureOptions
 Order = Mapping[str, Any]
 
 
@@ -70,12 +71,10 @@ class Reconfigure:
         self._severs, self.escape = severs, Escape(HeartbeatReporter())
         store, limit = c10d.TCPStore(HOST, port, None, False), timedelta(seconds=WORKING_S)
         # A handle consists of rank and round, and must be unique: newcomers start with ranks that nobody has.
-        self._control = dist.ProcessGroupGloo(
-            c10d.PrefixStore("control", store), index, index + 1, timeout=limit, enable_reconfigure=True
-        )
-        named: dict[str, Any] = {"enable_reconfigure": True}
-        data = c10d.PrefixStore("data", store)
-        dist.init_process_group(GLOO, store=data, rank=index, world_size=index + 1, timeout=limit, **named)
+        named: dict[str, Any] = {"timeout": limit, "enable_reconfigure": True}
+        control, data = c10d.PrefixStore("control", store), c10d.PrefixStore("data", store)
+        self._control = dist.ProcessGroupGloo(control, index, index + 1, **named)
+        dist.init_process_group(GLOO, store=data, rank=index, world_size=index + 1, **named)
 
     def handles(self) -> list[str]:
         """What the others need to know of this process."""
@@ -88,7 +87,7 @@ class Reconfigure:
         """Form the groups of a round."""
         works = self.escape.enter(order["number"], [])
         for group, handles in zip(self._both(), zip(*order["handles"], strict=True), strict=True):
-            options: Any = c10d.ReconfigureOptions()
+            options = _TORCHS.ReconfigureOptions()
             options.uuid, options.handles = order["number"], list(handles)
             options.timeout = timedelta(seconds=FORMING_S)
             group.reconfigure(options).wait()
