@@ -112,7 +112,7 @@ class Digests:
     def _digest(self) -> str:
         hasher = xxhash.xxh3_128()
         for tensor in self._tensors():
-            hasher.update(cast("Any", local(tensor).contiguous().view(-1).view(torch.uint8).numpy()))
+            hasher.update(cast("Any", local(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy()))
         return hasher.hexdigest()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -149,7 +149,8 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
         saving=SavingOptions(on_event=beside.hear if beside is not None else None),
-        group=GroupOptions(timeout_s=options.group_timeout),
+        device=options.device,
+        group=GroupOptions(backend=options.backend, timeout_s=options.group_timeout),
     ) as session:
         if options.sharded is not None:
             _shard(model, session, options.sharded)
@@ -227,6 +228,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
     parser.add_argument("--group-timeout", type=float, help="seconds that a collective may take")
+    parser.add_argument("--device", default="cpu", help="on which every worker computes")
+    parser.add_argument("--backend", default="auto", help="gloo: also where workers share a CUDA device")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     return parser.parse_args(argv)
 

@@ -63,6 +63,8 @@ class Setting:
     width: int = 256
     pause_s: float = 0.02
     reduction: str = "ddp"
+    device: str = "cpu"
+    backend: str = "auto"
     sharded: Sharded | None = None
     wedges: bool = False
     """Whether workers get stuck when they are asked to (see drills/wedge)."""
@@ -77,7 +79,7 @@ class Setting:
         """What torchrun runs."""
         words = [*self.entry, "--directory", str(directory)]
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
-        words += ["--reduction", self.reduction]
+        words += ["--reduction", self.reduction, "--device", self.device, "--backend", self.backend]
         words += ["--sharded", self.sharded] if self.sharded is not None else []
         words += ["--wedges"] * self.wedges
         words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
