@@ -68,6 +68,7 @@ class Machine:
 
     @property
     def rehearsal(self) -> bool:
+        """Whether all rows play on the CPU."""
         return not self.names
 
     @property
@@ -77,10 +78,12 @@ class Machine:
 
     @property
     def devices(self) -> int:
+        """How many there are, or are pretended to be."""
         return REHEARSED_DEVICES if self.rehearsal else len(self.names)
 
     @property
     def nccl_or_gloo(self) -> str:
+        """What stands for NCCL."""
         return "gloo" if self.rehearsal else "nccl"
 
     def __str__(self) -> str:
@@ -326,6 +329,7 @@ def run(
 
 
 def last_line(file: Path) -> str:
+    """The last words of a log."""
     lines = file.read_text(errors="replace").split("\n") if file.exists() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
 
@@ -403,7 +407,7 @@ def look(*, rehearse: bool) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() and not rehearse else 0
     if not count and not rehearse:
         refuse(f"torch {torch.__version__} sees no CUDA device here; --rehearse plays all rows on the CPU")
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count else None  # type: ignore[no-untyped-call]
     names = [torch.cuda.get_device_name(number) for number in range(count)]
     python = ".".join(map(str, sys.version_info[:3]))
     print(json.dumps(asdict(Machine(torch.__version__, torch.version.cuda, nccl, python, names))))
@@ -419,6 +423,7 @@ def examined(rehearse: bool) -> Machine:
 
 
 def refuse(sentence: str) -> NoReturn:
+    """End, since this machine cannot run the check."""
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(IMPOSSIBLE)
 

@@ -21,12 +21,14 @@ refuse() {
 
 command -v "$PYTHON" >/dev/null || refuse "there is no $PYTHON: name a Python that has torch, as in PYTHON=/opt/conda/bin/python3"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || refuse "$PYTHON is older than Python 3.11"
-"$PYTHON" "$check" --look "$@" >/dev/null
+"$PYTHON" -W ignore "$check" --look "$@" >/dev/null
 [[ -f $WHEELS/requirements.txt ]] || refuse "there are no wheels in $WHEELS: run make gpu-wheels where there is a network, and copy the folder"
 
 mkdir -p "$OUT"
 "$PYTHON" -m venv --clear --system-site-packages "$OUT/env" || refuse "$PYTHON cannot create environments: install python3-venv"
 python=$OUT/env/bin/python
+# Before Python 3.12 an environment has an old setuptools of its own, which hides the one that torch asks for.
+"$python" -m pip uninstall --quiet --yes setuptools 2>/dev/null
 if ! "$python" -c 'import torch' 2>/dev/null; then # torch is in an environment itself
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$PYTHON" -c 'import sys; print(*(f"import site; site.addsitedir({each!r})" for each in sys.path if "-packages" in each), sep="\n")' \

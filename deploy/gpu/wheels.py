@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12")
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64")
-PLATFORMS += ("manylinux2010_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")
+LIBRARIES = ("_2_28", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+"""Manylinux's names of glibc's versions, the newest first: Debian 10 has 2.28."""
 EXTRAS = ("local", "examples")
 TESTING = ("pytest", "pytest-timeout", "hypothesis")
 """Of the extra ``dev``, what the tests marked ``gpu`` import."""
@@ -26,6 +26,7 @@ FROM_SOURCE = "etcd3"
 
 
 def main() -> None:
+    """Fill the folder."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
@@ -35,7 +36,7 @@ def main() -> None:
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # what an older build left would be in the wheel
     pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT), FROM_SOURCE, *DATA)
     for python in PYTHONS:
-        platforms = [word for each in PLATFORMS for word in ("--platform", each)]
+        platforms = [word for each in LIBRARIES for word in ("--platform", f"manylinux{each}_x86_64")]
         target = ["--only-binary=:all:", "--python-version", python, *platforms, "--find-links", str(folder)]
         pip("download", *target, "--dest", str(folder), *wanted, *testing)
     extras = ",".join(EXTRAS)
