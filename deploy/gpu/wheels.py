@@ -29,7 +29,7 @@ def main() -> None:
     """Fill the folder."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.whl"):
+    for old in folder.glob("elastic_trainer-*.whl"):
         old.unlink()
     described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted, testing = downloads(described), tests(described)
