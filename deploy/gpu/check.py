@@ -288,15 +288,15 @@ def marked_tests(scene: Scene) -> Numbers:
 
 
 ROWS = (
-    Row("two nodes share a device (gloo): one is killed, another joins", 90.0, lose_a_node),
-    Row("one node, one rank (NCCL): its worker is killed, another goes on", 90.0, restart_on_nccl),
-    Row("two nodes, a device each (NCCL): one is killed, another joins", 90.0, lose_a_node_of_nccl),
+    Row("two nodes share a device, gloo: one is killed, another joins", 90.0, lose_a_node),
+    Row("one node of one rank, NCCL: its worker is killed, restarted", 90.0, restart_on_nccl),
+    Row("two nodes, a device each, NCCL: one is killed, another joins", 90.0, lose_a_node_of_nccl),
     Row("saves through pinned memory, beside a memcpy", 90.0, saves),
     Row("training in fp32", 60.0, precise("fp32")),
     Row("mixed precision, bf16", 60.0, precise("bf16")),
     Row("mixed precision, fp16 with the scaler", 60.0, precise("fp16")),
     Row("torch.compile, bf16", 90.0, precise("bf16", compiled=True)),
-    Row("HSDP, two nodes of two shards on a device (gloo): one is killed", 90.0, lose_a_node_of_shards),
+    Row("HSDP, 2 nodes of 2 shards on a device, gloo: one is killed", 90.0, lose_a_node_of_shards),
     Row("pytest -m gpu", 400.0, marked_tests),
 )
 
@@ -437,7 +437,7 @@ def table(played: Sequence[Played]) -> str:
     """The rows in lines of 80 columns: numbers and reasons stand below the row that they are of."""
     lines = [f"{'':{WIDTH - 17}} outcome  seconds", "-" * WIDTH]
     for row in played:
-        lines.append(f"{row.name[: WIDTH - 17]:{WIDTH - 17}} {row.outcome:7} {row.seconds:8.1f}")
+        lines.append(f"{row.name:{WIDTH - 17}.{WIDTH - 17}} {row.outcome:7} {row.seconds:8.1f}")
         shown = row.reason or ", ".join(f"{name} {value}" for name, value in flat(row.numbers))
         lines += textwrap.wrap(shown, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
@@ -497,12 +497,11 @@ def check(directory: Path, limit_s: float, *, rehearse: bool) -> int:
     result = directory / "result.json"
     result.write_text(json.dumps(found, indent=1) + "\n")
     kinds = {kind: sum(row.outcome is kind for row in played) for kind in Outcome}
-    print(
-        f"\ndevice: {machine}; torch {machine.torch}, CUDA {machine.cuda}, NCCL {machine.nccl}, Python {machine.python}"
-    )
+    has = f"torch {machine.torch}, CUDA {machine.cuda}, NCCL {machine.nccl}, Python {machine.python}"
+    print(f"\ndevice: {machine}; {has}")
     print(table(played))
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    print(f"{counts} in {found['seconds']:.0f} s; as JSON: {result}; logs beside it")
+    print(f"{counts} in {found['seconds']:.0f} s; logs are beside the JSON:\n{result}")
     return 0 if found["ok"] else FAILED
 
 
