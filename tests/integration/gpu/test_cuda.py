@@ -30,8 +30,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-ON_CUDA = (f"device={DEVICE}", "pin_memory=true", "workers=2", "max_steps=10", "epochs=null")
-ON_CUDA += ("logging.loss_every=1", "logging.tensorboard=false")
+ON_CUDA = (
+    *(f"device={DEVICE}", "pin_memory=true", "workers=2", "max_steps=10", "epochs=null"),
+    *("logging.loss_every=1", "logging.tensorboard=false"),
+)
 GPT = ("options.max_tokens=null", "model.layers=1", "model.width=32", "model.heads=2")
 
 
