@@ -33,13 +33,9 @@ class ArrivedNode:
         os.environ[ENV_MEMORY] = self.rescue.paths
         os.environ[ENV_COPIES_HERE] = f"{address} {self.copies.here}"
 
-    def leave(self, departure: Departure | None = None) -> bool:
-        """Leave the run: delete this node's key. Returns whether its workers made steps.
-
-        ``departure``: why, unless the run has ended or the process was killed."""
-        made_steps = False
+    def leave(self, departure: Departure | None = None) -> None:
+        """Leave the run: delete this node's key. ``departure``: why, unless the run has ended."""
         try:
-            made_steps = self.health.made_steps
             self.health.close()
         except Exception:  # noqa: BLE001 - a failing health report must not keep the key that others wait for
             logger().exception("health.failed")
@@ -50,4 +46,3 @@ class ArrivedNode:
         self.copies.close()
         self.supervisor.close()
         self.liveness.close()
-        return made_steps

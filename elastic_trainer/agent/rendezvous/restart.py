@@ -203,7 +203,12 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        return self._leave(self._ending())
+        """Leave the run. Never raises: the exit code of what ends this process must not be lost to its farewell."""
+        try:
+            return self._leave(self._ending())
+        except Exception as error:  # noqa: BLE001 - the edge of the process; the key ends with its lease
+            logs.logger().warning("departure.failed", error=f"{type(error).__name__}: {error}")
+            return False
 
     def _ending(self) -> BaseException | None:
         """The exception that ends this process: one that torchrun handles now, or that the interpreter reported."""
@@ -211,12 +216,13 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _leave(self, error: BaseException | None) -> bool:
         """Leave the run, and record in the store that ``error`` is why."""
+        self._worked = self._made_steps  # first: whatever fails below, the exit code depends on it
         node, self._node = self._node, None
         if node is not None:
             departure = self._departure(error, node)
             if departure is not None and departure.planned:
                 node.health.pages.count("left")  # its last report then says that the node left on request
-            self._worked = node.leave(departure) or self._worked
+            node.leave(departure)
         if self._port is not None:
             self._port.close()
             self._port = None
@@ -227,11 +233,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _departure(self, error: BaseException | None, node: ArrivedNode) -> Departure | None:
         if error is None or self._finished:
             return None
-        made_steps = self._worked or node.health.made_steps
         died = ""
         if isinstance(error, ChildFailedError):
             died = self._deaths.describe(by_rank(error.failures, node.health.pages.ranks()), node.health.pages.said())
-        parting = exit_reason_of(error, made_steps=made_steps, died=died)
+        parting = exit_reason_of(error, made_steps=self._worked, died=died)
         if parting is None:
             return None
         write_termination_message(parting.reason)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_CONFIG
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
-from tests.support.plainjob import PlainJob
+from tests.support.plainjob import LIMIT_S, PlainJob
+from tests.support.waiting import eventually
 
 
 @pytest.mark.timeout(200)
@@ -108,3 +111,36 @@ def test_a_node_that_fails_for_good_does_not_stay_for_its_back_off(
         node = job.add()
         job.wait_for(lambda: "exitcode  : 6" in job.log(node.name), "torchrun does not give up")
         assert node.wait(Deadline.after(BACK_OFF_S / 2)) == 1, job.describe()
+
+
+FAREWELL_FAILS = """\
+from torch.distributed.run import main
+from elastic_trainer.membership.member import Member
+def leave(member, departure=None):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+Member.leave = leave
+main()
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("code", [EXIT_LEFT, EXIT_CONFIG])
+def test_the_exit_code_stands_whatever_the_farewell_does(
+    code: int, tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """A node whose farewell cannot be sent, as on Python 3.12.0 to 3.12.2, has a job controller do the same: 143 after a
+    SIGTERM, 78 for a worker with a wrong configuration and no restart left."""
+    script, begun, log = tmp_path / "script.py", tmp_path / "begun", tmp_path / "log"
+    wait = "time.sleep(300)" if code == EXIT_LEFT else f"sys.exit({code})"
+    script.write_text(f"import pathlib, sys, time\npathlib.Path({str(begun)!r}).touch()\n{wait}\n")
+    command = ["-c", FAREWELL_FAILS, "--nnodes=1", f"--rdzv-id={run_id}", "--rdzv-backend=etcd3"]
+    command += [f"--rdzv-endpoint={etcd_endpoint}", str(script)]
+    with log.open("w") as output, subprocess.Popen([sys.executable, *command], stdout=output, stderr=output) as node:
+        try:
+            eventually(begun.exists, "the worker does not start", LIMIT_S)
+            if code == EXIT_LEFT:
+                node.terminate()
+            assert node.wait(LIMIT_S) == code, log.read_text()
+        finally:
+            node.kill()
+    assert "departure.failed" in log.read_text()
