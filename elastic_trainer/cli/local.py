@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.cli.options import at_least, console, key_values, seconds
+from elastic_trainer.cli.options import at_least, console, ensure_torch, key_values, seconds
 from elastic_trainer.drills.faults import Fault, FaultKind, parse_fault
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_trainer.drills.user_job.run import LocalOptions, run_local
     from elastic_trainer.local import agents
 
+    ensure_torch()
     low, high = nodes(arguments.nodes)
     wanted = faults(arguments)
     start = starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted))

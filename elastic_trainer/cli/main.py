@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from elastic_trainer import __version__
+from elastic_trainer.cli.options import needs_torch
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 
 PROGRAM = "elastic-trainer"
@@ -74,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``argv`` (default: this process's arguments); the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return dispatch(arguments)
+        try:
+            return dispatch(arguments)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise needs_torch() from error
     except ElasticTrainerError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return error.exit_code

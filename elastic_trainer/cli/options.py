@@ -1,4 +1,4 @@
-"""What commands share: sub-commands, checks of numbers, ``key=value`` lists, and the console that tables go to.
+"""What commands share: sub-commands, checks of torch and of numbers, ``key=value`` lists, and the console that tables go to.
 
 *Fails by* ConfigError for values that make no sense.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from elastic_trainer.errors import ConfigError
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rich.console import Console
+
+
+def needs_torch() -> ConfigError:
+    """What a command says that cannot go on without torch."""
+    return ConfigError("this command needs PyTorch, which is not installed here", hint="pip install torch")
+
+
+def ensure_torch() -> None:
+    """ConfigError unless torch is installed, without loading it: for commands whose processes use it."""
+    if find_spec("torch") is None:
+        raise needs_torch()
 
 
 def console(width: int = 80) -> Console:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_trainer.cli.local import nodes, rendezvous
 from elastic_trainer.cli.main import PROGRAM
-from elastic_trainer.cli.options import at_least
+from elastic_trainer.cli.options import at_least, ensure_torch
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import parse_endpoints, store_endpoint
 
@@ -50,6 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print torchrun's command and become it."""
+    if not arguments.dry_run:
+        ensure_torch()
     words = command(arguments)
     print(f"{PROGRAM}: torchrun {shlex.join(words)}", file=sys.stderr, flush=True)
     if not arguments.dry_run:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.loading import did_you_mean
@@ -33,3 +36,29 @@ def home(name: str) -> tuple[str, str]:
         hint = did_you_mean(name, names()) or f"ready-made: {', '.join(names())}; your own: module:Class"
         raise ConfigError(f"there is no ready-made task {name!r}", hint=hint)
     return _HOMES[name]
+
+
+def ensure_data(name: str, data: Mapping[str, Any]) -> None:
+    """DataError if the ready-made ``name`` lacks a package that brings or reads its data; loads no torch.
+
+    ``data`` is what the job file says of it: data of the user's own are left to the task, which reads them whole.
+    """
+    if name not in _HOMES and name not in _SCRIPTS:
+        return
+    if name in ("imagefolder", "keypoints"):
+        import_module("elastic_trainer.tasks.vision.pillow")
+    if any(data.get(key) is not None for key in ("directory", "train", "files")):
+        return
+    if name == "gpt":
+        from elastic_trainer.tasks.language.text_files import shakespeare_files
+
+        shakespeare_files()
+        return
+    if name == "imagefolder":
+        from elastic_trainer.tasks.vision.digit_images import place
+
+        if place(data.get("cache")).is_dir():
+            return
+    from elastic_trainer.tasks.vision.digits import shipped_file
+
+    shipped_file()

@@ -1,6 +1,7 @@
 """What the user wants run: a ready-made task, a job file or a script, as torchrun takes it.
 
-Reads files to find mistakes before any process is started. *Fails by* ConfigError.
+Reads files to find mistakes before any process is started. *Fails by* ConfigError; DataError where a ready-made task
+lacks its data.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
     if what.endswith(".py"):
         return (_readable(what), *arguments)
     if (script := tasks.script(what)) is not None:
+        tasks.ensure_data(what, {})
         return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
     if not places_checkpoints(what, arguments):
         arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
     from elastic_trainer.training.loading import load_job
 
-    load_job(what, arguments)
+    job = load_job(what, arguments)
+    tasks.ensure_data(job.task, job.data)
     return ("-m", "elastic_trainer.training", what, *arguments)
 
 

@@ -21,10 +21,15 @@ NAME = "digit-images-1"
 TEST_SIZE = 1000
 
 
+def place(cache: Path | str | None = None) -> Path:
+    """Where the images are, or will be."""
+    return (cache_directory() if cache is None else Path(cache)) / NAME
+
+
 def digit_images(cache: Path | None = None) -> Path:
     """A directory with ``train/`` (4,000 images) and ``test/`` (1,000), each with the folders 0 to 9."""
-    root = cache if cache is not None else cache_directory()
-    final = root / NAME
+    final = place(cache)
+    root = final.parent
     if final.is_dir():
         return final
     train, test = split(shipped_digits(), TEST_SIZE, seed=0)

