@@ -1,4 +1,4 @@
-"""What commands share: sub-commands, checks of torch and of numbers, ``key=value`` lists, and the console that tables go to.
+"""What commands share: sub-commands, checks of torch and numbers, ``key=value`` lists, the console that tables go to.
 
 *Fails by* ConfigError for values that make no sense.
 """

@@ -128,8 +128,8 @@ main()
 def test_the_exit_code_stands_whatever_the_farewell_does(
     code: int, tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """A node whose farewell cannot be sent, as on Python 3.12.0 to 3.12.2, has a job controller do the same: 143 after a
-    SIGTERM, 78 for a worker with a wrong configuration and no restart left."""
+    """A farewell that cannot be sent, as on Python 3.12.0 to 3.12.2, does not change what a job controller does: 143
+    after a SIGTERM, 78 for a worker with a wrong configuration and no restart left."""
     script, begun, log = tmp_path / "script.py", tmp_path / "begun", tmp_path / "log"
     wait = "time.sleep(300)" if code == EXIT_LEFT else f"sys.exit({code})"
     script.write_text(f"import pathlib, sys, time\npathlib.Path({str(begun)!r}).touch()\n{wait}\n")

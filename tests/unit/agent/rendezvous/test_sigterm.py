@@ -86,7 +86,7 @@ def test_a_signal_raises_while_another_error_is_handled(other: BaseException) ->
 
 def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() -> None:
     """A destructor swallows it; the end of Python, which takes its time, is not disturbed by the ones that follow."""
-    process = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=50, check=False)
+    process = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=100, check=False)
     assert "Exception ignored in" in process.stderr
     assert process.returncode == EXIT_LEFT
     assert process.stderr.count("Traceback") == 1
