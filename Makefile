@@ -25,6 +25,12 @@ AUDIT ?=
 REPORT_MINUTES ?= 38
 TORCHFT_PYTHON ?=
 GPU_WHEELS ?= build/gpu-wheels
+TORCH ?= 2.15.0
+TORCH_ENVIRONMENTS ?= build
+# Beside the first tier: recovery in place, sharded models, warm starts, data workers and frameworks.
+TORCH_TESTS := tests/drills/inplace/test_traps.py tests/drills/inplace/test_growth.py tests/drills/sharded/test_sharded.py \
+	tests/drills/sharded/test_variants.py tests/integration/warm tests/integration/agent/test_warm_starts.py \
+	tests/integration/data tests/integration/worker/comm tests/integration/worker/model tests/drills/frameworks
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
@@ -40,7 +46,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick soak lint format format-check types imports audit container-test kube-test check bench report gpu-wheels pin clean
+.PHONY: help install demo test test-quick test-torch gpu-wheels soak lint format format-check types imports audit container-test kube-test check bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +76,22 @@ test-others: $(STAMP)
 
 test-quick: $(STAMP) ## run the unit tests but for those of manifests, in one to three minutes: between two edits
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
+
+# Nothing but torch is pinned there: the newest of all else is what a newcomer gets.
+test-torch: ## run the first tier and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 15 minutes; its last line is a row of docs/map.md
+	@$(PYTHON) -c $(AT_LEAST_3_11) || { echo "'$(PYTHON)' is not Python 3.11 or newer: name one with make test-torch PYTHON=python3.13" >&2; exit 1; }
+	@$(MAKE) --no-print-directory test-cell TORCH=$(TORCH) CELL='make test-torch TORCH=$(TORCH) PYTHON=$(PYTHON)' \
+		VENV="$(TORCH_ENVIRONMENTS)/torch-$(TORCH)-$$($(PYTHON) -c 'import platform; print(platform.python_version())')"
+
+.PHONY: test-cell
+test-cell: $(VENV)/.installed-torch
+	$(PYTEST) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder -p tests.support.torch_cell --cell='$(CELL)' \
+		--ignore=tests/unit/deploy $(TORCH_TESTS) tests/unit $(PYTEST_ARGS)
+
+$(VENV)/.installed-torch: pyproject.toml $(BIN)/python
+	$(INSTALLER) install --quiet 'torch==$(TORCH)' -e '.[dev]'
+	$(INSTALLER) install --quiet --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
+	@touch $@
 
 soak: $(STAMP) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
 	ELASTIC_TRAINER_SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/python -m pytest -s tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
+from packaging.version import Version
 
 from elastic_trainer.local.hosts import Segment, current, lacks
+from elastic_trainer.torch_internals import TorchPart
+
+TORCH_CANNOT = "this torch cannot: "
+"""How the reason of a skip begins that another machine would not change."""
 
 
 def in_ci() -> bool:
@@ -51,6 +57,12 @@ def needs_hosts() -> None:
     """End the running test, as :func:`missing` says, unless nodes can have hosts of their own."""
     if (lacking := lacks()) is not None:
         missing(f"hosts of their own need {lacking}")
+
+
+def needs_torch(part: TorchPart) -> None:
+    """Skip the running test, in CI too, if only a newer torch has ``part``. One that should have it is tested."""
+    if part.since and Version(torch.__version__) < Version(part.since):
+        pytest.skip(f"{TORCH_CANNOT}{part.capability} need torch {part.since}")
 
 
 def here() -> Segment:
