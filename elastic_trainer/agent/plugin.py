@@ -10,7 +10,6 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 from __future__ import annotations
 
 import atexit
-import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,9 +35,10 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
     from elastic_trainer.telemetry import logs
+    from elastic_trainer.warm.preloading import skip_last_collection
 
     logs.configure()
-    atexit.register(gc.freeze)  # else the interpreter would look for garbage among all of torch before it ends: 0.5 s
+    atexit.register(skip_last_collection)
     in_place = parameters.config.get("recovery") == RecoveryMode.IN_PLACE
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:

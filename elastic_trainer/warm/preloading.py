@@ -201,6 +201,18 @@ def _children() -> Iterable[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
+def skip_last_collection() -> None:
+    """For atexit: the interpreter does not look for garbage among all of torch before it ends, which takes 0.5 to 1 s.
+
+    It must where triton brings types of nanobind (3.9, with torch 2.15): 65 lines would call those leaked.
+    """
+    location = getattr(sys.modules.get("triton._C.libtriton.ir"), "location", None)
+    if type(location).__module__ == "nanobind":
+        gc.unfreeze()
+    else:
+        gc.freeze()
+
+
 def _threads_after_fork() -> int:
     """Threads left after a fork of this process: OpenBLAS ends its threads before a fork, others would be lost."""
     child = os.fork()

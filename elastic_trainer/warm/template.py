@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ from typing import Any
 from elastic_trainer.warm import identity
 from elastic_trainer.warm.fitness import Facts, PythonCommand
 from elastic_trainer.warm.learning import ImportRecorder
-from elastic_trainer.warm.preloading import Preloading, Refused
+from elastic_trainer.warm.preloading import Preloading, Refused, skip_last_collection
 from elastic_trainer.warm.program import first_entry, run
 
 TITLE = "elastic-trainer: template of processes"
@@ -206,6 +207,7 @@ class Template:
             if os.getppid() != (0 if order["host"] else order["owner"]):  # an owner on another host is seen as 0
                 os._exit(EXIT_ORPHAN)
         gc.enable()
+        atexit.register(skip_last_collection)
         self._learned.close()
         if self._start.learn:
             sys.meta_path.insert(0, ImportRecorder(self._taught.detach()))
