@@ -1,4 +1,4 @@
-"""A pytest plugin: ends with one row of the table of versions (elastic_trainer/docs/map.md), as ``make test-torch`` does.
+"""A pytest plugin that ends with a row of the table of versions in elastic_trainer/docs/map.md (``make test-torch``).
 
 ``-p tests.support.torch_cell --cell='make test-torch ...'``
 """

