@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from elastic_trainer import __version__
-from elastic_trainer.cli.options import needs_torch
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 
 PROGRAM = "elastic-trainer"
@@ -89,6 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def needs_torch() -> ConfigError:
+    """What a command says that cannot go on without torch."""
+    return ConfigError("this command needs PyTorch, which is not installed here", hint="pip install torch")
 
 
 def dispatch(arguments: Sequence[str]) -> int:

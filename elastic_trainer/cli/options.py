@@ -9,6 +9,7 @@ import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from elastic_trainer.cli.main import needs_torch
 from elastic_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rich.console import Console
-
-
-def needs_torch() -> ConfigError:
-    """What a command says that cannot go on without torch."""
-    return ConfigError("this command needs PyTorch, which is not installed here", hint="pip install torch")
 
 
 def ensure_torch() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ def test_every_constraint_is_one_public_version() -> None:
 
 def test_all_that_a_development_install_brings_is_pinned() -> None:
     """Dependencies of dependencies too, or two installs of one commit would differ; pip came with the environment."""
+    if version("torch").partition("+")[0] != version_of(pins()["torch"]):
+        pytest.skip("this environment was installed without constraints.txt (make test-torch)")
     unpinned = {need.name for need in _closure("elastic-trainer", "dev") if canonicalize_name(need.name) not in pins()}
     assert unpinned - {"pip"} == set()
 

@@ -55,9 +55,9 @@ class Node(SimpleNamespace):
     def break_round(self, failure: RoundFailure, deadline: Deadline) -> None:
         self.broken.append(failure)
 
-    def leave(self, departure: object = None) -> bool:
+    def leave(self, departure: object = None) -> None:
         self.left += 1
-        return True
+        self.health.made_steps = False  # its pages are closed
 
 
 def handler_of(node: Node | None) -> Etcd3RendezvousHandler:
@@ -81,6 +81,7 @@ def test_polling_for_changes_does_no_io() -> None:
 def test_shutdown_may_be_repeated() -> None:
     """torchrun calls it, and the interpreter's exit calls it again."""
     node = Node(MINE)
+    node.health.made_steps = True
     handler = handler_of(node)
     assert [handler.shutdown() for _ in range(3)] == [True] * 3
     assert node.left == 1
@@ -109,6 +110,9 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
     """A node whose last words about its health fail leaves all the same."""
     closed: list[str] = []
 
+    def fail() -> None:
+        raise OSError("no space left")
+
     def part(name: str) -> Any:
         return SimpleNamespace(
             close=lambda *_: closed.append(name),
@@ -118,6 +122,7 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
         )
 
     node = ArrivedNode(*map(part, ("member", "liveness", "supervisor", "health", "rescue", "copies")))
+    cast("SimpleNamespace", node.health).close = fail
     node.leave()
     assert closed == ["member", "copies stops", "rescue", "copies", "supervisor", "liveness"]
 
