@@ -466,6 +466,20 @@ def begin_schedule(schedule: Any, several: bool, inputs: tuple[torch.Tensor, ...
     begin(inputs, {}, target)
 
 
+def leave_schedule(stages: Sequence[Any]) -> None:
+    """The schedule of these stages may be anywhere inside a step of a round that is over.
+
+    Its transfers may still write to their buffers, so the next step gets new ones.
+    """
+    for stage in stages:
+        if getattr(stage, "_gradient_reduction_handle", None) is not None:  # torch 2.15: a sum that nobody waits for
+            stage._gradient_reduction_handle = None
+            stage.submod.set_manual_backward_finalization(False)
+        stage.clear_runtime_states()
+        for kept in (stage.bwd_cache, stage.args_recv_info, stage.grad_recv_info):
+            kept.clear()
+
+
 # ---- data workers
 
 

@@ -121,11 +121,8 @@ class StagedReplica(ShardedReplica):
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """The schedule may be anywhere; transfers of its round may still write to its buffers, so it gets new ones."""
         self._schedule = None
-        for stage in self._stages:
-            stage.clear_runtime_states()
-            stage.bwd_cache.clear()
+        torch_internals.leave_schedule(self._stages)
         self.reshard()
 
     def level(self) -> None:
@@ -197,7 +194,10 @@ class StagedReplica(ShardedReplica):
             )
             buffers = [(each, each.clone()) for stage in self._stages for each in stage.submod.buffers()]
             first = inputs[0] if self._stages[0].is_first else ()
-            torch_internals.begin_schedule(made, several, first, None if numbers is None else numbers[:1])
+            with torch_internals.default_group(
+                self._layout.whole
+            ):  # torch 2.15 asks for this rank in the default group
+                torch_internals.begin_schedule(made, several, first, None if numbers is None else numbers[:1])
             for each, before in buffers:
                 each.copy_(before)
             self._schedule = made, wanted
