@@ -22,9 +22,10 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.hosts import ClusterError, Segment, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.torch_internals import SHARDED
 from elastic_trainer.variables import ENV_LOG_FORMAT
 from tests.support.node_logs import said
-from tests.support.requirements import missing
+from tests.support.requirements import missing, needs_torch
 from tests.support.s3server import BUCKET, S3Server, serving, use
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
@@ -78,6 +79,12 @@ def shared_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
     segment = current()
     if segment is not None:
         segment.share(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def sharded_torch() -> None:
+    """For tests of sharded models and pipeline stages."""
+    needs_torch(SHARDED)
 
 
 @pytest.hookimpl(wrapper=True)

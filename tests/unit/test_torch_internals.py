@@ -26,6 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
 from elastic_trainer.worker.comm.lasting import LastingGroup, ShardLayout
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from tests.support.requirements import needs_torch
 
 PACKAGE = Path(elastic_trainer.__file__).parent
 NAMES = [(part, name) for part in PARTS for name in part.names]
@@ -66,6 +67,7 @@ def test_a_torch_without_a_part_is_told_by_a_sentence(
     part: TorchPart, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what does not work, the version and the name."""
+    needs_torch(part)
     lost = hide(monkeypatch, name)
     lacks = part.lacks()
     assert lacks == lost or not torch_internals._has(next(each for each in part.names if each.endswith(lacks)))
@@ -83,6 +85,7 @@ def test_a_method_that_has_other_parameters_is_missing_too(monkeypatch: pytest.M
 
 def test_sharded_models_are_refused_in_a_sentence_that_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any of the model is made."""
+    needs_torch(SHARDED)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     lost = hide(monkeypatch, SHARDED.names[0])
     with (
@@ -96,6 +99,7 @@ def test_sharded_models_are_refused_in_a_sentence_that_names_the_version(monkeyp
 
 def test_a_newer_torch_without_them_is_not_asked_for_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """2.99 is newer than 2.13."""
+    needs_torch(SHARDED)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     hide(monkeypatch, SHARDED.names[0])
     with pytest.raises(ConfigError, match=r"sharded models need another torch: torch 2\.99\.0 has no"):
@@ -194,6 +198,7 @@ def test_only_the_door_names_private_parts_of_torch() -> None:
 
 def test_a_pass_that_is_left_keeps_the_gradients_of_shards_alone() -> None:
     """A peer may have committed the step that they belong to; those of whole parameters would be counted twice."""
+    needs_torch(SHARDED)
     layout = ShardLayout("cpu", (1,), ("alone",), 0, 1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     with layout.parallelizing():

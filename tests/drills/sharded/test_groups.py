@@ -24,6 +24,8 @@ from tests.drills.sharded.test_saves import Saved
 from tests.drills.sharded.test_sharded import CLOSE
 from tests.support import seeds
 
+pytestmark = pytest.mark.usefixtures("sharded_torch")
+
 COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
 KILLS = int(os.environ.get(COUNT, "0"))
 GROUP = 2

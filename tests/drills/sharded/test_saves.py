@@ -22,6 +22,8 @@ from tests.drills.sharded.test_sharded import CLOSE, PLACES, SCRIPT, Sharded
 from tests.drills.sharded.train import Net, named_tensors
 from tests.integration.training.launch import ran
 
+pytestmark = pytest.mark.usefixtures("sharded_torch")
+
 SAVE_EVERY = 6
 
 

@@ -27,6 +27,8 @@ from tests.drills.sharded.train import SAMPLES, Net
 from tests.integration.training.launch import ran
 from tests.support import seeds
 
+pytestmark = pytest.mark.usefixtures("sharded_torch")
+
 SCRIPT = Path(__file__).with_name("train.py")
 COUNT = "ELASTIC_TRAINER_SHARD_KILLS"
 KILLS = int(os.environ.get(COUNT, "0")) or 2

@@ -10,6 +10,8 @@ import pytest
 from tests.drills.sharded.variants import KINDS
 from tests.integration.worker.launch import run, standalone
 
+pytestmark = pytest.mark.usefixtures("sharded_torch")
+
 SCRIPT = Path(__file__).with_name("variants.py")
 CLOSE, ROUGH = 5e-6, 3e-3
 FOUR = [name for name in KINDS if name.startswith(("tp", "twice"))]

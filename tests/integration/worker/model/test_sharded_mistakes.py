@@ -19,6 +19,8 @@ from torch.utils.data import TensorDataset
 from elastic_trainer import Session
 from elastic_trainer.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("sharded_torch")
+
 
 @pytest.fixture
 def session() -> Iterator[Session]:
