@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -142,6 +143,22 @@ def test_ci_runs_the_readmes_test_command_and_every_other_check() -> None:
     assert run == checks.group(1).split()
     assert re.search(r"\|\| make install$", script, re.MULTILINE)
     assert "PYTEST_ARGS" not in script, "CI must not run fewer tests than `make test`"
+
+
+def test_the_oldest_and_the_newest_torch_and_python_are_tested_each_week() -> None:
+    """By ``make test-torch``: the lower bound of pyproject.toml, the Makefile's default, the classifiers' ends."""
+    workflow = yaml.load(text(".github/workflows/torch.yml"), yaml.BaseLoader)  # "on" is a word, not a truth
+    job = workflow["jobs"]["cell"]
+    cells = [(each["torch"], each["python"]) for each in job["strategy"]["matrix"]["include"]]
+    (torch,) = (each for each in map(Requirement, project()["dependencies"]) if each.name == "torch")
+    (oldest,) = (each.version for each in torch.specifier if each.operator == ">=")
+    newest = re.search(r"^TORCH \?= (\S+)$", text("Makefile"), re.MULTILINE)
+    assert newest is not None
+    pythons = [each.rpartition(" ")[2] for each in project()["classifiers"] if "Python :: 3." in each]
+    assert cells == [(f"{oldest}.0", pythons[0]), (newest[1], pythons[-1])]
+    assert job["steps"][-1]["run"] == "make test-torch TORCH=${{ matrix.torch }} PYTHON=python${{ matrix.python }}"
+    (when,) = workflow["on"]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* \d", when["cron"]), "at least once a week"
 
 
 def test_ci_makes_missing_tools_fail() -> None:
