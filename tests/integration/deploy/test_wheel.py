@@ -36,7 +36,6 @@ NOT_RUN = {
     "make": "it needs a clone",
     "pip install": "it needs a clone or the network; the wheel is installed here",
     "python -m build": "it needs a clone; the wheel is built here",
-    "python -m pytest tests -m gpu": "it needs a clone and a GPU",
     "elastic-trainer monitor": "it serves until it is stopped; tests/integration/monitor ask it",
     "elastic-trainer checkpoints": "the name of a group of commands, of which the tutorial runs three",
     "tensorboard": "it serves until it is stopped",
