@@ -243,12 +243,12 @@ def backend_of(group: Any, device: torch.device) -> Any:
 
 def is_gloo(group: Any, device: torch.device) -> bool:
     """Whether ``group`` uses gloo for tensors on ``device``."""
-    return isinstance(group._get_backend(device), dist.ProcessGroupGloo)
+    return isinstance(backend_of(group, device), dist.ProcessGroupGloo)
 
 
 def limit_gloo(group: Any, timeout: timedelta) -> None:
     """Limit all later collectives of a gloo backend, or of the one that ``group`` has."""
-    backend = group if isinstance(group, dist.ProcessGroupGloo) else group._get_backend(torch.device("cpu"))
+    backend = group if isinstance(group, dist.ProcessGroupGloo) else backend_of(group, torch.device("cpu"))
     backend._set_default_timeout(timeout)
 
 

@@ -149,6 +149,7 @@ class LikeNccl2(LikeNccl):
     """
 
     supports_reconfigure = True
+    failed = False
 
     def lost_peer(self) -> None:
         if self._aborted.is_set():
@@ -161,7 +162,7 @@ class LikeNccl2(LikeNccl):
             self.abort()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        if getattr(self, "failed", False):
+        if self.failed:
             raise RuntimeError(f"NCCL communicator of rank {self.rank()} has failed.")
         return super().call(name, *arguments)
 

@@ -194,9 +194,8 @@ class StagedReplica(ShardedReplica):
             )
             buffers = [(each, each.clone()) for stage in self._stages for each in stage.submod.buffers()]
             first = inputs[0] if self._stages[0].is_first else ()
-            with torch_internals.default_group(
-                self._layout.whole
-            ):  # torch 2.15 asks for this rank in the default group
+            # torch 2.15 takes this process's rank in the default group for its place.
+            with torch_internals.default_group(self._layout.whole):
                 torch_internals.begin_schedule(made, several, first, None if numbers is None else numbers[:1])
             for each, before in buffers:
                 each.copy_(before)
