@@ -159,6 +159,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def logs_as_before() -> Iterator[None]:
     """Commands set the level and the target of all logs of their process, which others read after them."""
     before = structlog.get_config() if structlog.is_configured() else None
+    structlog.contextvars.clear_contextvars()  # of a test before, whose rank or node would be in each line
     yield
     if before is None:
         structlog.reset_defaults()
