@@ -11,10 +11,12 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
 _PR_SET_MM_MAP = 14
@@ -70,6 +72,9 @@ def enter_host(host: int) -> None:
     for path, flag in paths:  # the mounts last: /proc is then the host's
         _set_namespace(path, flag)
     os.chdir(directory)
+    platform: Any = sys.modules.get("platform")
+    if platform is not None:
+        platform._uname_cache = None  # of the template's host, whose name platform.node() would go on to give
 
 
 @contextmanager

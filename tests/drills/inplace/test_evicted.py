@@ -27,6 +27,7 @@ def test_a_node_that_an_audit_names_is_let_go_and_the_others_train_on_as_if_it_h
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with Job(directory, etcd_endpoint, run_id, entry=words, options=options, environment=environment) as job:
         job.start(3)
+        hosts = 2 if job.hosts else 1  # of those who end
         job.await_world(*(node.name for node in job.nodes))
         job.wait_for(lambda: len(job.running) == 2, "nobody leaves")
         (gone,) = (node for node in job.nodes if not node.running)
@@ -46,6 +47,8 @@ def test_a_node_that_an_audit_names_is_let_go_and_the_others_train_on_as_if_it_h
         assert len({line.pid for name in before for line in job.steps(name)}) == 2
     assert ran([str(SCRIPT), str(tmp_path), "0"], ROOT).code == 0
     (honest,) = (torch.load(each) for each in tmp_path.glob("result-*"))
-    states = [torch.load(each) for each in directory.glob("result-*")]
+    results = list(directory.glob("result-*"))
+    assert len({each.name.split("-")[1] for each in results}) == hosts, "a fork gives the name of another host"
+    states = [torch.load(each) for each in results]
     assert len(states) == 2
     assert all(torch.equal(mine, other) for state in states for mine, other in zip(state, honest, strict=True))
