@@ -31,7 +31,7 @@ from tests.support.requirements import needs_torch
 PACKAGE = Path(elastic_trainer.__file__).parent
 NAMES = [(part, name) for part in PARTS for name in part.names]
 OF_OTHERS = {
-    *("_exit", "_Environ", "_getframe", "_run_module_as_main", "_replace", "_asdict"),  # Python
+    *("_exit", "_Environ", "_getframe", "_run_module_as_main", "_replace", "_asdict", "_uname_cache"),  # Python
     *("_cat_file", "_pipe_file", "_ls", "_rm_file", "_call_s3"),  # fsspec: those that s3fs, gcsfs and adlfs define
     *("_shared_state", "_set_sync_gradients"),  # accelerate
     *("_data_fetcher", "_combined_loader", "_should_reload_train_dl", "_on_before_batch_transfer", "_after_closure"),

@@ -37,6 +37,7 @@ def test_maps_have_the_resolution_of_the_first_branch(
 
 def test_a_fusion_keeps_shapes_and_mixes_all_branches() -> None:
     """Each output follows each input, whichever resolution it has."""
+    torch.manual_seed(0)  # with few channels every path of one branch may be below zero, which ReLU cuts off
     fusion = Fusion((2, 3, 4), targets=3).eval()
     inputs = [torch.rand(1, width, side, side, requires_grad=True) for width, side in ((2, 8), (3, 4), (4, 2))]
     outputs = fusion(inputs)
