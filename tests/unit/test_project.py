@@ -156,6 +156,8 @@ def test_the_oldest_and_the_newest_torch_and_python_are_tested_each_week() -> No
     assert newest is not None
     pythons = [each.rpartition(" ")[2] for each in project()["classifiers"] if "Python :: 3." in each]
     assert cells == [(f"{oldest}.0", pythons[0]), (newest[1], pythons[-1])]
+    rows = set(re.findall(r"^\| (\d\S+) \| \d\S+ \|", text("elastic_trainer/docs/map.md"), re.MULTILINE))
+    assert {torch for torch, _ in cells} <= rows, "the map has a row of each"
     assert job["steps"][-1]["run"] == "make test-torch TORCH=${{ matrix.torch }} PYTHON=python${{ matrix.python }}"
     (when,) = workflow["on"]["schedule"]
     assert re.fullmatch(r"\d+ \d+ \* \* \d", when["cron"]), "at least once a week"
