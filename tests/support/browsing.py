@@ -51,7 +51,7 @@ class Overview:
     @property
     def title(self) -> str:
         """Of the window."""
-        return self.page.title()
+        return str(self.page.title())
 
     def rows(self) -> list[Row]:
         """From top to bottom."""

@@ -159,7 +159,7 @@ class Night:
         for screen in self.screens:
 
             def said(screen: Overview = screen) -> str:
-                return screen.page.inner_text("body")
+                return str(screen.page.inner_text("body"))
 
             def blind(screen: Overview = screen, said: Callable[[], str] = said) -> bool:
                 return "cannot reach the store" in said() and {row.needs for row in screen.rows()} == {"not known"}

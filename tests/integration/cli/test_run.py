@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.cli.main import main
+
 JOB = """
 import torch
 from elastic_trainer import Session
@@ -42,3 +44,11 @@ def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: 
     assert done.returncode == 0, done.stderr
     assert "recovery=in_place train.py" in done.stderr
     assert "the last step was 2" in done.stdout
+
+
+def test_completion_knows_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """And their options."""
+    assert main(["completion", "bash"]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoints" in said
+    assert "--kill-worker-at" in said

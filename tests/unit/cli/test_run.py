@@ -82,11 +82,3 @@ def test_a_dry_run_prints_the_command_alone(capsys: pytest.CaptureFixture[str]) 
     """On stderr, quoted for a shell."""
     assert main(["run", "--dry-run", "--", "-m", "my.train", "two words"]) == 0
     assert capsys.readouterr().err.endswith("-m my.train 'two words'\n")
-
-
-def test_completion_knows_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """And their options."""
-    assert main(["completion", "bash"]) == 0
-    said = capsys.readouterr().out
-    assert "checkpoints" in said
-    assert "--kill-worker-at" in said

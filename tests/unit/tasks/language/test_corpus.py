@@ -16,7 +16,6 @@ from elastic_trainer.errors import EXIT_CONFIG, DataError, SampleError
 from elastic_trainer.tasks.language.corpus import Corpus, TextOptions, cut, load_corpus
 from elastic_trainer.tasks.language.text_files import found_files
 from elastic_trainer.tasks.language.token_stream import Tokens, Windows
-from tests.unit.tasks.test_tokenizers import bpe_files
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -37,7 +36,7 @@ def _bin(directory: Path, numbers: list[int], dtype: str = "<u2", name: str = "a
     return str(path)
 
 
-def _text_of(part: Windows, corpus: Corpus) -> str:
+def text_of(part: Windows, corpus: Corpus) -> str:
     assert corpus.tokenizer is not None
     ids = [int(part[0][0]), *(int(number) for i in range(len(part)) for number in part[i][1:])]
     return corpus.tokenizer.decode(ids)
@@ -70,8 +69,8 @@ def test_the_two_parts_have_no_target_in_common(tmp_path: Path) -> None:
     corpus = _corpus(files=_text(tmp_path), validation_fraction=0.25)
     middle = cut(len(TEXT), 0.25)
     assert middle == 675
-    assert TEXT[:middle].startswith(_text_of(corpus.train, corpus))
-    assert TEXT[middle:].startswith(_text_of(corpus.validation, corpus))
+    assert TEXT[:middle].startswith(text_of(corpus.train, corpus))
+    assert TEXT[middle:].startswith(text_of(corpus.validation, corpus))
     assert (len(corpus.train), len(corpus.validation)) == (674 // 8, 224 // 8)
 
 
@@ -90,28 +89,15 @@ def test_texts_of_a_directory_follow_each_other_by_name(tmp_path: Path) -> None:
     for name, text in {"b.txt": "b" * 30, "a.txt": "a" * 30, "more/c.txt": "c" * 30, "d.pdf": "d" * 30}.items():
         _text(tmp_path, text, name)
     corpus = _corpus(files=str(tmp_path), validation_fraction=0.2)
-    assert "".join(dict.fromkeys(_text_of(corpus.train, corpus))) == "abc"
+    assert "".join(dict.fromkeys(text_of(corpus.train, corpus))) == "abc"
     assert [path.name for path in found_files(f"{tmp_path}/*.txt", "x")] == ["a.txt", "b.txt"]
 
 
 def test_validation_may_have_files_of_its_own(tmp_path: Path) -> None:
     others = _text(tmp_path, "The lazy fox. " * 5, "v.txt")
     corpus = _corpus(files=_text(tmp_path), validation_files=others, tokenizer="chars")
-    assert _text_of(corpus.validation, corpus) == ("The lazy fox. " * 5)[: 8 * (69 // 8) + 1]
+    assert text_of(corpus.validation, corpus) == ("The lazy fox. " * 5)[: 8 * (69 // 8) + 1]
     assert len(corpus.train) == (len(TEXT) - 1) // 8
-
-
-def test_gpt2_tokens_begin_each_text_with_the_end_of_the_last(tmp_path: Path) -> None:
-    """As in the original: texts do not run into each other."""
-    bpe = bpe_files(tmp_path / "bpe")
-    (tmp_path / "texts").mkdir()
-    for name in ("a.txt", "b.txt"):
-        _text(tmp_path / "texts", "hello world " * 8, name)
-    corpus = _corpus(files=str(tmp_path / "texts"), tokenizer="gpt2", bpe=bpe, validation_fraction=0.3)
-    text = _text_of(corpus.train, corpus)
-    assert text.startswith("<|endoftext|>hello world ")
-    assert text.count("<|endoftext|>") == 2
-    assert corpus.identity("gpt2").keys() == {"tokenizer", "bpe files", "vocabulary size"}
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from elastic_trainer.cli.k8s import rendering
 from elastic_trainer.cli.k8s.values import KubernetesRun
+from tests.integration.deploy.test_render import GIVEN, asked, by_name, runs
 from tests.support.helmchart import CHART, chart_files, chart_values, helm
 from tests.support.manifests import Manifest
-from tests.unit.deploy.test_render import GIVEN, asked, by_name, runs
 
 LEAST = {"image": "elastic-trainer:latest", "args": ["/app/train.py"]}
 """What a user has to say."""

@@ -12,7 +12,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from elastic_trainer.errors import DataError
 from elastic_trainer.tasks.language.bpe import END_OF_TEXT, Gpt2Bpe
+from elastic_trainer.tasks.language.corpus import TextOptions, load_corpus
 from elastic_trainer.tasks.language.tokenizer import UNKNOWN, Bytes, Chars
+from tests.unit.tasks.language.test_corpus import text_of
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]
 
@@ -97,3 +99,16 @@ def test_wrong_bpe_files_are_named(tmp_path: Path, files: dict[str, bytes | None
             (directory / name).write_bytes(content)
     with pytest.raises(DataError, match=sentence):
         Gpt2Bpe(directory)
+
+
+def test_gpt2_tokens_begin_each_text_with_the_end_of_the_last(tmp_path: Path) -> None:
+    """As in the original: texts do not run into each other."""
+    bpe = bpe_files(tmp_path / "bpe")
+    (texts := tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (texts / name).write_text("hello world " * 8, encoding="utf-8")
+    corpus = load_corpus(TextOptions(files=str(texts), tokenizer="gpt2", bpe=bpe, validation_fraction=0.3), 8)
+    text = text_of(corpus.train, corpus)
+    assert text.startswith("<|endoftext|>hello world ")
+    assert text.count("<|endoftext|>") == 2
+    assert corpus.identity("gpt2").keys() == {"tokenizer", "bpe files", "vocabulary size"}
