@@ -167,6 +167,7 @@ WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         (lambda found: found[:-1], "overlap, or leave a part of it out"),
         (lambda found: [*found, found[0]], "overlap, or leave a part of it out"),
         (lambda found: [*found[:-1], found[0]], "overlap, or leave a part of it out"),
+        (lambda found: [*found[:-1], found[1]], "overlap, or leave a part of it out"),  # as large as the one left out
         (lambda found: [found[0], (TensorSlice("w", "F32", (4, 4), (2, 0), (2, 2)), WHOLE[2:, :2])], "do not agree"),
         (lambda found: [*found[:-1], (TensorSlice("w", "I32", (4, 3), (2, 2), (2, 1)), WHOLE[2:, 2:])], "do not agree"),
         (lambda found: [(TensorSlice("w", "F32", (4, 3), (2, 2), (2, 2)), WHOLE[:2, :2])], "reaches beyond its tensor"),

@@ -85,6 +85,18 @@ def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
     assert not scene.requests.look([done])
 
 
+def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene) -> None:
+    """However often the agent looks while the worker saves."""
+    scene.put(SaveRequest(id="x", wall=1.0))
+    scene.requests.look([scene.worker()])
+    (scene.directory / "0-7.save").unlink()
+    scene.requests.look([scene.worker()])
+    assert scene.passed_on() is None
+    scene.put(SaveRequest(id="y", wall=2.0))
+    scene.requests.look([scene.worker()])
+    assert scene.passed_on() == "y"
+
+
 def test_the_worker_that_follows_on_a_dead_one_gets_the_request_too(scene: Scene) -> None:
     """Nobody has answered it yet; a rank that is not 0 gets none."""
     scene.put(SaveRequest(id="x", wall=1.0))
