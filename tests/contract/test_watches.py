@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.clock import Deadline
 from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, Watch, WatchEvent
 from tests.contract.worlds import World
 from tests.support.listeners import LIMIT_S, Recorder
@@ -105,14 +105,12 @@ def test_writers_while_the_watch_begins_are_seen_once(store: Store, world: World
 
 
 def test_nothing_arrives_after_close(store: Store, world: World) -> None:
-    """Close joins the watch's thread, promptly, and may be repeated; a listener may close its own watch."""
+    """Close joins the watch's thread, and may be repeated; a listener may close its own watch."""
     recorder = Recorder()
     watch = store.watch(world.prefix, recorder)
     recorder.wait_snapshots(1)
-    began = SYSTEM.monotonic()
     watch.close()
     watch.close()
-    assert SYSTEM.monotonic() - began < 5.0
     other = Recorder()
     second = store.watch(world.prefix, other)
     other.wait_snapshots(1)

@@ -40,9 +40,7 @@ def test_a_pause_ends_by_its_event() -> None:
     assert not pause(0.0, stop)
     assert not pause(-5.0)
     stop.set()
-    began = SYSTEM.monotonic()
-    assert pause(60.0, stop)
-    assert SYSTEM.monotonic() - began < 30.0
+    assert pause(3600.0, stop)  # longer than the test may take
 
 
 def test_the_system_clock_goes_forward() -> None:
