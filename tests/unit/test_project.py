@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from elastic_trainer import variables
 from tests.support.requirements import needs
+from tests.support.tiers import FIRST_TIER, tiers_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -96,7 +97,9 @@ def test_all_that_a_development_install_brings_is_pinned() -> None:
     """Dependencies of dependencies too, or two installs of one commit would differ; pip came with the environment."""
     if version("torch").partition("+")[0] != version_of(pins()["torch"]):
         pytest.skip("this environment was installed without constraints.txt (make test-torch)")
-    unpinned = {need.name for need in _closure("elastic-trainer", "dev") if canonicalize_name(need.name) not in pins()}
+    unpinned = {
+        need.name for need in _closure("elastic-trainer", "dev-all") if canonicalize_name(need.name) not in pins()
+    }
     assert unpinned - {"pip"} == set()
 
 
@@ -135,14 +138,25 @@ def test_the_readme_begins_with_the_demo_and_the_tests() -> None:
 
 
 def test_ci_runs_the_readmes_test_command_and_every_other_check() -> None:
-    """CI proves what the README tells people to run: ``make test``, and all that ``make check`` is made of."""
+    """Each landing runs ``make test`` and all that ``make check`` is made of; a night what ``make check-all`` adds."""
     script = re.sub(r"#.*", "", text(".ci/run"))
-    checks = re.search(r"^check: ([a-z -]+?) ##", text("Makefile"), re.MULTILINE)
-    assert checks is not None
-    run = re.findall(r"^step (?:timeout .*)?\bmake ([a-z-]+)", script, re.MULTILINE)
-    assert run == checks.group(1).split()
-    assert re.search(r"\|\| make install$", script, re.MULTILINE)
+    each, nightly = script.split("CI_FULL", 1)
+
+    def made(part: str) -> list[str]:
+        return re.findall(r"^ *step (?:timeout .*)?\bmake ([a-z-]+)", part, re.MULTILINE)
+
+    def parts_of(target: str) -> list[str]:
+        found = re.search(rf"^{target}: ([a-z -]+?) ##", text("Makefile"), re.MULTILINE)
+        assert found is not None
+        return found.group(1).split()
+
+    assert made(each) == parts_of("check")
+    assert ["check", *made(nightly)] == parts_of("check-all")
+    assert re.search(r'\|\| make "\$1"$', script, re.MULTILINE)
     assert "PYTEST_ARGS" not in script, "CI must not run fewer tests than `make test`"
+    workflow = yaml.load(text(".github/workflows/tests.yml"), yaml.BaseLoader)
+    assert workflow["jobs"]["tests"]["steps"][-1]["run"] == "bash .ci/run"
+    assert {"push", "pull_request", "schedule"} <= set(workflow["on"])
 
 
 def test_the_oldest_and_the_newest_torch_and_python_are_tested_each_week() -> None:
@@ -217,20 +231,29 @@ def test_links_and_files_that_a_document_names_exist(document: Path) -> None:
 
 
 def test_no_guarantee_without_test_and_event() -> None:
-    """Each row of the guarantee table names test files that exist, and a log event that the code emits."""
+    """Each row of the guarantee table names test files that exist, the tier in which they are played, and a log event
+    that the code emits."""
     page = text("elastic_trainer/docs/guarantees.md")
-    table = page.partition("| guarantee | test | watched by |")[2].partition("\n\n")[0]
+    table = page.partition("| guarantee | test | tier | watched by |")[2].partition("\n\n")[0]
     rows = table.strip().splitlines()[1:]
     assert rows
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "elastic_trainer").rglob("*.py"))
     for row in rows:
-        _, guarantee, tests, watched, _ = row.split("|")
+        _, guarantee, tests, tier, watched, _ = row.split("|")
         named = re.findall(r"`(tests/[\w/]+\.py)`", tests)
         events = re.findall(r"`(\w+\.\w+)`", watched)
         assert named, f"no test for: {guarantee}"
         assert [name for name in named if not (ROOT / name).exists()] == []
+        assert tier.strip() == tiers_of(named), f"the tier of: {guarantee}"
         assert events, f"no event for: {guarantee}"
         assert [name for name in events if f'"{name}"' not in code] == []
+
+
+@pytest.mark.parametrize("name", FIRST_TIER.read_text(encoding="utf-8").split())
+def test_the_first_tier_lists_tests_that_exist(name: str) -> None:
+    """A test that was renamed would be in the second tier, and pytest would play none of the first."""
+    file, _, test = name.partition("::")
+    assert f"def {test.partition('[')[0] or 'test_'}" in text(file)
 
 
 def test_the_map_names_every_package_and_no_other() -> None:
