@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from attrs import evolve
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.testing import run_tests
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkResult
 
@@ -56,7 +57,7 @@ OPERATORS = (
     *("ReplaceBinaryOperator_Add_Sub", "ReplaceBinaryOperator_Sub_Add"),
 )
 """Faults that people make. Others are mostly TypeErrors, which mypy finds."""
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
 
 
 def mutations(only: str) -> list[MutationSpec]:
@@ -98,14 +99,18 @@ def ask(tests: str) -> int:
     return 0
 
 
+def asking(copy: Path, tests: str) -> str:
+    """The command that asks the tests of ``copy``, those of one room first."""
+    inside = f"env -C {copy} PYTHONPATH={copy} PYTHONDONTWRITEBYTECODE=1 PYTEST_DEBUG_TEMPROOT={copy}"
+    return f"{inside} {sys.executable} -m tests.support.mutants --ask {tests}"
+
+
 def tried(mutation: MutationSpec, copies: SimpleQueue[Path]) -> WorkResult:
     """What became of one mutation, in a copy that no other uses."""
     copy = copies.get()
     try:
         here = evolve(mutation, module_path=copy / mutation.module_path)
-        command = f"env -C {copy} PYTHONPATH={copy} PYTHONDONTWRITEBYTECODE=1 PYTEST_DEBUG_TEMPROOT={copy}"
-        command += f" {sys.executable} -m tests.support.mutants --ask {room(mutation.module_path)}"
-        return mutate_and_test([here], command, LIMIT_S)
+        return mutate_and_test([here], asking(copy, room(mutation.module_path)), LIMIT_S)
     finally:
         copies.put(copy)
 
@@ -141,6 +146,9 @@ def main() -> int:
         copies: SimpleQueue[Path] = SimpleQueue()
         for copy in copied(Path(directory), options.jobs):
             copies.put(copy)
+        outcome, said = run_tests(asking(copy, "preflight"), LIMIT_S)
+        if outcome is not TestOutcome.SURVIVED:
+            sys.exit(f"the tests fail without any planted fault:\n{said}")
         for number, result in enumerate(pool.map(partial(tried, copies=copies), drawn), 1):
             outcome = result.test_outcome
             print(f"{number}/{len(drawn)} {outcome}", file=sys.stderr, flush=True)
