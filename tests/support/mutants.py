@@ -72,11 +72,20 @@ def mutations(only: str) -> list[MutationSpec]:
         init(modules, database, {})
         found = [each for item in database.work_items for each in item.mutations]
     wanted = {f"core/{name}" for name in OPERATORS}
+    lines = {module: module.read_text(encoding="utf-8").splitlines() for module in modules}
+    found = [each for each in found if not _declared(lines[each.module_path], each)]
     kept = [evolve(each, module_path=each.module_path.relative_to(ROOT)) for each in found]
     return sorted(
         (each for each in kept if each.operator_name in wanted),
         key=lambda each: (str(each.module_path), each.start_pos, each.operator_name, each.occurrence),
     )
+
+
+def _declared(lines: list[str], mutation: MutationSpec) -> bool:
+    """Whether it is the value of ``frozen=`` or the like, which changes nothing that a right program does."""
+    line, column = mutation.start_pos
+    before: str = lines[line - 1][:column]
+    return before.endswith(("frozen=", "slots=", "strict="))
 
 
 def room(module: Path) -> str:

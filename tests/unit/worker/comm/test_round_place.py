@@ -133,6 +133,8 @@ def test_a_launcher_is_left_to_decide() -> None:
         ({}, "tcp://127.0.0.1:99999", 0, 2, "use 'tcp://HOST:PORT'"),
         ({}, "file:///tmp/there", 0, 2, "use 'tcp://HOST:PORT'"),
         ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, TCP, 0, 2, "torchrun has started this process"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, TCP, None, None, "torchrun has started this process"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, "env://", 0, 2, "torchrun has started this process"),
         ({"ELASTIC_TRAINER_CHANNEL": "/run/agent"}, TCP, 0, 2, "torchrun has started this process"),
     ],
 )
