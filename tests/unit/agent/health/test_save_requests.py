@@ -76,6 +76,8 @@ def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
     scene.put(SaveRequest(id="x", wall=1.0))
     assert not scene.requests.look([scene.worker()])
     assert scene.passed_on() == "x"
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert not scene.stored.answered
     assert not scene.requests.look([scene.worker(on_demand={"id": "an older one", "name": "step-1"})])
     done = scene.worker(on_demand={"id": "x", "name": "step-5"})
     assert [scene.requests.look([done]) for _ in range(3)] == [True, False, False]
@@ -83,6 +85,8 @@ def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
     assert scene.stored == SaveRequest(id="x", wall=1.0, name="step-5")
     scene.receive()
     assert not scene.requests.look([done])
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert scene.stored.name == "step-5"
 
 
 def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene) -> None:
