@@ -5,10 +5,11 @@ VENV ?= .venv
 # uv, if there is one, takes a tenth of pip's time. It installs where UV_PYTHON says.
 INSTALLER ?= $(if $(shell command -v uv),uv pip,$(BIN)/python -m pip --disable-pip-version-check)
 # uv reads no settings of pip: it gets the indexes and folders of wheels that pip would use.
-PIP_SETTING = $(BIN)/python -m pip config get global
-INSTALL = export UV_FIND_LINKS="$${UV_FIND_LINKS-$${PIP_FIND_LINKS-$$($(PIP_SETTING).find-links 2>/dev/null | tr '\n' ' ')}}" \
-	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX-$${PIP_INDEX_URL-$$($(PIP_SETTING).index-url 2>/dev/null || echo https://pypi.org/simple)}}" \
-	UV_INDEX="$${UV_INDEX-$${PIP_EXTRA_INDEX_URL-}}" UV_INDEX_STRATEGY=unsafe-best-match; $(INSTALLER) install --quiet
+PIP_SETTING = $$($(BIN)/python -m pip config get global.$(1) 2>/dev/null | tr '\n' ' ')
+INSTALL = export UV_FIND_LINKS="$${UV_FIND_LINKS-$${PIP_FIND_LINKS-$(call PIP_SETTING,find-links)}}" \
+	UV_INDEX="$${UV_INDEX-$${PIP_EXTRA_INDEX_URL-$(call PIP_SETTING,extra-index-url)}}" UV_INDEX_STRATEGY=unsafe-best-match; \
+	index="$${UV_DEFAULT_INDEX-$${PIP_INDEX_URL-$(call PIP_SETTING,index-url)}}"; \
+	UV_DEFAULT_INDEX="$${index:-https://pypi.org/simple}" $(INSTALLER) install --quiet
 DEMO_NODES ?= 1:3
 DEMO_START ?= 3
 DEMO_RECOVERY ?= in_place
@@ -66,7 +67,7 @@ install-all: $(STAMP_ALL) ## and with what all other tests need
 demo: $(DEMO_STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
-test: $(STAMP) ## prove the product on this machine: unit tests, and each kind of fault on real nodes; some 3 minutes on two quick cores, 6 on slow ones (PYTEST_ARGS='tests/unit -k page' for some)
+test: $(STAMP) ## prove the product on this machine: unit tests, and each kind of fault on real nodes; 3 to 7 minutes on two cores (PYTEST_ARGS='tests/unit -k page' for some)
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-units test-nodes
 else
