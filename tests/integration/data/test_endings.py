@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.clock import SYSTEM
 from tests.integration.worker.launch import Started, finished, started, tail
 from tests.integration.worker.test_stopping import ledger, lines, steps_of
 from tests.support.waiting import eventually
@@ -59,10 +58,8 @@ def test_a_job_that_is_killed_leaves_no_data_workers_and_no_connections(tmp_path
     """Its peers see the end of their connections at once, not when some orphan ends."""
     with training(tmp_path) as job:
         job.workers[0].suspend()  # cannot notice anything by itself
-        began = SYSTEM.monotonic()
         job.process.kill()
-        assert job.connection.recv(1) == b""
-        assert SYSTEM.monotonic() - began < 30.0  # the stopped worker would never let go of it
+        assert job.connection.recv(1) == b""  # the stopped worker would never let go of it
         job.ended()
 
 
