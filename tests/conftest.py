@@ -49,6 +49,7 @@ _numbers = itertools.count(1)
 # Their templates differ by their environments: these variables are alike for all, or read by nothing that is preloaded.
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 torch.set_num_threads(1)  # of this process too: it computes references, bit by bit
+structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback  # rich takes 0.2 s for one
 NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 agents.preload(free=("PYTEST_CURRENT_TEST", *NETWORKS))
 

@@ -177,14 +177,14 @@ def test_only_the_door_names_private_parts_of_torch() -> None:
     own = set(own_names(list(trees.values())))
     of_torch = {each.attr for each in ast.walk(door) if isinstance(each, ast.Attribute) and private(each.attr)} - own
     assert of_torch >= {"_popen", "_get_backend", "_register_backend", "_fsdp_param_groups"} - own
-    found = []
+    found, known = [], own | OF_OTHERS
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
                 words = [*str(node.module).split("."), *(each.name for each in node.names)]
             elif isinstance(node, ast.Import):
                 words = [word for each in node.names if each.name.startswith("torch") for word in each.name.split(".")]
-            elif isinstance(node, ast.Attribute) and node.attr not in own | OF_OTHERS:
+            elif isinstance(node, ast.Attribute) and node.attr not in known:
                 words = [node.attr]
             else:
                 continue
