@@ -33,7 +33,7 @@ TORCHFT_PYTHON ?=
 GPU_WHEELS ?= build/gpu-wheels
 TORCH ?= 2.15.0
 TORCH_ENVIRONMENTS ?= build
-# Beside the unit tests: recovery in place, sharded models, warm starts, data workers and frameworks.
+# Beside the first tier: recovery in place, sharded models, warm starts, data workers and frameworks.
 TORCH_TESTS := tests/drills/inplace/test_traps.py tests/drills/inplace/test_growth.py tests/drills/sharded/test_sharded.py \
 	tests/drills/sharded/test_variants.py tests/integration/warm tests/integration/agent/test_warm_starts.py \
 	tests/integration/data tests/integration/worker/comm tests/integration/worker/model tests/drills/frameworks
@@ -90,7 +90,7 @@ test-quick: $(STAMP) ## the unit tests alone, in one to two minutes: between two
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) tests/unit $(PYTEST_ARGS)
 
 # Nothing but torch is pinned there: the newest of all else is what a newcomer gets.
-test-torch: ## run the unit tests and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 15 minutes; its last line is a row of docs/map.md
+test-torch: ## run the first tier and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 20 minutes; its last line is a row of docs/map.md
 	@$(PYTHON) -c $(AT_LEAST_3_11) || { echo "'$(PYTHON)' is not Python 3.11 or newer: name one with make test-torch PYTHON=python3.13" >&2; exit 1; }
 	@$(MAKE) --no-print-directory test-cell TORCH=$(TORCH) CELL='make test-torch TORCH=$(TORCH) PYTHON=$(PYTHON)' \
 		VENV="$(TORCH_ENVIRONMENTS)/torch-$(TORCH)-$$($(PYTHON) -c 'import platform; print(platform.python_version())')"
@@ -98,7 +98,7 @@ test-torch: ## run the unit tests and what rests on torch's private parts with T
 .PHONY: test-cell
 test-cell: $(VENV)/.installed-torch
 	$(PYTEST) --numprocesses=$(TEST_PROCESSES) $(BY_FILE) -p tests.support.torch_cell --cell='$(CELL)' \
-		$(TORCH_TESTS) tests/unit $(PYTEST_ARGS)
+		@$(FIRST_TIER) $(TORCH_TESTS) tests/unit $(PYTEST_ARGS)
 
 $(VENV)/.installed-torch: pyproject.toml $(BIN)/python
 	$(INSTALL) 'torch==$(TORCH)' -e '.[dev-all]'
