@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
+from elastic_trainer.membership.effects import AskOldest, ChangeWatch, Looked
 from elastic_trainer.membership.leader_priority import (
     CROWD,
     DEPUTY_PATIENCE_S,
@@ -17,6 +19,8 @@ from elastic_trainer.membership.leader_priority import (
     is_surplus_watcher,
     plan,
 )
+from elastic_trainer.membership.view import Observation
+from elastic_trainer.membership.watch_scope import JITTER, WatchScope
 from elastic_trainer.store.api import KeyValue
 from tests.unit.membership.scenes import node, round_of
 
@@ -103,3 +107,19 @@ def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over() -> None
     assert not is_surplus_watcher(large, SENIORS, CROWD)
     for state in NOT_ON:
         assert not is_surplus_watcher(run_of(CROWD + 1, state), SENIORS, CROWD + 1)
+
+
+def test_a_junior_node_of_a_crowd_stops_watching_after_a_while() -> None:
+    """Not at once, for its elders may be about to end; and the time begins anew when it was senior meanwhile."""
+    scope = WatchScope(NAMES[3], PATIENCE_S, random.Random(0))
+
+    def turn(present: int, now: float) -> ChangeWatch | AskOldest | None:
+        nodes = {name: node(name, 10 + place) for place, name in enumerate(NAMES[:present])}
+        seen = Observation(nodes, run_of(present), round_revision=1, connected=True, serial=1)
+        return scope.turn(Looked(seen, 13, senior=False, away=False), now)[0]
+
+    longest = PATIENCE_S * (1 + JITTER)
+    assert turn(CROWD + 1, 100.0) is turn(CROWD + 1, 99.0 + PATIENCE_S) is None
+    assert turn(CROWD, 99.0 + PATIENCE_S) is None
+    assert turn(CROWD + 1, 200.0) is turn(CROWD + 1, 199.0 + PATIENCE_S) is None
+    assert turn(CROWD + 1, 200.0 + longest) == ChangeWatch(nodes=False, reason="3 nodes are more senior")
