@@ -193,6 +193,9 @@ class NodeRecord(Document):
     """How its present life failed at startup, kept while other nodes have time to report the same."""
     false_starts: int = Field(default=0, ge=0)
     """Its consecutive lives that failed at startup in this way."""
+    passed: bool = False
+    """Whether a worker of it has passed the end of the training, which all ranks pass together: the run has succeeded,
+    whatever their scripts do afterwards."""
 
 
 class RoundState(StrEnum):
@@ -330,6 +333,8 @@ class Departure(Document):
     """Whether it was asked to leave; otherwise it gave up."""
     reason: str
     exit_code: int
+    step: int = Field(default=0, ge=0)
+    """The newest step that its workers are known to have committed."""
 
 
 class JournalEntry(Document):

@@ -257,15 +257,23 @@ class Member:
             self._record(departure)
 
     def _record(self, departure: Departure) -> None:
-        current = self._view.look().round
-        if self.create_revision() == 0 or (current is not None and current.state is RoundState.CLOSED):
-            return  # it was never in the run, or the closed run has its own reason
-        guards, if_last, else_ = parting(self._keys, departure, current)
+        if self.create_revision() == 0:
+            return  # it was never in the run
+        record, seen = self._presence.key.record, self._view.look()
+        current, revision = seen.round, seen.round_revision
         deadline = Deadline.after(PARTING_S, self._clock)
         try:
-            left = self._store.transact(guards, if_last, else_, deadline=deadline)
-            if left.succeeded:
-                self._close_incident(left, departure)
+            while current is None or current.state is not RoundState.CLOSED:  # a closed run has its own reason
+                passed = record is not None and record.passed
+                writes = parting(self._keys, departure, current, revision, passed=passed)
+                left = self._store.transact(*writes, deadline=deadline)
+                if left.succeeded and not passed:
+                    self._close_incident(left, departure)
+                found = left.reads[0].first
+                if left.succeeded or (found.mod_revision if found is not None else 0) == revision:
+                    return
+                current = RoundDocument.decode(found.value, found.key) if found is not None else None
+                revision = found.mod_revision if found is not None else 0
         except ElasticTrainerError as error:
             logger().warning("departure.not_written", error=str(error), reason=departure.reason)
 

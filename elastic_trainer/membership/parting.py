@@ -1,15 +1,18 @@
 """What a node writes when it leaves: the last one records whether the run was stopped on purpose or gave up. Pure.
 
+Where all ranks had passed the end of the training, the run has succeeded: then the last node closes it.
+
 *Invariant*: the departure exists only while no node is present and the last one left by itself. A node that dies writes
-none, and a node that joins removes it.
+none, and a node that joins removes it. Nothing is written over a round that this node has not seen.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from elastic_trainer.membership.documents import Departure, RoundDocument, RoundState
+from elastic_trainer.membership.documents import Departure, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.round_write import Author, round_operations
 from elastic_trainer.store.api import Compare, Delete, KeyValue, Operation, Put, Read, none_below, unchanged
 from elastic_trainer.store.keys import RunKeys
 
@@ -18,16 +21,26 @@ STOPPED = "run_stopped"
 
 
 def parting(
-    keys: RunKeys, departure: Departure, current: RoundDocument | None
+    keys: RunKeys, departure: Departure, current: RoundDocument | None, revision: int, *, passed: bool = False
 ) -> tuple[tuple[Compare, ...], tuple[Operation, ...], tuple[Operation, ...]]:
     """Guards, the operations of the last node, and those of any other. The node's own key is already deleted.
 
-    The last node reads the open incident, which no other node will complete: see :func:`closing`.
+    ``current`` is the round document at mod-revision ``revision``; ``passed``: whether all ranks had passed the end of
+    the training. The last node reads the open incident, which no other node will complete: see :func:`closing`. Any
+    other reads the round document, which may have changed.
     """
     number = int(departure.wall * 1000.0)
     said = Put(keys.incident(number), _incident(departure, current).encode())
-    if_last = (Put(keys.departure, departure.encode()), said, Read(keys.open_incident))
-    return (none_below(keys.nodes),), if_last, () if departure.planned else (said,)
+    if passed and current is not None:
+        reason = f"all ranks had passed the end of the training; {_reason(departure)}"
+        update = {"state": RoundState.CLOSED, "result": RunResult.SUCCEEDED, "reason": reason, "next": None}
+        ended = current.model_copy(update=update)
+        writes: list[Operation] = round_operations(Author(keys, departure.node, 0), ended, departure.wall)
+    else:
+        writes = [Put(keys.departure, departure.encode())]
+    told = () if departure.planned else (said,)
+    if_last = (Read(keys.open_incident), *writes, *(told if passed else (said,)))
+    return (none_below(keys.nodes), unchanged(keys.round, revision)), if_last, (Read(keys.round), *told)
 
 
 def closing(
@@ -73,5 +86,5 @@ def _incident(departure: Departure, current: RoundDocument | None) -> Incident:
         reason=_reason(departure),
         nodes=(departure.node,),
         world_before=current.world_size if current is not None else 0,
-        step=(current.last_step or 0) if current is not None else 0,
+        step=max(departure.step, (current.last_step or 0) if current is not None else 0),
     )

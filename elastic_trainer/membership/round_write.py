@@ -1,7 +1,8 @@
-"""The only transaction that changes the round document, and the document that breaks a round. Pure.
+"""The transaction that changes the round document, and the document that breaks a round. Pure.
 
 *Invariant*: the document is written only over the revision last seen and while the writer's own key exists, so a
-thawed or partitioned member cannot undo what others decided.
+thawed or partitioned member cannot undo what others decided. There is one exception: the last node that leaves a run
+that has succeeded closes it while no node's key exists, see :mod:`elastic_trainer.membership.parting`.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def round_write(
         return None  # a node without a key may not decide; and revision 0 in the guard would mean an absent key
     keys = author.keys
     guards = (unchanged(keys.round, over), created_at(keys.node(author.node_id), author.create_revision))
-    return Transaction(guards, (*_writes(author, document, wall, left), *more), limit_s=limit_s)
+    return Transaction(guards, (*round_operations(author, document, wall, left=left), *more), limit_s=limit_s)
 
 
-def _writes(author: Author, document: RoundDocument, wall: float, left: bool) -> list[Operation]:
+def round_operations(author: Author, document: RoundDocument, wall: float, *, left: bool = False) -> list[Operation]:
+    """The operations that write ``document``, its line in the journal, and what becomes of the open incident."""
     keys = author.keys
     entry = JournalEntry(
         wall=wall,

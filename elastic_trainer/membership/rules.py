@@ -62,7 +62,7 @@ def decide(view: ClusterView, now: float) -> Decision:
     turn = _turn(view, now)
     if turn is None:
         return Decision(Action.WAIT, "this node is not present")
-    if current is not None and (live_members(view) or _head_has_finished(view, current)):
+    if current is not None and (live_members(view) or _is_ending(view, current)):
         decision = _next_round(view, current, now)
     else:
         decision = _first_round(view, now)
@@ -105,8 +105,7 @@ def _too_few(view: ClusterView, usable: int) -> Decision:
 
 def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """Members of the present round are alive: close the run, break the round, plan a change, or form the next round."""
-    done = any(node.record.state is NodeState.DONE for _, node in live_members(view))
-    if done or _head_has_finished(view, current):
+    if _is_ending(view, current):
         return _ending(view, current)
     if current.state is RoundState.ACTIVE:
         if decision := _cannot_start(view, current):
@@ -427,7 +426,11 @@ def _lost(names: list[str]) -> str:
 
 
 def _ending(view: ClusterView, current: RoundDocument) -> Decision:
-    """A member has finished its work: form no further round; close the run when no member still works in this one."""
+    """A member has finished its work: form no further round; close the run when no member still works in this one.
+
+    Once all ranks have passed the end of the training the run has succeeded, whoever leaves or fails afterwards.
+    Scripts without a Session do not say that they have: then rank 0's node decides.
+    """
     lives = _lives(view, current)
     working = [
         name
@@ -442,9 +445,10 @@ def _ending(view: ClusterView, current: RoundDocument) -> Decision:
     unfinished = [
         m.node for m in current.members if m.node not in lives or lives[m.node].record.state is not NodeState.DONE
     ]
-    succeeded = first not in unfinished
+    passed = _has_passed(view, current)
     reason = "all nodes have finished" if not unfinished else f"{', '.join(unfinished)} did not finish"
-    result = RunResult.SUCCEEDED if succeeded else RunResult.FAILED
+    reason += ", but all ranks had passed the end of the training" if unfinished and passed else ""
+    result = RunResult.SUCCEEDED if passed or first not in unfinished else RunResult.FAILED
     document = current.model_copy(update={"state": RoundState.CLOSED, "result": result, "reason": reason})
     return Decision(Action.CLOSE, reason, document)
 
@@ -458,10 +462,18 @@ def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
     }
 
 
-def _head_has_finished(view: ClusterView, current: RoundDocument) -> bool:
-    """Whether rank 0's node has finished, which decides the run's result, even if it has lost its lease since."""
+def _is_ending(view: ClusterView, current: RoundDocument) -> bool:
+    """Whether a member has finished, or all ranks have passed the end. What a member did counts even if it has lost its
+    lease since where it decides the run's result."""
+    if _has_passed(view, current) or any(node.record.state is NodeState.DONE for _, node in live_members(view)):
+        return True
     head = _lives(view, current).get(current.members[0].node) if current.members else None
     return head is not None and head.record.state is NodeState.DONE
+
+
+def _has_passed(view: ClusterView, current: RoundDocument) -> bool:
+    """Whether all ranks have passed the end of the training, as far as a member that is present knows."""
+    return any(m.node in view.nodes and view.nodes[m.node].record.passed for m in current.members)
 
 
 def _form(view: ClusterView, ready: list[NodeView], reason: str) -> Decision:

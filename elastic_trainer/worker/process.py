@@ -84,6 +84,8 @@ class Process:
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
         self.place.tracker.change(Phase.ENDING)
+        if status == "done":
+            self.place.tracker.describe(passed=True)
         self._gathering.close(status)
         self.place.signals.close()
         self.place.leave()

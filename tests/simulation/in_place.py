@@ -326,6 +326,7 @@ class InPlace(Agent):
             "reached": self.step,
             "unreachable": self._unreachable,
             "cause": cause,
+            "passed": self.done,
         }
         return self.base.model_copy(update=fields)
 

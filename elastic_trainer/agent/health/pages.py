@@ -107,6 +107,10 @@ class Pages:
         """The last line of the exception that ended a worker's Session, by process id."""
         return {each.pid: str(each.notes["error"]) for each in self._known() if each.notes.get("error")}
 
+    def passed(self) -> bool:
+        """Whether a worker's last Session has passed the end of its training, which all ranks pass together."""
+        return any(each.notes.get("passed") and not each.notes.get("closed") for each in self._known())
+
     def ranks(self) -> dict[int, int]:
         """The rank that each worker has, or had when it died, by process id."""
         return {each.pid: each.pulse.rank for each in self._known()}

@@ -118,6 +118,9 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         sample's name after some attempts."""
         return super()._is_misconfigured() and self._led is not None and not self._led.conductor.met.is_set()
 
+    def _has_passed(self) -> bool:
+        return self._led is not None and self._led.conductor.passed
+
     def _leave(self, error: BaseException | None) -> bool:
         led, self._led = self._led, None
         if led is not None:
@@ -155,6 +158,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if last is not None:
             led.arrived.rescue.begin(last, in_place=True)
         self._how_workers_died(led.arrived)
+        if conductor.passed:
+            raise self._after_training()
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
 
         def begin(place: int | None) -> None:

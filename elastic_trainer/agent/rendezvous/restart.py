@@ -38,7 +38,14 @@ from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, ReplacedError, RunClosedError
+from elastic_trainer.errors import (
+    EXIT_CONFIG,
+    ConfigError,
+    ElasticTrainerError,
+    PermanentError,
+    ReplacedError,
+    RunClosedError,
+)
 from elastic_trainer.ipc.own_address import own_address
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
@@ -113,6 +120,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._current: RoundDocument | None = None
         self._life = 0
         self._finished = False
+        self._died = ""
+        """How its last worker died."""
         self._starts, self._deaths = StartupWatch(clock), Deaths()
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
@@ -167,11 +176,24 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return self._join()
         except RunClosedError as error:
             logs.logger().info("run.already_closed", succeeded=error.succeeded)
-            if error.succeeded:
-                raise SystemExit(0) from error
-            end(error)
+            if not error.succeeded:
+                end(error)
+            if failures() and self._has_passed():
+                end(self._after_training())
+            raise SystemExit(0) from error
         except ElasticTrainerError as error:
             end(error)
+
+    def _has_passed(self) -> bool:
+        """Whether a worker of this node has passed the end of the training; False for scripts without a Session."""
+        return self._node is not None and self._node.health.pages.passed()
+
+    def _after_training(self) -> PermanentError:
+        """The error of a node whose worker has failed after the end of the training."""
+        return PermanentError(
+            f"{self._died or 'a worker failed'}, after the end of the training: the run has succeeded",
+            hint="see the script's log; what it did after its Session is not repeated",
+        )
 
     def _is_misconfigured(self) -> bool:
         """Whether a worker with the exit code of a wrong configuration would fail again each time.
@@ -240,7 +262,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if parting is None:
             return None
         write_termination_message(parting.reason)
-        return Departure(wall=self._clock.wall(), node=self.node_id, **asdict(parting))
+        step = node.health.pages.reached
+        return Departure(wall=self._clock.wall(), node=self.node_id, step=step, **asdict(parting))
 
     def _at_exit(self) -> None:
         """The process exits, in whatever way: delete this node's key, and use the right exit code.
@@ -320,7 +343,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if not (found := failures()):
             return ""
         failed = by_rank(found, node.health.pages.ranks())
-        told = self._deaths.describe(failed, node.health.pages.said())
+        told = self._died = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)
         node.health.health.note("worker_died", told, tuple(sorted(failed)))
         return told
@@ -422,7 +445,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _await_end(self, node: ArrivedNode, number: int, outage_limit_s: float) -> None:
         """Wait for the end of the run: this node has succeeded, unless the run is known to have failed."""
         self._finished = True
-        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
+        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True, "passed": self._has_passed()}
         record = node.member.record().model_copy(update=done)
         node.member.announce(record, Deadline.after(outage_limit_s, self._clock))
         ended = node.member.await_end(number, outage_limit_s)

@@ -71,6 +71,8 @@ class Conductor:
         self._acknowledged = 0
         self._place: int | None = None
         self._evicted = ""
+        self.passed = False
+        """Whether a worker has passed the end of the training, which all ranks pass together."""
         self._reached: Identity | None = None
         """The progress of the last life."""
         self._ended_by: Cause | None = None
@@ -347,6 +349,7 @@ class Conductor:
 
     def _left(self, worker: Worker, message: Leaving) -> None:
         worker.left = message
+        self.passed |= message.status == "done"
         if message.status == "stopped" and self._document is not None:
             # It left by agreement, so no node needs to wait for the end of its process or its key.
             worker.ready = Ready(number=self._document.last_number + 1, planned=True)
@@ -433,6 +436,7 @@ class Conductor:
         if planned is not None:
             fields["planned"] = planned
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
+        fields["passed"] = self.passed
         if self._false_start is not None and not self.met.is_set():
             fields |= self._false_start.fields
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by}

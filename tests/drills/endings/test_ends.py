@@ -13,6 +13,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
+from elastic_trainer.membership.health import Incident
 from tests.drills.endings.job import LASTING, LIMIT_S, Job
 from tests.support.metadata import MetadataServer
 
@@ -38,28 +39,39 @@ def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoi
         job.check_lossless()
 
 
-@pytest.mark.timeout(300)
-def test_the_node_of_rank_0_decides_how_the_run_has_ended(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """After the training rank 0 still writes its results. While it does so, the loss of another node that is done
-    changes nothing; its own loss fails the run, also for those that were done."""
-    for victim, result in ((1, RunResult.SUCCEEDED), (0, RunResult.FAILED)):
-        directory = tmp_path / result
-        with Job(directory, etcd_endpoint, f"{run_id}-{result}", "--linger", most=2) as job:
+@pytest.mark.timeout(400)
+def test_a_training_that_all_ranks_have_passed_has_succeeded(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """After the training rank 0 still exports. Whoever leaves by plan, is lost or fails meanwhile: the run has
+    succeeded, events say nothing else, and a replacement has nothing to do."""
+    for index, end in enumerate(("leave other", "leave head", "kill head", "fail")):
+        with Job(tmp_path / str(index), etcd_endpoint, f"{run_id}-{index}", "--linger", most=2) as job:
             job.start(2)
             job.await_world("n0", "n1")
             head, other = (job.node(name) for name in job.order())
-            lost, stays = (head, other) if victim == 0 else (other, head)
             job.tell("stop")
             job.wait_for(partial(job.shows, other.name, NodeState.DONE), "the node does not get done")
-            lost.kill()
-            job.wait_for(partial(job.absent, lost.name), "the lease does not end")
+            gone = other if end == "leave other" else head
+            if end == "fail":
+                job.tell("fail")
+            elif end == "kill head":
+                gone.kill()
+            else:
+                gone.terminate()
+            if end != "fail":
+                job.wait_for(partial(job.absent, gone.name), "the node does not leave")
             job.tell("go")
-            assert job.exit_code(stays) == (0 if victim else 1), job.describe()
+            exits = {"leave other": EXIT_LEFT, "leave head": EXIT_LEFT, "kill head": -9, "fail": 1}
+            assert job.exit_codes() == {gone.name: exits[end], (head if gone is other else other).name: 0}
             closed = job.closed()
-            assert closed.result is result
-            assert closed.reason == f"{lost.name} did not finish"
-            if victim == 0:
-                assert "the run has failed" in job.sentences(stays.name)[0]
+            assert closed.result is RunResult.SUCCEEDED, end
+            assert closed.reason.startswith(f"{gone.name} did not finish")
+            incidents = job.store.range(job.keys.incidents, Deadline.after(LIMIT_S)).items
+            kinds = [Incident.decode(each.value, each.key).kind for each in incidents]
+            assert kinds == (["worker_died", "node_gave_up"] if end == "fail" else []), end
+            if end == "fail":
+                (sentence,) = job.sentences(gone.name)
+                assert "exit code 1, after the end of the training: the run has succeeded" in sentence
+            assert job.exit_code(job.add()) == 0
 
 
 @pytest.mark.timeout(300)

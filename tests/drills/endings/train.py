@@ -3,7 +3,7 @@
 ``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises then.
 ``--deaf``: every collective fails.
 ``--nowhere``: it has no checkpoint directory. ``--slow S``: each checkpoint takes S seconds more to be written.
-``--linger``: after the session it waits for the file ``go``, rank 0 alone.
+``--linger``: after the session it waits for the file ``go``, rank 0 alone; with a file ``fail`` it raises then.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def main() -> None:
             pause(0.06)
     while options.linger and rank == 0 and not (options.directory / "go").exists():
         pause(0.05)
+    if options.linger and rank == 0 and (options.directory / "fail").exists():
+        raise OSError("the export failed")
 
 
 if __name__ == "__main__":

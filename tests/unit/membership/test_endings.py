@@ -53,6 +53,26 @@ def test_without_rank_0_the_others_begin_again() -> None:
     assert [member.node for member in decision.round.members] == ["a", "c"]
 
 
+def test_a_run_whose_ranks_have_all_passed_the_end_succeeds_whoever_leaves() -> None:
+    """Rank 0's node leaves by plan, or dies, while its script exports: no round is broken and nothing is waited for but
+    the scripts of the others; a replacement waits with them."""
+    over = Scene(me="b").show(node("b", 2, passed=True), node("n", 30)).adopt(round_of(4, NODES))
+    assert over.decide(after_s=60.0).reason == "waiting for b to finish"
+    over.show(node("b", 2, state=NodeState.DONE, passed=True))
+    decision = over.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+    assert decision.reason == "a did not finish, but all ranks had passed the end of the training"
+
+
+def test_what_a_node_of_another_epoch_has_passed_does_not_end_a_reopened_run() -> None:
+    """It is still on its way out; the reopened run names no member yet."""
+    reopened = Scene().show(*NODES, node("old", 9, state=NodeState.DONE, passed=True))
+    decision = reopened.adopt(round_of(7, [], RoundState.BROKEN)).decide(after_s=4.0)
+    assert decision.action is not Action.CLOSE
+
+
 def test_a_reopened_run_without_members_has_no_head() -> None:
     """Its document names nobody: the first-round rules apply."""
     empty = Scene().show(*NODES, node("c", 3), node("d", 4)).adopt(round_of(7, [], RoundState.BROKEN))

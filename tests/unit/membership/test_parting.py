@@ -6,7 +6,14 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.composition import broken
-from elastic_trainer.membership.documents import Departure, NodeRecord, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import (
+    Departure,
+    NodeRecord,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+)
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.membership.parting import closing, is_left, parting
 from elastic_trainer.membership.round_write import Author, round_write
@@ -23,8 +30,10 @@ def departure(*, planned: bool) -> Departure:
     return Departure(wall=5.0, node="a", planned=planned, reason="SIGTERM" if planned else "no peer", exit_code=143)
 
 
-def leave(store: MemoryStore, departure: Departure) -> TransactionResult:
-    guards, if_last, else_ = parting(KEYS, departure, None)
+def leave(
+    store: MemoryStore, departure: Departure, current: RoundDocument | None = None, revision: int = 0, **more: bool
+) -> TransactionResult:
+    guards, if_last, else_ = parting(KEYS, departure, current, revision, **more)
     return store.transact(guards, if_last, else_, deadline=Deadline.after(5.0))
 
 
@@ -56,6 +65,51 @@ def test_a_node_that_leaves_others_behind_is_no_end(planned: bool) -> None:
     assert len(said) == (0 if planned else 1)
     store.transact([], [Delete(KEYS.node("b"))], deadline=Deadline.after(5.0))
     assert left(store, planned=planned)[0] is not None
+
+
+def begun(store: MemoryStore) -> tuple[RoundDocument, int]:
+    """Round 1 of a and b is in the store; its document and revision."""
+    members = (RoundMember("a", 11, 1, 0, 1), RoundMember("b", 12, 1, 1, 1))
+    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=members)
+    put = store.transact([], [Put(KEYS.round, active.encode())], deadline=Deadline.after(5.0))
+    return active, put.revision
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_last_node_of_a_training_that_is_over_closes_the_run(planned: bool) -> None:
+    """All ranks had passed its end: whatever the scripts did afterwards, no replacement has anything to train."""
+    store = MemoryStore()
+    leave(store, departure(planned=planned), *begun(store), passed=True)
+    found = store.get(KEYS.round, Deadline.after(5.0)).first
+    assert found is not None
+    closed = RoundDocument.decode(found.value, found.key)
+    assert (closed.state, closed.result) == (RoundState.CLOSED, RunResult.SUCCEEDED)
+    assert store.get(KEYS.departure, Deadline.after(5.0)).first is None
+    incidents = store.range(KEYS.incidents, Deadline.after(5.0)).items
+    kinds = [Incident.decode(each.value, each.key).kind for each in incidents]
+    assert kinds == ([] if planned else ["node_gave_up"])
+
+
+def test_a_run_that_was_closed_meanwhile_is_not_said_to_be_stopped() -> None:
+    """Another node closed it when this one's key went: the older view writes nothing, and gets the newer document."""
+    store = MemoryStore()
+    active, revision = begun(store)
+    closed = active.model_copy(update={"state": RoundState.CLOSED, "result": RunResult.SUCCEEDED})
+    store.transact([], [Put(KEYS.round, closed.encode())], deadline=Deadline.after(5.0))
+    result = leave(store, departure(planned=True), active, revision)
+    found = result.reads[0].first
+    assert found is not None
+    assert RoundDocument.decode(found.value, found.key) == closed
+    assert not store.range(KEYS.incidents, Deadline.after(5.0)).items
+    assert store.get(KEYS.departure, Deadline.after(5.0)).first is None
+
+
+def test_the_step_at_which_a_run_was_stopped_is_the_newest_known() -> None:
+    """That of the node's own workers, or of the last round."""
+    store = MemoryStore()
+    leave(store, departure(planned=True).model_copy(update={"step": 30}), *begun(store))
+    (said,) = store.range(KEYS.incidents, Deadline.after(5.0)).items
+    assert Incident.decode(said.value, said.key).step == 30
 
 
 def test_the_last_node_closes_what_no_round_will() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -214,3 +215,14 @@ def test_pages_are_where_temporary_files_are_if_there_is_no_shared_memory(
     assert pages.directory.parent == tmp_path
     pages.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_last_session_alone_is_that_of_the_training(pages: Pages) -> None:
+    """A script may open another one after it."""
+    first = PageWriter.create(directory_of(pages) / "0-1-1.page")
+    notes = {"pid": os.getpid(), "start": start_of("self"), "passed": True}
+    first.note(notes)
+    first.beat(Heartbeat())
+    assert pages.passed()
+    first.note(notes | {"closed": True})
+    assert not pages.passed()
