@@ -2,8 +2,8 @@
 
 A forked child holds its parent's sockets: peers would not notice the parent's death. It holds the parent's handlers and
 wakeup descriptor: a signal to the child would look like one to the parent. torchrun and Slurm send SIGTERM to all
-processes of a job, and the parent needs its data workers until the ranks have agreed to stop: so data workers ignore
-such signals, and end with the parent.
+processes of a job, and a terminal that closes sends SIGHUP; the parent needs its data workers until the ranks have
+agreed to stop: so data workers ignore such signals, and end with the parent.
 
 *Runs in* the main thread of a data worker process, before it fetches anything.
 *Fails by* nothing: where the system has no such means, less is done.
@@ -22,16 +22,16 @@ from contextlib import contextmanager, suppress
 _DESCRIPTORS = "/proc/self/fd"
 _STANDARD = 2
 PR_SET_PDEATHSIG = 1
-_HELD_BACK = (signal.SIGTERM, signal.SIGINT)
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
 def forking() -> Iterator[None]:
     """Children that are forked in here hold back two things until :func:`settle`, which handles them.
 
-    SIGTERM and SIGINT (other threads of this process, and their C handler, still receive them); and the collection of
-    garbage, which would end process groups of the parent that only cycles hold: they wait for threads that a child
-    does not have.
+    SIGTERM, SIGINT and SIGHUP (other threads of this process, and their C handler, still receive them); and the
+    collection of garbage, which would end process groups of the parent that only cycles hold: they wait for threads
+    that a child does not have.
     """
     before, collected = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK), gc.isenabled()
     gc.disable()

@@ -1,6 +1,7 @@
 """Turns termination signals into a value that a command's loop polls.
 
-*Runs in* the main thread. *Owns* the handlers of SIGINT, SIGTERM and SIGHUP while entered.
+*Runs in* the main thread. *Owns* the handlers of SIGINT, SIGTERM and SIGHUP while entered; of SIGHUP unless it is
+ignored, as under ``nohup``.
 *Fails by* nothing. *Invariant*: a handler only stores a number (an Event could deadlock with the interrupted thread).
 """
 
@@ -22,7 +23,8 @@ class Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {each: signal.signal(each, self._note) for each in ASKING}
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        self._before = {each: signal.signal(each, self._note) for each in ASKING if each not in kept}
         return self
 
     def __exit__(self, *_: object) -> None:

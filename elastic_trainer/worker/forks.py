@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_HELD_BACK = (signal.SIGTERM, signal.SIGINT)
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _DISOWN: list[Callable[[], None]] = []
 """Called in a child for each open session."""
 _registered = threading.Event()

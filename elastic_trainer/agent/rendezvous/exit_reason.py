@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from elastic_trainer.agent.rendezvous.sigterm import LEAVING
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ElasticTrainerError, last_line
 
 
@@ -24,7 +25,7 @@ def exit_reason_of(error: BaseException | None, *, made_steps: bool, died: str =
     """What ``error`` means for the run; None for a process that succeeds. ``died``: how its worker died."""
     if isinstance(error, SignalException):
         name = signal.Signals(error.sigval).name
-        return ExitReason(True, name, EXIT_LEFT if error.sigval == signal.SIGTERM else EXIT_FAILURE)
+        return ExitReason(True, name, EXIT_LEFT if error.sigval in LEAVING else EXIT_FAILURE)
     if isinstance(error, KeyboardInterrupt):
         return ExitReason(True, "SIGINT", EXIT_FAILURE)
     if isinstance(error, SystemExit):
@@ -42,9 +43,10 @@ def _of_exit(error: SystemExit) -> ExitReason | None:
     code = error.code if isinstance(error.code, int) else EXIT_FAILURE if error.code else 0
     if code == 0:
         return None
-    if code == EXIT_LEFT:
-        return ExitReason(True, "SIGTERM", code)
     why = error.__cause__ or error.__context__
+    if code == EXIT_LEFT:
+        sent = why.sigval if isinstance(why, SignalException) else signal.SIGTERM
+        return ExitReason(True, signal.Signals(sent).name, code)
     return ExitReason(False, why.message if isinstance(why, ElasticTrainerError) else "it cannot continue", code)
 
 
@@ -63,5 +65,5 @@ def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | N
 
 
 def was_terminated(error: BaseException | None) -> bool:
-    """Whether ``error``, which ended this process, is the one that torchrun raises on SIGTERM."""
-    return isinstance(error, SignalException) and error.sigval == signal.SIGTERM
+    """Whether ``error``, which ended this process, is the one that torchrun raises on SIGTERM or SIGHUP."""
+    return isinstance(error, SignalException) and error.sigval in LEAVING

@@ -1,4 +1,5 @@
-"""SIGTERM where torchrun does not handle it correctly: before its first workers, a second time, after a success.
+"""SIGTERM and SIGHUP where torchrun does not handle them correctly: before its first workers, a second time, after a
+success, and when the process that started it ignores SIGHUP.
 
 Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
 evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
@@ -13,8 +14,11 @@ with several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a serv
 When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: these are
 about to exit with 0, and must still do so.
 
-*Runs in* torchrun's main thread. *Owns* the process's handler for SIGTERM before and after torchrun's own, which it
-replaces, and after an early SIGTERM its real-time timer and SIGALRM.
+SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start: torchrun
+would handle it all the same, and pass it on to workers that ignore it, which are killed then. So it stays ignored.
+
+*Runs in* torchrun's main thread. *Owns* the process's handlers for both before and after torchrun's own, which it
+replaces, and after an early signal its real-time timer and SIGALRM.
 *Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is.
 """
 
@@ -37,14 +41,21 @@ from elastic_trainer.errors import EXIT_LEFT
 Handler = Callable[[int, FrameType | None], None]
 _TORCHRUNS = "_terminate_process_handler"
 """torchrun's handler for SIGTERM, SIGINT, SIGHUP and SIGQUIT once it starts workers (torch 2.10 to 2.13)."""
-_SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
+LEAVING = (signal.SIGTERM, signal.SIGHUP)
+"""What asks a node to leave by plan, with exit code 143."""
 _AGAIN_S, _LIMIT_S = 1.0, 20.0
 
 
 def listen() -> None:
-    """Handle SIGTERM from now on, unless the process already does; a second signal cannot disturb the first."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, unless_leaving(_leave))
+    """Handle SIGTERM and SIGHUP from now on, unless the process already does or ignores SIGHUP; a second signal cannot
+    disturb the first."""
+    for each in LEAVING:
+        if signal.getsignal(each) is signal.SIG_DFL:
+            signal.signal(each, unless_leaving(_leave))
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torchrun's --signals-to-handle (torch 2.10 to 2.13)
+    if handled is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        kept = [name for name in handled.split(",") if name.strip() != "SIGHUP"]
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(kept)
     torchruns: Handler | None = getattr(api, _TORCHRUNS, None)
     if torchruns is not None:
         setattr(api, _TORCHRUNS, unless_leaving(torchruns))
@@ -72,14 +83,17 @@ def _leaving(error: BaseException | None) -> bool:
 
 
 def ignore_sigterm() -> None:
-    """The run has succeeded: this process is about to exit with 0, so ignore SIGTERM."""
+    """The run has succeeded: this process is about to exit with 0, so ignore what asks it to leave."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for each in LEAVING:
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     # Uses neither a logger nor a stream: the main thread may be inside one.
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, _SENTENCE)
+    sent = signal.Signals(number)
+    told = f"elastic-trainer: {sent.name} came before the workers were started: this node leaves\n".encode()
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, told)
     limit, again = Deadline.after(_LIMIT_S), unless_leaving(_leave_again)
 
     def remind(number: int, frame: FrameType | None) -> None:
@@ -90,7 +104,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGALRM, remind)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
     atexit.register(signal.setitimer, signal.ITIMER_REAL, _LIMIT_S)  # not before: Python itself is exiting
-    raise SystemExit(EXIT_LEFT)
+    raise SystemExit(EXIT_LEFT) from SignalException(f"{sent.name} came early", sent)
 
 
 def _leave_again(number: int, frame: FrameType | None) -> None:

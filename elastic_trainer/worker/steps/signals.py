@@ -1,11 +1,11 @@
-"""Turns SIGTERM and SIGINT into a request to stop, and enforces it in time; SIGUSR1 into a request to save.
+"""Turns SIGTERM, SIGINT and SIGHUP into a request to stop, and enforces it in time; SIGUSR1 into a request to save.
 
 Python runs signal handlers in the main thread between bytecodes, so never while it is blocked in a collective. The
 interpreter's C handler however writes the signal's number into the wakeup descriptor at once, where a thread reads it.
 
 *Runs in* a thread of its own (``session-signals``); opened and closed in the main thread.
-*Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open; that for SIGUSR1 if nobody
-else wants it.
+*Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open; those for SIGHUP and SIGUSR1
+if nobody else wants them: ``nohup`` has SIGHUP ignored.
 *Fails by* ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say because a peer is dead;
 at once on a second SIGINT, and when the round is known to be broken; and when the machine is about to go.
 """
@@ -29,6 +29,7 @@ from elastic_trainer.telemetry.logs import final_message, logger
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANGUP = signal.SIGHUP
 SAVE = signal.SIGUSR1
 _POLL_S = 0.1
 SAVE_PATIENCES = 12
@@ -84,7 +85,7 @@ class Signals:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*_SIGNALS, SAVE) if _is_free(SAVE) else _SIGNALS:
+        for number in (*_SIGNALS, *filter(_is_free, (HANGUP, SAVE))):
             self._previous[number] = signal.signal(number, _noted)
         self._thread = threading.Thread(target=self._watch, name="session-signals", daemon=True)
         self._thread.start()
@@ -145,7 +146,7 @@ class Signals:
         if number == SAVE and signal.getsignal(SAVE) is _noted:  # the script may have taken it since
             self.save_requested = True
             logger().info("save.requested", signal=SAVE.name)
-        if number not in _SIGNALS:
+        if number not in _SIGNALS and not (number == HANGUP and signal.getsignal(HANGUP) is _noted):
             return
         if number == signal.SIGINT and self.requested == signal.SIGINT:
             self._leave("interrupted twice")

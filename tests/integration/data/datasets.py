@@ -105,6 +105,7 @@ class Inherited(Noisy):
             sockets,
             int(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGINT) is signal.SIG_IGN),
+            int(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL),
             signal.set_wakeup_fd(-1),
             os.getpid(),

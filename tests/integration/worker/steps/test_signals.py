@@ -18,6 +18,7 @@ from elastic_trainer.worker.steps.signals import Signals
 
 logs.configure()
 kind, patience_s = sys.argv[1], float(sys.argv[2])
+signal.signal(signal.SIGHUP, signal.SIG_IGN if kind == "nohup" else signal.SIG_DFL)
 signals = Signals(lambda: patience_s, lambda: "a peer left" if kind == "broken" else None)
 signals.open()
 print("ready", flush=True)
@@ -54,12 +55,23 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
 def test_a_signal_is_a_wish_that_the_main_thread_acts_on(number: signal.Signals, code: int) -> None:
     """The process ends by its own way, and everything that was taken over is given back."""
     process = start("cooperative", "30")
     process.send_signal(number)
     assert end(process)[:2] == (code, "closed True 1\n")
+
+
+def test_a_process_that_nohup_has_started_trains_on_when_its_terminal_closes() -> None:
+    """SIGHUP stays ignored; SIGTERM is a wish as ever."""
+    process = start("nohup", "30")
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    code, out, err = end(process)
+    assert (code, out) == (143, "closed True 1\n")
+    assert "SIGTERM" in err
+    assert "SIGHUP" not in err
 
 
 @pytest.mark.parametrize("kind", ["waiting", "deadlocked"])

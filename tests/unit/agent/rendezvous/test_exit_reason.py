@@ -14,7 +14,7 @@ from elastic_trainer.agent.rendezvous.exit_reason import ExitReason, exit_reason
 from elastic_trainer.errors import EXIT_LEFT, JoinTimeoutError
 
 
-def exiting(code: int, cause: Exception | None = None) -> SystemExit:
+def exiting(code: int, cause: BaseException | None = None) -> SystemExit:
     error = SystemExit(code)
     error.__cause__ = cause
     return error
@@ -33,9 +33,11 @@ def failed(exitcode: int) -> ChildFailedError:
         (None, None),
         (exiting(0), None),
         (SignalException("", signal.SIGTERM), ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (SignalException("", signal.SIGHUP), ExitReason(True, "SIGHUP", EXIT_LEFT)),
         (SignalException("", signal.SIGINT), ExitReason(True, "SIGINT", 1)),
         (KeyboardInterrupt(), ExitReason(True, "SIGINT", 1)),
         (exiting(EXIT_LEFT), ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (exiting(EXIT_LEFT, SignalException("", signal.SIGHUP)), ExitReason(True, "SIGHUP", EXIT_LEFT)),
         (exiting(1, JoinTimeoutError("fewer than 2 nodes")), ExitReason(False, "fewer than 2 nodes", 1)),
         (JoinTimeoutError("fewer than 2 nodes", hint="start more"), ExitReason(False, "fewer than 2 nodes", 1)),
         (RuntimeError("a\nb"), ExitReason(False, "RuntimeError: a b", 1)),

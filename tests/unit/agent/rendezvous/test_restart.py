@@ -229,9 +229,10 @@ def test_exit_codes_say_what_torchruns_own_would_not() -> None:
         assert exit_code_after(other, made_steps=False) is None
 
 
-def test_only_a_sigterm_is_an_eviction() -> None:
+def test_only_a_sigterm_or_a_closed_terminal_is_an_eviction() -> None:
     """torchrun raises one kind of error for all signals; Ctrl-C and crashes keep their own exit codes."""
     assert was_terminated(SignalException("told to end", signal.SIGTERM))
+    assert was_terminated(SignalException("told to end", signal.SIGHUP))
     assert not was_terminated(SignalException("interrupted", signal.SIGINT))
     assert not was_terminated(RuntimeError("crashed"))
     assert not was_terminated(None)

@@ -93,6 +93,49 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() 
     assert process.stdout == "all threads have ended\n"
 
 
+HANGUP = """
+import os, signal, sys
+from torch.distributed.elastic.multiprocessing import SignalException, api
+from elastic_trainer.agent.rendezvous import sigterm
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
+os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+sigterm.listen()
+
+class Started(api.PContext):
+    def __init__(self): self._tail_logs = []
+    def _start(self): pass
+    _poll = pids = _close = None
+
+if sys.argv[2] == "workers":
+    Started.__abstractmethods__ = frozenset()
+    Started().start()
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+except SignalException as error:
+    print(error.sigval.name)
+else:
+    print(signal.getsignal(signal.SIGHUP).name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "when", "said", "code"),
+    [
+        ("nohup", "early", "SIG_IGN\n", 0),
+        ("nohup", "workers", "SIG_IGN\n", 0),
+        ("terminal", "early", "", EXIT_LEFT),
+        ("terminal", "workers", "SIGHUP\n", 0),
+    ],
+)
+def test_a_hangup_asks_to_leave_unless_it_was_ignored_at_the_start(start: str, when: str, said: str, code: int) -> None:
+    """torchrun installs its handlers as it starts the first workers, which inherit what is ignored."""
+    command = [sys.executable, "-c", HANGUP, start, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == (said, code), done.stderr
+    assert ("SIGHUP came before the workers were started" in done.stderr) == (code == EXIT_LEFT)
+
+
 @pytest.mark.parametrize("at_exit", [True, False])
 def test_a_process_whose_end_hangs_ends_all_the_same(at_exit: bool) -> None:
     """In what cleans up while the exception goes through it, or in what Python calls at its exit."""
