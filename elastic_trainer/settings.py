@@ -214,6 +214,11 @@ class RendezvousOptions(Frozen):
     multiple_of: int = Field(default=1, ge=1, description="the same: only multiples of this")
     shard_nodes: int = Field(default=1, ge=1, description="nodes that hold one sharded model together")
     reopen: bool = Field(default=False, description="start a new epoch of a closed run")
+    allow_different: str | None = Field(
+        default=None,
+        pattern=r"^(user|checkpoint_dir|script|command)(:(user|checkpoint_dir|script|command))*$",
+        description="what of the job may differ from the run's, with colons",
+    )
     node_id: str | None = None
     interface: str | None = Field(default=None, description="address other nodes reach this one by")
     prefix: str = "/elastic_trainer"
@@ -223,6 +228,11 @@ class RendezvousOptions(Frozen):
     ca_cert: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+
+    @property
+    def may_differ(self) -> frozenset[str]:
+        """The fields that ``allow_different`` names."""
+        return frozenset((self.allow_different or "").split(":"))
 
     @property
     def group_timeout_s(self) -> float:

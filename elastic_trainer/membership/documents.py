@@ -9,8 +9,9 @@ the square of the nodes.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -92,7 +93,10 @@ class _Versioned(BaseModel):
 
 
 class Spec(Document):
-    """What all nodes of a run must agree on."""
+    """What all nodes of a run must agree on: its limits, and which job it is.
+
+    A field of the job is empty where it is not known, as in a spec of an earlier version: then nothing is compared.
+    """
 
     epoch: int = 1
     min_nodes: int = Field(ge=1)
@@ -100,6 +104,14 @@ class Spec(Document):
     recovery: RecoveryMode = RecoveryMode.RESTART
     sizes: tuple[int, ...] = ()
     shard_nodes: int = Field(default=1, ge=1)
+    user: str = ""
+    """The system's user that the nodes run as."""
+    checkpoint_dir: str = ""
+    """As the command names it, if it does."""
+    script: str = ""
+    """The script or module, as the command names it."""
+    command: str = ""
+    """A digest of the script's arguments, without what differs by node."""
 
     def disagreement(self, other: Spec) -> str | None:
         """The first difference of ``other``, in words, or None."""
@@ -113,6 +125,25 @@ class Spec(Document):
             if mine != theirs:
                 return f"{name} {theirs} here, {mine} in the run"
         return None
+
+    def changed(self, other: Spec, allowed: Collection[str] = ()) -> dict[str, str]:
+        """In which fields of the job ``other`` differs, in words, but for those that are ``allowed`` to."""
+        found = {}
+        for name in JOB_FIELDS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine and theirs and mine != theirs and name not in allowed:
+                shown = f" {theirs!r} here, {mine!r} in the run"
+                found[name] = "other arguments of the script" if name == "command" else f"{name}{shown}"
+        return found
+
+    def knows_less(self, other: Spec) -> bool:
+        """Whether a field of the job is known to ``other`` alone."""
+        return any(getattr(other, name) and not getattr(self, name) for name in JOB_FIELDS)
+
+
+OWNER_FIELDS: Final = ("user", "checkpoint_dir")
+"""Of the job: what stays the same as long as the run's keys are there."""
+JOB_FIELDS: Final = (*OWNER_FIELDS, "script", "command")
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

@@ -66,7 +66,7 @@ def round_operations(author: Author, document: RoundDocument, wall: float, *, le
         nodes=tuple(member.node for member in document.members),
         world_size=document.world_size,
     )
-    number = len(RoundState) * document.number + STATE_ORDER[document.state]
+    number = event_number(document)
     writes: list[Operation] = [Put(keys.round, document.encode()), Put(keys.event(number), entry.encode())]
     if document.state is RoundState.BROKEN:
         writes.append(Put(keys.open_incident, _opened(author, document, wall).encode()))
@@ -77,6 +77,11 @@ def round_operations(author: Author, document: RoundDocument, wall: float, *, le
     if number > JOURNAL_LENGTH:
         writes.append(Delete(keys.event(0), range_end=keys.event(number - JOURNAL_LENGTH)))
     return writes
+
+
+def event_number(document: RoundDocument) -> int:
+    """The number of the line in the journal that says when ``document`` was written."""
+    return len(RoundState) * document.number + STATE_ORDER[document.state]
 
 
 def _opened(author: Author, document: RoundDocument, wall: float) -> Incident:

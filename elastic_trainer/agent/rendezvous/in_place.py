@@ -165,7 +165,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         def begin(place: int | None) -> None:
             member.announce(conductor.begin(workers.count, place, start), deadline)
 
+        first = conductor.life == 0
         place = led.places.take(begin)
+        if first:
+            self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
             member.await_over(0, deadline.at_most(OTHERS_START_S))  # other nodes' starts may be a life behind
         closed = member.look().round

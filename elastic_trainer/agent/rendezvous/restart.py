@@ -26,7 +26,7 @@ from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, exit_reason_of
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, job, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
@@ -47,7 +47,7 @@ from elastic_trainer.errors import (
     RunClosedError,
 )
 from elastic_trainer.ipc.own_address import own_address
-from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.admission import admit, confirm
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
     Departure,
@@ -81,6 +81,8 @@ BACKEND = "etcd3"
 RESTART_REGROUP_S = 60.0
 _SHORTEST_WAIT_S, OTHERS_START_S = 5.0, 30.0
 """Bounds on the wait for other nodes whose workers may fail at startup too; between them, as long as these lived."""
+_NO_NAME = "none"
+"""torchrun's default for ``--rdzv-id``."""
 _WRONG = "a worker reported a wrong configuration; a retry cannot help"
 
 
@@ -131,6 +133,11 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     ) -> Self:
         """Validate torchrun's parameters and connect to the store. Raises ConfigError or StoreUnavailableError."""
         checked_name(parameters.run_id, "run id (--rdzv-id)")
+        if parameters.run_id == _NO_NAME:
+            raise ConfigError(
+                f"the run has no name: without --rdzv-id torchrun calls every run {_NO_NAME!r}, and all would be one",
+                hint="add --rdzv-id NAME, the same on all nodes of this job and on no others",
+            )
         if not parameters.endpoint:
             raise ConfigError("no store address was given", hint="add --rdzv-endpoint host:2379")
         if parameters.min_nodes > parameters.max_nodes:
@@ -297,6 +304,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._port = port = ReservedPort(self._address)
         record = self._record(node, port.port, local_workers(), life=self._life, planned=planned, cause=cause, **last)
         node.member.announce(record, waiting)
+        if self._current is None:
+            self._confirm(waiting)
         document = node.member.await_round(self._options.join_timeout)
         node.member.work_begins()
         self._current = document
@@ -309,7 +318,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _arrive(self) -> ArrivedNode:
         """First call: pass admission, then start all that a member needs."""
         deadline = Deadline.after(self._options.connect_timeout, self._clock)
-        admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
+        self._spec = self._spec.model_copy(update=job())
+        admit(
+            self._store,
+            self._keys,
+            self._spec,
+            reopen=self._options.reopen,
+            deadline=deadline,
+            allowed=self._options.may_differ,
+            watched=sys.stderr is not None and sys.stderr.isatty(),
+        )
         if self._options.preflight is not PreflightMode.OFF:
             candidate = NodeCandidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
             ensure_fit(self._store, self._keys, self._options, candidate, self._clock)
@@ -334,6 +352,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
             undo.pop_all()
         return self._node
+
+    def _confirm(self, deadline: Deadline) -> None:
+        """This node's key is there: nobody else's job was admitted before it."""
+        confirm(self._store, self._keys, self._spec, self._options.may_differ, deadline)
 
     def _replaced(self, error: ReplacedError) -> None:
         """Does nothing: this node's round is over, and its next rendezvous ends with this error."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
 from elastic_trainer.membership.health import Incident
@@ -21,7 +21,7 @@ from tests.support.metadata import MetadataServer
 @pytest.mark.timeout(300)
 def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Members end at the same step; a spare that was never needed ends with them; who comes later has nothing to do.
-    All exit with 0, and the last step is a checkpoint."""
+    All exit with 0, and the last step is a checkpoint. A start with another command is refused in a sentence."""
     with Job(tmp_path, etcd_endpoint, run_id, most=2, options=LASTING) as job:
         job.start(2)
         job.await_world("n0", "n1")
@@ -34,6 +34,10 @@ def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoi
         late = job.add()
         assert job.exit_code(late) == 0
         assert job.sentences(late.name) == []
+        again = job.add_with(entry=[*job.spec.entry, "--slow", "0"])
+        assert job.exit_code(again) == EXIT_CONFIG
+        (said,) = job.sentences(again.name)
+        assert f"run {run_id!r} has finished at 2" in said
         assert "Traceback" not in "".join(job.log(node.name) for node in job.nodes)
         assert not any(job.present(node.name) for node in job.nodes)
         job.check_lossless()

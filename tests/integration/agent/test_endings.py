@@ -37,6 +37,10 @@ def test_a_node_that_fails_for_good_leaves_and_a_node_that_disagrees_is_refused(
         sentence = "elastic-trainer: this node disagrees with the run: max nodes 4 here, 3 in the run (start all nodes"
         assert sentence in job.log(stranger.name)
         assert "Traceback" not in job.log(stranger.name)
+        another = job.add_with(entry=[*job.spec.entry, "--another"])
+        assert job.exit_code(another) == 78
+        said = f"elastic-trainer: run {run_id!r} is another job's: other arguments of the script (give this job a name"
+        assert said in job.log(another.name)
         assert job.document().number == second
         job.tell("stop")
         assert [job.exit_code(job.node(name)) for name in others] == [0, 0]

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from elastic_trainer.errors import EXIT_CONFIG, RunClosedError, SpecMismatchError, StoreUnavailableError
-from elastic_trainer.membership.admission import admit
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError, RunClosedError, SpecMismatchError, StoreUnavailableError
+from elastic_trainer.membership.admission import admit, confirm
 from elastic_trainer.membership.documents import (
     PROTOCOL_VERSION,
     DocumentError,
+    JournalEntry,
     NodeRecord,
     NodeState,
     RoundDocument,
@@ -19,6 +20,7 @@ from elastic_trainer.membership.documents import (
     RunResult,
     Spec,
 )
+from elastic_trainer.membership.round_write import event_number
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
@@ -29,6 +31,103 @@ KEYS = RunKeys("/p", "run")
 
 SPEC = Spec(min_nodes=2, max_nodes=4)
 NODE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0, state=NodeState.READY)
+
+
+JOB = SPEC.model_copy(update={"user": "ann", "checkpoint_dir": "/a", "script": "train.py", "command": "12ab"})
+
+
+def other(**fields: str) -> Spec:
+    """The spec of a job that differs from JOB in ``fields``."""
+    return JOB.model_copy(update=fields)
+
+
+def begun(*, alive: bool) -> MemoryStore:
+    """JOB has been admitted; one of its nodes is there, or none."""
+    store = MemoryStore()
+    admit(store, KEYS, JOB, reopen=False, deadline=soon())
+    if alive:
+        store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
+    return store
+
+
+FIELDS = [("user", "bob"), ("checkpoint_dir", "/b"), ("script", "other.py"), ("command", "34cd")]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS)
+def test_a_node_of_another_job_is_refused_while_nodes_of_the_run_live(field: str, value: str) -> None:
+    """One sentence names the field and both ways out; with the field allowed it joins, and the spec stays."""
+    store = begun(alive=True)
+    with pytest.raises(SpecMismatchError) as raised:
+        admit(store, KEYS, other(**{field: value}), reopen=False, deadline=soon())
+    assert "run 'run' is another job's: " in raised.value.message
+    assert ("arguments" if field == "command" else field) in raised.value.message
+    assert "--rdzv-id" in str(raised.value.hint)
+    assert f"allow_different={field}" in str(raised.value.hint)
+    admit(store, KEYS, other(**{field: value}), reopen=False, deadline=soon(), allowed={field})
+    assert spec_of(store) == JOB
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS)
+def test_a_run_without_nodes_goes_on_with_another_command_but_for_the_same_owner(field: str, value: str) -> None:
+    """More epochs, say: resumed with other arguments. Its user and checkpoint directory stay, unless allowed."""
+    store, changed = begun(alive=False), other(**{field: value})
+    if field in ("user", "checkpoint_dir"):
+        with pytest.raises(SpecMismatchError, match=field):
+            admit(store, KEYS, changed, reopen=False, deadline=soon())
+        assert spec_of(store) == JOB
+        admit(store, KEYS, changed, reopen=False, deadline=soon(), allowed={field})
+    else:
+        admit(store, KEYS, changed, reopen=False, deadline=soon())
+    assert spec_of(store) == changed
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_spec_of_an_earlier_version_lets_everybody_in(alive: bool) -> None:
+    """It knows nothing of the job; without nodes it learns."""
+    store = MemoryStore()
+    store.transact([], [Put(KEYS.spec, SPEC.encode())], deadline=soon())
+    if alive:
+        store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
+    admit(store, KEYS, JOB, reopen=False, deadline=soon())
+    assert spec_of(store) == (SPEC if alive else JOB)
+
+
+def test_of_two_jobs_that_start_at_once_one_is_refused() -> None:
+    """Both were admitted before a node of either was there: the first finds the second's spec once its key is there."""
+    store = begun(alive=False)
+    admit(store, KEYS, other(command="34cd"), reopen=False, deadline=soon())
+    confirm(store, KEYS, other(command="34cd"), (), soon())
+    with pytest.raises(SpecMismatchError, match="other arguments"):
+        confirm(store, KEYS, JOB, (), soon())
+    confirm(store, KEYS, JOB, {"command"}, soon())
+
+
+def test_a_late_node_of_a_finished_run_ends_quietly_and_a_new_start_does_not() -> None:
+    """Of the same job nothing is left to do. Where a person watches, or with another command, silence would pass for a
+    training: the sentence says when the run ended, and what to do."""
+    store = begun(alive=False)
+    close(store, RunResult.SUCCEEDED)
+    entry = JournalEntry(
+        wall=1700000000.0, by="a", round=7, state=RoundState.CLOSED, reason="", nodes=("a",), world_size=1
+    )
+    store.transact([], [Put(KEYS.event(event_number(round_of(store))), entry.encode())], deadline=soon())
+    with pytest.raises(RunClosedError):
+        admit(store, KEYS, JOB, reopen=False, deadline=soon())
+    with pytest.raises(RunClosedError):
+        admit(store, KEYS, other(command="34cd"), reopen=False, deadline=soon(), allowed={"command"})
+    for spec, watched in ((JOB, True), (other(command="34cd"), False)):
+        with pytest.raises(ConfigError) as raised:
+            admit(store, KEYS, spec, reopen=False, deadline=soon(), watched=watched)
+        assert raised.value.exit_code == EXIT_CONFIG
+        assert "run 'run' has finished at 2023-11-14 22:13:20 UTC with success" in raised.value.message
+        assert ("other arguments" in raised.value.message) is not watched
+        assert "--name" in str(raised.value.hint)
+        assert "reopen=true" in str(raised.value.hint)
+    with pytest.raises(SpecMismatchError, match="user 'bob' here"):
+        admit(store, KEYS, other(user="bob"), reopen=True, deadline=soon())
+    assert round_of(store).state is RoundState.CLOSED
+    admit(store, KEYS, other(command="34cd"), reopen=True, deadline=soon())
+    assert spec_of(store).command == "34cd"
 
 
 def spec_of(store: MemoryStore) -> Spec:

@@ -183,3 +183,17 @@ def test_a_disagreement_is_reported_in_words() -> None:
     assert mine.disagreement(pairs) == "sizes 2, 4 here, all in the run"
     grouped = pairs.model_copy(update={"shard_nodes": 2})
     assert mine.disagreement(grouped) == "shard_nodes 2 here, 1 in the run"
+
+
+def test_what_differs_of_a_job_is_named_unless_it_may_or_is_not_known() -> None:
+    """Digests are not shown: arguments may hold secrets, or be long."""
+    mine = Spec(min_nodes=1, max_nodes=2, user="ann", checkpoint_dir="/a", script="train.py", command="12ab")
+    other = mine.model_copy(update={"user": "bob", "command": "34cd", "checkpoint_dir": ""})
+    assert mine.changed(other) == {
+        "user": "user 'bob' here, 'ann' in the run",
+        "command": "other arguments of the script",
+    }
+    assert list(mine.changed(other, {"user"})) == ["command"]
+    earlier = Spec(min_nodes=1, max_nodes=2)
+    assert mine.changed(earlier) == earlier.changed(mine) == mine.changed(mine) == {}
+    assert (earlier.knows_less(mine), mine.knows_less(earlier)) == (True, False)

@@ -26,6 +26,7 @@ from elastic_trainer.agent.rendezvous.restart import (
     round_is_over,
 )
 from elastic_trainer.agent.workers import warm_starts
+from elastic_trainer.agent.workers.warm_starts import at_once
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
@@ -66,6 +67,14 @@ def handler_of(node: Node | None) -> Etcd3RendezvousHandler:
     handler = Etcd3RendezvousHandler(MemoryStore(), "run", options, min_nodes=1, max_nodes=2, address="127.0.0.1")
     handler._node, handler._current = cast("ArrivedNode | None", node), MINE
     return handler
+
+
+def test_torchruns_default_id_names_no_run() -> None:
+    """All jobs that were started without one would train together."""
+    parameters = RendezvousParameters("etcd3", "127.0.0.1:2379", "none", 1, 2)
+    with pytest.raises(ConfigError) as raised:
+        Etcd3RendezvousHandler.from_parameters(parameters, RendezvousOptions(), at_once)
+    assert "--rdzv-id" in raised.value.message
 
 
 def test_polling_for_changes_does_no_io() -> None:
