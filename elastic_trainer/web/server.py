@@ -48,10 +48,12 @@ _PIECE = 65536
 class _Client:
     """A connection, and the received part of its next request."""
 
-    __slots__ = ("address", "answered", "connected", "limit", "received", "secured")
+    __slots__ = ("address", "answered", "connected", "handshake", "limit", "received")
 
-    def __init__(self, connected: socket.socket, address: str, *, secured: bool) -> None:
-        self.connected, self.address, self.secured = connected, address, secured
+    def __init__(self, connected: socket.socket, address: str, context: ssl.SSLContext | None) -> None:
+        self.connected, self.address = connected, address
+        self.handshake = context
+        """With what to begin TLS; None once that is done."""
         self.received = b""
         self.answered = False
         """Whether a thread is answering it."""
@@ -63,12 +65,18 @@ class _Client:
 
     def read(self) -> bool:
         """Read the available bytes; False at end of file. BlockingIOError or ssl.SSLWantReadError if there are none."""
-        if isinstance(self.connected, ssl.SSLSocket) and not self.secured:
-            self.connected.do_handshake()
-            self.secured = True
+        if self.handshake is not None:
+            self._shake_hands(self.handshake)
+            self.handshake = None
         piece = self.connected.recv(_PIECE)
         self.received += piece
         return bool(piece)
+
+    def _shake_hands(self, context: ssl.SSLContext) -> None:
+        if not isinstance(self.connected, ssl.SSLSocket):
+            self.connected.recv(1, socket.MSG_PEEK)  # of a reset connection wrap_socket would leave the descriptor open
+            self.connected = context.wrap_socket(self.connected, server_side=True, do_handshake_on_connect=False)
+        self.connected.do_handshake()
 
     def send(self, content: bytes) -> None:
         """Send all of it within seconds; TimeoutError if the client does not read it."""
@@ -183,14 +191,12 @@ class Server:
             self._pause()
             return
         connected.setblocking(False)
-        client = _Client(connected, str(address[0]), secured=self._context is None)
+        client = _Client(connected, str(address[0]), self._context)
         if len(self._clients) >= MOST_CONNECTIONS:
             self._pause()
             if not self._make_room():
                 client.close()
                 return
-        if self._context is not None:
-            client.connected = self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
         self._clients[client] = None
         self._selector.register(client.connected, selectors.EVENT_READ, client)
         self._receive(client)
@@ -224,6 +230,14 @@ class Server:
 
     def _answer(self, client: _Client) -> None:
         """Answer each complete request, until one needs a thread."""
+        try:
+            self._answer_complete(client)
+        except Exception:  # noqa: BLE001 - a connection's edge: the others must not wait for what this one has sent
+            logger().exception("request.failed")
+            if client in self._clients:
+                self._end(client)
+
+    def _answer_complete(self, client: _Client) -> None:
         while client in self._clients and not client.answered:
             found = parse_request(client.received)
             if found is None:

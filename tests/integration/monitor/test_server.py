@@ -10,6 +10,7 @@ import random
 import re
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,48 @@ def test_slow_connections_keep_nobody_from_asking(
         for _ in range(times):
             for path in ("/healthz", "/readyz", "/api/runs"):
                 assert asked(monitor, path, client) == 200
+
+
+@pytest.mark.parametrize("kind", ["reset at once", "reset in the handshake", "reset after it", "silent", "slow"])
+def test_connections_that_break_tls_keep_nobody_from_asking(
+    backend: MemoryBackend, writer: Writer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever they reset, the server goes on with the others at once, and nothing of them is left."""
+    authority = Authority(tmp_path)
+    context = tls_context(*authority.issue("localhost"))
+    client = ssl.create_default_context(cafile=str(authority.certificate))
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0, context=context)) as monitor:
+        await_read(monitor)
+        held = [broken(monitor.port, kind, client) for _ in range(50)]
+        for path in ("/healthz", "/readyz", "/api/runs"):
+            assert asked(monitor, path, client) == 200
+        for connection in held:
+            connection.close()
+        eventually(lambda: not monitor._server._clients, "connections are left")
+        assert asked(monitor, "/healthz", client) == 200
+    said = capsys.readouterr()
+    assert "failed" not in said.out + said.err
+
+
+def broken(port: int, kind: str, context: ssl.SSLContext) -> socket.socket:
+    """A connection that has just been reset, or that is in the middle of a handshake."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+    hello, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(hello, outgoing, server_hostname="localhost").do_handshake()
+    first = outgoing.read()
+    if kind == "reset in the handshake":
+        connection.sendall(first)
+        assert connection.recv(1)  # the server has answered, and waits for the rest
+    elif kind == "reset after it":
+        connection = context.wrap_socket(connection, server_hostname="localhost")
+    elif kind == "slow":
+        for byte in first[:8]:
+            connection.sendall(bytes([byte]))
+    if kind.startswith("reset"):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    return connection
 
 
 def test_more_connections_than_there_are_places_keep_nobody_from_asking(
