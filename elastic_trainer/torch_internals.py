@@ -10,6 +10,7 @@ goes on without.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -31,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map as tree_map
 
 from elastic_trainer.errors import ConfigError
@@ -177,6 +179,24 @@ def _subprocess_handler() -> Any:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     return SubprocessHandler
+
+
+# ---- models
+
+
+def check_before_ddp(check: Callable[[torch.nn.Module], object]) -> None:
+    """From now on ``check(module)`` comes before each ``DistributedDataParallel(module)``. Only the first counts."""
+    build: Any = DistributedDataParallel.__init__
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def checked(self: DistributedDataParallel, module: torch.nn.Module, *arguments: Any, **named: Any) -> None:
+        check(module)
+        build(self, module, *arguments, **named)
+
+    kind: Any = DistributedDataParallel
+    kind.__init__ = checked
 
 
 # ---- process groups

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
+from elastic_trainer.telemetry.complaints import complain
 from elastic_trainer.training.loading import as_yaml, load_job
 from elastic_trainer.warm.preloading import skip_last_collection
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(_parser().parse_intermixed_args(argv))
     except ElasticTrainerError as error:
-        _complain(error)
+        complain(error, sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before or after the session, which turns it into a checkpoint
         return _INTERRUPTED
@@ -96,35 +95,6 @@ def _run(arguments: argparse.Namespace) -> None:
     report = Trainer(task, config).run()
     if report["rank"] == 0:
         print(json.dumps(report), flush=True)
-
-
-def _complain(error: ElasticTrainerError) -> None:
-    """Say it once per node: what is wrong with the configuration or the data, all workers of a node find alike."""
-    sentence = f"error: {error}".replace("\n", " ")
-    if not isinstance(error, ConfigError) or _finds_it_first(sentence):
-        print(sentence, file=sys.stderr, flush=True)
-
-
-def _finds_it_first(sentence: str) -> bool:
-    """Whether no worker of this node has printed this yet: torchrun ends all once one has ended, so none may wait.
-
-    It gives those that it starts together one directory. Without it the first of the node speaks.
-    """
-    try:
-        environment = worker_environment()
-    except ConfigError:
-        return True
-    first_of_node = environment.local_rank == 0
-    if environment.error_file is None:
-        return first_of_node
-    digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
-    try:
-        (environment.error_file.parent.parent / f"printed-{digest}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        return first_of_node
-    return True
 
 
 if __name__ == "__main__":

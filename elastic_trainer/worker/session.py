@@ -33,13 +33,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer import settings
+from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.data.sampler import Collate
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Phase
-from elastic_trainer.telemetry import logs
+from elastic_trainer.telemetry import complaints, logs
 from elastic_trainer.worker import alone, evaluation, forks
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
@@ -49,7 +49,7 @@ from elastic_trainer.worker.feeding import SessionData
 from elastic_trainer.worker.model.local import Apart
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.model.several import together
-from elastic_trainer.worker.model.wrapped import WrappedModel
+from elastic_trainer.worker.model.wrapped import WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
@@ -96,6 +96,7 @@ class Session(SessionData):
         checks: CheckOptions = CheckOptions(),
         group: GroupOptions = GroupOptions(),
     ) -> None:
+        complaints.install()
         options = SessionOptions(
             directory=checked(checkpoint_dir) if checkpoint_dir is not None else None,
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),
@@ -121,6 +122,7 @@ class Session(SessionData):
             logs.configure()
         self._process = process = Process(self._options, self.environment, self._position)
         forks.watch(self._disown)
+        torch_internals.check_before_ddp(lambda module: refuse_ddp(module) if _OPEN else None)
         try:
             process.meet()
         except BaseException:
@@ -267,6 +269,7 @@ class Session(SessionData):
         if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
             model = together(model) if isinstance(model, Mapping) else model
             optimizer = OptimizerSet(optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer})
+        check_bare(model)
         scheduler = SchedulerSet(scheduler) if isinstance(scheduler, Mapping) else scheduler
         self._training = process.training(
             Wrapped(

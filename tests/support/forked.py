@@ -161,6 +161,10 @@ def _become(program: Program, begins: Connection) -> None:
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a program
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)  # which multiprocessing would not call
+        raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()
 

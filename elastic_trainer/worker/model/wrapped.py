@@ -11,8 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from elastic_trainer.errors import ConfigError
 
 Call = Callable[[Callable[..., Any], Any, Any], Any]
 """Makes a call in place of the runner; gets what to call, and the arguments."""
@@ -77,6 +80,22 @@ class WrappedModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy is of the bare model: a round's groups cannot be copied."""
         return copy.deepcopy(self.module, memo)
+
+
+def refuse_ddp(module: nn.Module) -> None:
+    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
+    if isinstance(module, WrappedModel) or not dist.is_initialized():
+        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
+
+
+def check_bare(model: nn.Module) -> None:
+    """ConfigError if ``model`` sums gradients by itself."""
+    for each in model.modules():
+        if isinstance(each, DistributedDataParallel | nn.DataParallel):
+            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
+
+
+_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
 
 
 def bare(module: nn.Module) -> nn.Module:

@@ -100,6 +100,8 @@ ENDS = {
     "interrupt": "raise KeyboardInterrupt",
     "atexit": "import atexit\nx = 5\natexit.register(lambda: print(x))\nprint('first')",
     "hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
+    "mistake": "from elastic_trainer.errors import StorageError\nfrom elastic_trainer.telemetry import complaints\n"
+    "complaints.install()\nraise StorageError('full')",
     "last": "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n1 / 0",
     "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG, EXIT_FAILURE
 from tests.integration.worker.launch import LIMIT_S, free_port, plain, run, standalone, started, torchrun
 from tests.support.waiting import eventually
 
@@ -37,7 +38,7 @@ def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path: Path) -> No
     logs, extra = (tmp_path / "log-a", tmp_path / "log-b"), {"ELASTIC_TRAINER_LEDGER_DIR": str(tmp_path / "ledger")}
     with started(plain("train.py", tmp_path, *SLOW), logs[0], extra) as first:
         eventually(lambda: (tmp_path / "checkpoints").exists() and runs(tmp_path), logs[0].read_text, LIMIT_S)
-        run(plain("train.py", tmp_path, *SLOW), logs[1], expected=1)
+        run(plain("train.py", tmp_path, *SLOW), logs[1], expected=EXIT_CANNOT_WRITE)
         assert f"in use by another job (process {first.pid} on " in logs[1].read_text()
         assert first.poll() is None
     run(standalone(1, "train.py", tmp_path, "1"), tmp_path / "log-c", extra)
@@ -53,11 +54,11 @@ def test_a_run_goes_on_with_its_own_checkpoints_only(tmp_path: Path) -> None:
     run(named("a", tmp_path, "1"), log)
     run(named("a", tmp_path, "2"), log)
     assert runs(tmp_path) == {"a"}
-    for command, who in (
-        (named("b", tmp_path, "3"), "is run 'b'"),
-        (plain("train.py", tmp_path, "3"), "without a name"),
+    for command, who, code in (
+        (named("b", tmp_path, "3"), "is run 'b'", EXIT_FAILURE),  # torchrun's
+        (plain("train.py", tmp_path, "3"), "without a name", EXIT_CONFIG),
     ):
-        run(command, tmp_path / who, expected=1)
+        run(command, tmp_path / who, expected=code)
         said = (tmp_path / who).read_text()
         assert "was saved by run 'a', and this" in said
         assert who in said
