@@ -47,6 +47,11 @@ class OneGathering:
     def stop_requested(self, signal: str) -> None:
         """The ranks agree on it themselves."""
 
+    def free(self) -> None:
+        """End the collectives in which the main thread waits."""
+        groups.abort_nccl()
+        self._sockets.sever()
+
     def report(self, position: Position, step_s: float) -> None:
         """There is no agent."""
 
@@ -85,6 +90,11 @@ class InPlaceGathering:
 
     def broken(self) -> str | None:
         return self._link.broken(self._escape.number)
+
+    def free(self) -> None:
+        """As of one round."""
+        groups.abort_nccl()
+        self._escape.sockets.sever()
 
     def meet(self, place: Workplace) -> None:
         """Ranks meet only once there is a model."""

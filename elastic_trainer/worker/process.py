@@ -54,6 +54,7 @@ class Process:
                 tracker,
                 signals,
                 self._gathering.timeouts,
+                self._gathering.free,
             )
             undo.pop_all()
         signals.open()

@@ -144,19 +144,30 @@ class Session(SessionData):
         process = self._process
         if self._foreign or process is None:
             return
-        if error is not None and is_collective_failure(error):
+        whole = self._training is None or not self._training.steps.dirty
+        if isinstance(error, SystemExit) and not error.code and whole:
+            error = None  # by sys.exit() a script says that it has done its work
+        if error is None and not process.place.stopped:
+            try:
+                self._all.finished(self._finish)
+            except BaseException as failed:
+                self._fail(process, failed)
+                raise
+            self._close(process, "done")
+        else:
+            self._fail(process, error)
+
+    def _fail(self, process: Process, error: BaseException | None) -> None:
+        """Leave without waiting for peers: some of them may be gone, or in another place. ConfigError if they are."""
+        parted = self._training.parted_by(error) if self._training is not None else None
+        shown = parted or error
+        if shown is not None and is_collective_failure(shown):
             process.place.tracker.describe(lost_peer=True)
-        elif error is not None and not isinstance(error, SystemExit):
-            process.place.tracker.describe(error=last_line(error))
-        if error is not None or process.place.stopped:
-            self._abandon(process)
-            return
-        try:
-            self._all.finished(self._finish)
-        except BaseException:
-            self._abandon(process)
-            raise
-        self._close(process, "done")
+        elif shown is not None and not isinstance(shown, SystemExit):
+            process.place.tracker.describe(error=last_line(shown))
+        self._close(process, "stopped" if process.place.stopped else "failed")
+        if parted is not None:
+            raise parted from error
 
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
@@ -188,10 +199,6 @@ class Session(SessionData):
         if self._training is not None:
             self._training.close(None if status == "done" else LEAVING_S)
         process.close(status)
-
-    def _abandon(self, process: Process) -> None:
-        """Leave without waiting for peers: some of them may be gone, or in another place."""
-        self._close(process, "stopped" if process.place.stopped else "failed")
 
     def hide_ranks(self) -> None:
         """Let frameworks believe that this process is alone, until the session is closed (see alone.py).

@@ -61,6 +61,10 @@ class Purpose(IntEnum):
     AVERAGE = 18
 
 
+class CallsDifferError(ConfigError):
+    """Ranks did different things at the same time."""
+
+
 class Pending:
     """A pending sum. ``vector`` must stay alive until it is done; it has a ``tolist()``."""
 
@@ -87,6 +91,10 @@ class Control:
         transfer_limit: timedelta = timedelta(0),
     ) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
+        self.begun = 0
+        """Collectives of all ranks; equal on ranks that have come equally far."""
+        self.newest = ""
+        """What the newest of its sums is for."""
         self.works = works if works is not None else InterruptibleWaits()
         self._transfer_limit = transfer_limit
         """Limit for sending and receiving, in seconds; 0: the timeout with which the group was created."""
@@ -105,6 +113,7 @@ class Control:
     def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
         """Start summing up to six ``values`` over all ranks."""
         vector = torch.tensor(self.vector(purpose, values), dtype=torch.float64)
+        self.newest = purpose.name.lower()
         return Pending(self, None if self.alone else self._begin("allreduce", [vector]), vector, purpose)
 
     @staticmethod
@@ -119,7 +128,7 @@ class Control:
     def checked(self, summed: list[float], purpose: Purpose) -> list[float]:
         """The payload of a summed vector; ConfigError unless all ranks had one purpose (all equal <=> no variance)."""
         if summed[0] != purpose * self.world_size or summed[1] != purpose**2 * self.world_size:
-            raise ConfigError(
+            raise CallsDifferError(
                 f"rank {self.rank} reached '{purpose.name.lower()}' while another rank did something else",
                 hint=_EQUALLY if purpose in _PASSES else _ON_ALL,
             )
@@ -243,6 +252,7 @@ class Control:
     def _begin(self, name: str, *arguments: Any, threaded: bool = False) -> Any:
         if self._group is None:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
+        self.begun += not threaded
         try:
             work = getattr(self._group, name)(*arguments)
             return self.works.begun(ThreadedWork(partial(work.wait, self._transfer_limit)) if threaded else work)

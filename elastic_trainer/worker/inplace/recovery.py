@@ -206,10 +206,17 @@ class InPlaceRecovery:
 
     # ---- the end of a round
 
+    def _confirms(self, error: BaseException) -> bool:
+        """Whether ``error`` is the end of the round; ConfigError if the ranks could not go on in the next one."""
+        parted = self._training.parted_by(error)
+        if parted is not None:
+            raise parted from error
+        return self._rounds.confirms(error)
+
     def absorb(self, step: Step, error: BaseException) -> bool:
         """If ``error`` is the end of the round: join the next one, where the batch is repeated."""
         error = self._shortage.seen(step, error)
-        if not self._rounds.confirms(error):
+        if not self._confirms(error):
             return False
         if not step.committed or self._training.apart:
             self._give_up(step)
@@ -249,7 +256,7 @@ class InPlaceRecovery:
             try:
                 return self._calls.completed(attempt(), codec)  # type: ignore[no-any-return]
             except (RejoinError, RuntimeError) as error:
-                if not self._rounds.confirms(error):
+                if not self._confirms(error):
                     raise
                 with self._calls.interrupted():
                     self._regroup(joinable=False)
@@ -305,7 +312,7 @@ class InPlaceRecovery:
         try:
             self._training.save_before_waiting()
         except (RejoinError, RuntimeError) as error:
-            if not self._rounds.confirms(error):
+            if not self._confirms(error):
                 raise
             return False
         return True

@@ -198,6 +198,11 @@ class HeartbeatReporter:
             self._before_wait = None
 
     @property
+    def phase(self) -> Phase:
+        """The present one."""
+        return PHASES[self._phase]
+
+    @property
     def saving(self) -> bool:
         """Whether a checkpoint is being written, here or by the rank that this one waits for."""
         return self._phase == _CHECKPOINT or self._peer_saves

@@ -30,10 +30,10 @@ import torch
 from elastic_trainer.errors import ConfigError, StepGivenUpError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model.arithmetic import arithmetic, check_ranks
 from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.steps.plan_agreement import UNNAMED
 from elastic_trainer.worker.steps.recorded_pass import PassDigests, PassRecorder
 
 _PROMISE = "audit_every compares bits"

@@ -70,6 +70,8 @@ class Steps:
         self._seed_all = rng.seeder(state.device)
         self._epoch, self._epoch_stream = -1, 0
         self._current: Step | None = None
+        self.begun = 0
+        """Steps of this round, whatever came of them."""
         self.trainable = Trainable(self.replica.module, self._optimizer)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
@@ -88,6 +90,7 @@ class Steps:
         self._agreed = False
         self._schedule_count = advanced(self._scheduler)
         self._unchecked.clear()
+        self.begun = 0
 
     @property
     def inside(self) -> bool:
@@ -107,6 +110,7 @@ class Steps:
     def opened(self, step: Step) -> None:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
+        self.begun += 1
         self._lost = self._meet()
         self._current, self.updating = step, False
         self._tracker.step_begins(step.number)

@@ -27,11 +27,12 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord, Plan
+from elastic_trainer.worker.steps.plan_agreement import Accord, Plan
 
 ENDLESS = 2**31
 """Epochs, where the number of steps ends the training."""

@@ -22,12 +22,11 @@ from typing import Any
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.whereabouts import UNNAMED
 
 Fields = Mapping[str, Any]
 Plan = tuple[Fields, int]
 """The fields, and the epoch before which they stay as they are; 0: nothing is promised beyond the present epoch."""
-UNNAMED = "local"
-"""The node of a process whose launcher names none."""
 _ADVICE = "start all nodes with the same script, arguments and data"
 _MARK_BYTES = 5
 """A float64 sums marks of 40 bits exactly over 8,192 ranks."""

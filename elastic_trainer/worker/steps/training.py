@@ -22,8 +22,10 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
+from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.model.local import LocalReplica
@@ -51,6 +53,11 @@ from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
 from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.workplace import RankContext, Workplace
 
+_DOING = {
+    Phase.ENDING: "has left its training loop",
+    Phase.EVALUATION: "evaluates",
+    Phase.CHECKPOINT: "saves",
+}
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
@@ -109,6 +116,7 @@ class Training:
             if self.replica.outer is not None:
                 own.append(self.replica.outer)
                 self.state.register("outer_optimizer", self.replica.outer)
+        self._whereabouts: Whereabouts | None = None
         lasts = place.environment.in_place
         self._second = SecondOptimizers(self.replica.module, own, wrapped.user, self.steps) if lasts else None
 
@@ -138,6 +146,8 @@ class Training:
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
+        if self._whereabouts is not None:
+            self._whereabouts.close()
         self.saver.close(limit_s)
         if self._second is not None:
             self._second.close()
@@ -231,12 +241,34 @@ class Training:
         neighbour = find_neighbour(control, here, place.environment.local_rank) if only else None
         self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, neighbour=neighbour)
         place.context = RankContext(group, self._boundaries(control))
+        self._watch(group)
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
         place.ledger.write("opened", step=position.step, **where)
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
         for each in place.watching:
             each()
+
+    def _watch(self, group: Group) -> None:
+        """Find out if ranks come to different places of the script."""
+        place = self.place
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+
+        def stand() -> Stand:
+            phase, newest = place.tracker.phase, group.control.newest
+            doing = _DOING.get(phase, f"has come to '{newest}'")
+            return Stand(self.steps.inside, self.steps.begun, place.position.step, doing)
+
+        self._whereabouts = Whereabouts(group, place.environment.node, stand, lambda: place.span_s, place.free)
+
+    def parted_by(self, error: BaseException | None) -> ConfigError | None:
+        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        if self._whereabouts is None or error is None:
+            return None
+        if isinstance(error, CallsDifferError):
+            return self._whereabouts.compared(error)
+        return self._whereabouts.error if is_collective_failure(error) else None
 
     def _meet(self) -> None:
         if self.replica.peers is not None:

@@ -57,8 +57,9 @@ class Workplace:
         tracker: HeartbeatReporter,
         signals: Signals,
         timeouts: groups.FormTimeouts,
+        free: Callable[[], object],
     ) -> None:
-        self.timeouts = timeouts
+        self.timeouts, self.free = timeouts, free
         self.options, self.environment, self.placement, self.position = options, environment, placement, position
         self.tracker, self.signals, self._report = tracker, signals, report
         self.context: RankContext | None = None

@@ -57,7 +57,9 @@ def test_what_a_script_does_behind_a_step_is_left_out_where_the_others_went_on(
     present = SimpleNamespace(boundaries=SimpleNamespace(save_due=due.append))
     options = SimpleNamespace(checks=CheckOptions())
     place = SimpleNamespace(position=position, present=present, options=options, record=lambda step: None)
-    training: Any = SimpleNamespace(place=place, apart=False, steps=SimpleNamespace(dirty=False))
+    training: Any = SimpleNamespace(
+        place=place, apart=False, steps=SimpleNamespace(dirty=False), parted_by=lambda error: None
+    )
     rounds: Any = SimpleNamespace(confirms=lambda error: True)
     recovery = InPlaceRecovery(rounds, training)
     recovery._calls.count = 3
