@@ -13,6 +13,14 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _NAME = re.compile(NAME_PATTERN)
 
 
+def as_text(raw: str) -> str:
+    """``raw``, which the file system may have given, as Unicode: bytes of a name that are not UTF-8 as ``\\xe9``."""
+    try:
+        return raw.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:
+        return raw.encode("utf-8", "backslashreplace").decode()
+
+
 def checked_name(value: str, what: str) -> str:
     """``value`` if it may be used as ``what`` in keys, file names and metric labels.
 

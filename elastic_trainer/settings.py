@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import PreflightMode, RecoveryMode
+from elastic_trainer.model import PreflightMode, RecoveryMode, as_text
 from elastic_trainer.variables import ENV_ENDPOINT, ENV_LOG_LEVEL, STORE_VARIABLES, WORKER_VARIABLES
 
 DEFAULT_ETCD_PORT = 2379
@@ -22,7 +24,7 @@ DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_ETCD_PORT}"
 GROUP_TIMEOUT_S = 600.0
 """How long a collective may take where no agent of this package watches the ranks."""
 UNLIMITED_S = 30 * 86_400.0
-_SECRETS = frozenset({"password"})
+SECRETS = frozenset({"password"})
 """Keys whose values are never shown."""
 
 
@@ -49,13 +51,29 @@ def explain(error: ValidationError, where: str) -> ConfigError:
         text, hint = f"{where}: '{name}' is missing", f"set '{name}'"
     elif not name:  # of several values together, among which may be secrets: the input is not shown
         text, hint = f"{where}: {message}", "correct these options"
-    elif name in _SECRETS:
+    elif name in SECRETS:
         text = f"{where}: '{name}' is wrong: {message}"
     else:
         text = f"{where}: '{name}' is {first['input']!r}: {message}"
     if len(problems) > 1:
         hint += f"; {len(problems) - 1} more problem(s) follow"
     return ConfigError(text, hint=hint)
+
+
+def as_json(document: BaseModel) -> bytes:
+    """``document`` as JSON, with :func:`~elastic_trainer.model.as_text` of what is no Unicode, such as file names."""
+    try:
+        return document.model_dump_json().encode()
+    except PydanticSerializationError:
+        return json.dumps(_as_texts(document.model_dump(mode="json"))).encode()
+
+
+def _as_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return as_text(value)
+    if isinstance(value, dict):
+        return {_as_texts(name): _as_texts(each) for name, each in value.items()}
+    return [_as_texts(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def validated(kind: type[SettingsT], values: Mapping[str, Any], where: str) -> SettingsT:

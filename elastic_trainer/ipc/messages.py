@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elastic_trainer.errors import PermanentError
+from elastic_trainer.settings import as_json
 
 CHANNEL_VERSION = 2
 LONGEST_LINE = 1 << 20
@@ -26,7 +27,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     def encode(self) -> bytes:
-        return self.model_dump_json().encode() + b"\n"
+        return as_json(self) + b"\n"
 
 
 class StateReport(BaseModel):

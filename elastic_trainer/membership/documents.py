@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
+from elastic_trainer.settings import as_json
 from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 
 PROTOCOL_VERSION = 2
@@ -53,7 +54,7 @@ class Document(BaseModel):
     version: Literal[2] = 2
 
     def encode(self) -> bytes:
-        return self.model_dump_json(exclude_defaults=False).encode()
+        return as_json(self)
 
     @classmethod
     def decode(cls, value: bytes, key: str) -> Self:

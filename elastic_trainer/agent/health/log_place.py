@@ -10,6 +10,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from elastic_trainer.model import as_text
+
 
 def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
     """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
@@ -19,7 +21,7 @@ def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: in
     except OSError:
         return ""
     if stat.S_ISREG(found.st_mode):
-        return f"file:{target}"
+        return f"file:{as_text(target)}"
     if environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}":
         return f"journal:{_unit(Path('/proc/self/cgroup'))}"
     if "KUBERNETES_SERVICE_HOST" not in environ:

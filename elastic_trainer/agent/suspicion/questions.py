@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.membership.documents import MOST_WORKERS
+from elastic_trainer.settings import as_json
 
 LONGEST_ANSWER = 1 << 16
 _WORKERS_TOLD = 64
@@ -27,7 +28,7 @@ class _Line(BaseModel):
     """The sending node."""
 
     def encode(self) -> bytes:
-        return self.model_dump_json().encode() + b"\n"
+        return as_json(self) + b"\n"
 
 
 class Question(_Line):

@@ -197,3 +197,11 @@ def test_what_differs_of_a_job_is_named_unless_it_may_or_is_not_known() -> None:
     earlier = Spec(min_nodes=1, max_nodes=2)
     assert mine.changed(earlier) == earlier.changed(mine) == mine.changed(mine) == {}
     assert (earlier.knows_less(mine), mine.knows_less(earlier)) == (True, False)
+
+
+def test_a_name_of_the_file_system_that_is_no_text_is_escaped() -> None:
+    """It would otherwise keep a node from being seen. Its bytes stay readable."""
+    for raw, text in (("café \udce9", "café \\xe9"), ("\ud800", "\\ud800")):
+        entry = JournalEntry(wall=0, by="n", round=1, state=RoundState.BROKEN, reason=raw, nodes=(raw,), world_size=1)
+        read = JournalEntry.decode(entry.encode(), "k")
+        assert (read.reason, read.nodes) == (text, (text,))
