@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from elastic_trainer.cli.local import nodes, rendezvous
 from elastic_trainer.cli.main import PROGRAM
 from elastic_trainer.cli.options import at_least, ensure_torch
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import parse_endpoints, store_endpoint
+from elastic_trainer.settings import SECRETS, parse_endpoints, store_endpoint
 
 MAX_RESTARTS = 100
 """A job of weeks outlives many failures; one that fails at its start, or again at one step, ends by its own limits."""
@@ -25,6 +26,7 @@ PACKAGE = "elastic_trainer"
 _TRAINING = f"{PACKAGE}.training"
 _OPENERS = frozenset({"Session", "Trainer"})
 """What of this package lives through rounds in one process."""
+_SECRET = re.compile(rf"\b({'|'.join(SECRETS)})=[^,]*")
 _EXAMPLE = "example: elastic-trainer run --nodes 2:4 --endpoint etcd:2379 -- train.py --epochs 10"
 
 
@@ -53,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         ensure_torch()
     words = command(arguments)
-    print(f"{PROGRAM}: torchrun {shlex.join(words)}", file=sys.stderr, flush=True)
+    shown = shlex.join([_SECRET.sub(r"\1=***", each) if each.startswith("--rdzv-conf=") else each for each in words])
+    print(f"{PROGRAM}: torchrun {shown}", file=sys.stderr, flush=True)
     if not arguments.dry_run:
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
     return 0

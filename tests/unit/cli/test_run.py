@@ -34,6 +34,16 @@ def test_torchrun_understands_the_command(tmp_path: Path) -> None:
     assert (parsed.training_script, parsed.training_script_args) == (path, ["--lr", "0.1"])
 
 
+def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Job logs are read by many; torchrun gets it."""
+    words = ["--rdzv-conf", "user=u,password=geheim-1,ttl=9", "--", "script"]
+    assert any("password=geheim-1,ttl=9" in word for word in command(*words))
+    assert main(["run", "--dry-run", *words]) == 0
+    said = capsys.readouterr()
+    assert "user=u,password=***,ttl=9" in said.err
+    assert "geheim" not in said.err + said.out
+
+
 def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless an option names another."""
     monkeypatch.setenv("ELASTIC_TRAINER_ENDPOINT", "there:2379")
