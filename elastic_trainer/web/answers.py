@@ -85,5 +85,8 @@ def text(status: int, words: str, **headers: str) -> Answer:
 
 def metrics(collector: Collector, accept: str) -> Answer:
     """The metrics of ``collector``, in the format that the header ``Accept`` requests."""
-    encode, kind = choose_encoder(accept)
+    try:
+        encode, kind = choose_encoder(accept)
+    except (ValueError, TypeError):  # a version that is none
+        encode, kind = choose_encoder("")
     return Answer(200, kind, Body.of(encode(collector)), NO_STORE)

@@ -14,6 +14,7 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
+from elastic_trainer.web.answers import metrics
 from elastic_trainer.web.node_metrics import NodeCollector
 from tests.unit.agent.readings import reading
 
@@ -148,6 +149,12 @@ def test_both_formats_are_read_by_prometheus_own_parsers(living: int) -> None:
             for sample in metric.samples
         }
         assert told == wanted
+
+
+@pytest.mark.parametrize("version", ["abc", "", "1.0.0", "99", "-1", "1;version=2"])
+def test_whatever_version_is_accepted_an_answer_comes(version: str) -> None:
+    for kind in ("application/openmetrics-text", "text/plain"):
+        assert metrics(Node(worker()).collector, f"{kind};version={version}").status == 200
 
 
 def test_a_process_without_a_store_exports_its_ranks_alone() -> None:
