@@ -10,12 +10,12 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.training.config import JobConfig
 
 READY_MADE = "elastic_trainer.tasks"
@@ -25,7 +25,12 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's safe loader, except that a key given twice is an error instead of silently winning."""
+    """YAML's safe loader, but a key given twice is an error instead of silently winning, and a date is a text."""
+
+    yaml_implicit_resolvers: ClassVar[Any] = {
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -55,6 +60,8 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {reason}", hint="correct the YAML") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: nested too deeply", hint="correct the YAML") from error
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:  # of PyYAML's constructors
+        raise ConfigError(f"{where}: a value does not fit its type: {last_line(error)}", hint="correct it") from error
 
 
 def read_job_file(source: str) -> tuple[str, dict[str, Any]]:

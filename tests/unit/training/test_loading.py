@@ -66,6 +66,12 @@ def test_overrides_can_choose_another_member_of_a_section(job: Path) -> None:
     assert config.scheduler == StepConfig(name="step", every_epochs=1)
 
 
+def test_a_date_is_a_text(job: Path) -> None:
+    """A directory is often called after one, also one that no calendar has."""
+    for name in ("2024-02-28", "2024-02-30"):
+        assert load_job(str(job), [f"checkpoint.directory={name}"]).checkpoint.directory == name
+
+
 def test_an_override_leaves_an_alias_as_it_was() -> None:
     values = parse_yaml("a: &a {lr: 1}\nb: *a\n", "f")
     assert with_overrides(values, ["a.lr=2"]) == {"a": {"lr": 2}, "b": {"lr": 1}}
@@ -111,6 +117,11 @@ def test_the_effective_configuration_reads_back_equal(job: Path, tmp_path: Path)
         ("optimizer..lr=3", ["is not key=value"]),
         ("--epochs=3", ["is not key=value"]),
         ("epochs.x=3", ["'epochs' is 2, which has no parts"]),
+        ("epochs=2024-02-30", ["'epochs' is '2024-02-30'"]),
+        ("epochs=!!timestamp x", ["override 'epochs=!!timestamp x'", "does not fit its type"]),
+        ("epochs=!!int ''", ["override", "does not fit its type"]),
+        ("epochs=!!float x", ["override", "does not fit its type"]),
+        ("epochs=!!bool x", ["override", "does not fit its type"]),
         ("epochs=[1", ["override 'epochs=[1'", "line 1"]),
     ],
 )
