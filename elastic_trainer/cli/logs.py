@@ -9,9 +9,11 @@ Each node says in the store where its output goes. A directory of ``elastic-trai
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -172,9 +174,24 @@ def _of_store(arguments: argparse.Namespace) -> list[NodeLog]:
 
 
 def _directory(run: str) -> Path | None:
-    """Where ``elastic-trainer local`` keeps the run, if it is one of this machine."""
-    candidates = (Path(run), Path("runs") / run, Path(tempfile.gettempdir()) / f"elastic-trainer-{run}")
-    return next((each for each in candidates if (each / "logs").is_dir()), None)
+    """Where ``elastic-trainer local`` keeps the run, if it is one of this machine.
+
+    In the system's temporary directory anybody may have made a directory of that name: only one's own counts.
+    """
+    for each in (Path(run), Path("runs") / run):
+        if (each / "logs").is_dir():
+            return each
+    shared = Path(tempfile.gettempdir()) / f"elastic-trainer-{run}"
+    return shared if _is_own(shared) and _is_own(shared / "logs") else None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether ``path`` is a directory of this user, no link to one, that not everybody can write."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
 
 
 def _here(each: NodeLog) -> Path | None:

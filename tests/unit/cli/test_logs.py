@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.agent.health.log_place import log_place
-from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
+from elastic_trainer.cli.logs import NodeLog, _directory, age_s, choose, newer, of_run, span_s, whereabouts
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import ConfigError
 from tests.support.monitored import health, run
@@ -83,6 +85,29 @@ def test_a_node_says_where_its_output_goes(tmp_path: Path) -> None:
         assert log_place("gpt-3", {}, number) == ""
         assert log_place("gpt-3", {**pod, "JOB_COMPLETION_INDEX": "3"}, number) == "job:gpt/3"
         assert log_place("gpt-3", pod, number) == "pod:gpt-3"
+
+
+def test_a_log_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8 are escaped, since the name goes into the node's document."""
+    with open(os.fsencode(tmp_path) + b"/caf\xc3\xa9-\xe9.log", "wb") as file:
+        place = log_place("h", {}, file.fileno())
+    assert place == f"file:{tmp_path}/café-\\xe9.log"
+
+
+@pytest.mark.parametrize("foreign", ["a link", "for all", ""])
+def test_in_the_temporary_directory_only_what_this_user_made_counts(
+    foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may have made a directory of that name there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "elastic-trainer-r"
+    made = tmp_path / "elsewhere" if foreign == "a link" else kept
+    (made / "logs").mkdir(parents=True)
+    if foreign == "a link":
+        kept.symlink_to(made)
+    (made / "logs").chmod(0o777 if foreign == "for all" else 0o700)
+    assert _directory("r") == (None if foreign else kept)
 
 
 def test_the_directory_of_a_local_run_needs_no_etcd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
