@@ -21,7 +21,7 @@ from elastic_trainer.checkpoint import codec, reading, tensorfile, tensors
 from elastic_trainer.checkpoint.codec import Leaf
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.checkpoint.storage.posix_io import sync
+from elastic_trainer.checkpoint.storage.posix_io import beside, sync
 from elastic_trainer.checkpoint.tensorfile import Placed
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
@@ -230,14 +230,7 @@ def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]
         raise ConfigError(f"{goal} is {'no' if folder else 'a'} directory", hint="choose another name")
     try:
         goal.parent.mkdir(parents=True, exist_ok=True)
-        if folder:
-            temporary = Path(tempfile.mkdtemp(dir=goal.parent, prefix=f".{goal.name}."))
-            temporary.chmod(0o755)
-        else:
-            descriptor, name = tempfile.mkstemp(dir=goal.parent, prefix=f".{goal.name}.")
-            os.fchmod(descriptor, 0o644)
-            os.close(descriptor)
-            temporary = Path(name)
+        temporary = beside(goal, folder=folder)
         try:
             yield temporary
             _appear(temporary, goal, force=force, folder=folder)

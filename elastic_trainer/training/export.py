@@ -11,7 +11,6 @@ that froze while it wrote, and was replaced since, does not overwrite a newer mo
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import nn
 
+from elastic_trainer.checkpoint.storage.posix_io import beside
 from elastic_trainer.telemetry import logs
 
 _REFUSALS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError, AttributeError)
@@ -37,11 +37,11 @@ def export(module: nn.Module, path: Path, step: int, notes: Mapping[str, object]
     notes = {"step": step, **notes}
     before = _identity(path)
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
-        temporary = Path(name)
+        temporary = beside(path)
+        mode = temporary.stat().st_mode
         try:
-            save_model(module, name, {key: str(value) for key, value in notes.items()})
+            save_model(module, str(temporary), {key: str(value) for key, value in notes.items()})
+            temporary.chmod(mode)
             _make_durable(temporary)
             if _identity(path) != before and (there := exported_step(path)) is not None and there >= step:
                 logs.logger().warning("model.exported_by_another", path=str(path), step=step, there=there)
@@ -77,5 +77,4 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _make_durable(path: Path) -> None:
     with path.open("rb") as file:
-        os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())

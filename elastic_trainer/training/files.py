@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from elastic_trainer.checkpoint.storage.posix_io import beside
 from elastic_trainer.errors import StorageError
 
 
@@ -33,13 +34,11 @@ def storage_errors(path: Path, hint: str = "give a writable checkpoint.directory
 def write_atomically(path: Path, text: str) -> None:
     """Replace ``path`` by a file that holds ``text``, durably."""
     with storage_errors(path):
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        temporary = Path(name)
+        temporary = beside(path)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
-                os.fchmod(file.fileno(), 0o644)
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:

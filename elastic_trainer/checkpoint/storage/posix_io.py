@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,16 @@ _READERS = 4
 """Beyond a few readers the memory bus or the disk is the limit."""
 _KEPT_IN_CACHE = 1 << 20
 """Files up to this size may stay in the page cache: manifests, which are read again and again."""
+
+
+def beside(path: Path, *, folder: bool = False) -> Path:
+    """A new, empty file or folder that is to replace ``path``; the umask decides who may read it. Raises OSError."""
+    made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    if folder:
+        made.mkdir()
+    else:
+        os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return made
 
 
 class PosixSink:

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
+from elastic_trainer.checkpoint.storage.posix_io import beside
 from elastic_trainer.settings import cache_directory
 from elastic_trainer.tasks.vision.digits import CLASSES, Digits, shipped_digits, split
 from elastic_trainer.tasks.vision.pillow import Image
@@ -35,9 +35,8 @@ def digit_images(cache: Path | None = None) -> Path:
     train, test = split(shipped_digits(), TEST_SIZE, seed=0)
     with storage_errors(root, hint="set data.cache to a directory that can be written"):
         root.mkdir(parents=True, exist_ok=True)
-        begun = Path(tempfile.mkdtemp(dir=root, prefix=f".{NAME}."))
+        begun = beside(final, folder=True)
         try:
-            begun.chmod(0o755)  # a cache may be shared
             _write(train, begun / "train")
             _write(test, begun / "test")
             try:

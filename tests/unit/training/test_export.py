@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training import export as exports
 from elastic_trainer.training.export import export, exported_step
+from elastic_trainer.training.files import write_atomically
 
 
 def tied() -> nn.Module:
@@ -36,6 +38,17 @@ def test_a_model_comes_back_with_its_buffers_and_tied_parameters(tmp_path: Path)
     assert exported_step(path) == 7
     assert exported_step(tmp_path / "other.safetensors") is None
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_umask_decides_who_may_read_what_is_written(tmp_path: Path) -> None:
+    """Models, and the small files of a run."""
+    before = os.umask(0o027)
+    try:
+        assert export(nn.Linear(1, 1), tmp_path / "model", 1, {})
+        write_atomically(tmp_path / "text", "x")
+    finally:
+        os.umask(before)
+    assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o640}
 
 
 def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path: Path) -> None:
