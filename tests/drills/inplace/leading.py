@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_FAILURE, EXIT_LEFT
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
 from elastic_trainer.ipc.messages import (
     Drain,
@@ -191,7 +191,7 @@ class Lead:
     def tolerate(self, workers: Sequence[Worker]) -> None:
         """These may fail; the others go on."""
         for worker in workers:
-            worker.may_exit.add(EXIT_FAILURE)
+            worker.may_exit |= {EXIT_FAILURE, EXIT_CONFIG}
 
     # ---- waiting
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.local.ledger import audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.drills.inplace.scripts.habits import adapted, generator, trained
@@ -105,7 +106,7 @@ def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lea
     lead.tolerate(workers[:2])
     regrouped(lead, workers[:2], workers[:2])
     for worker in workers[:2]:
-        assert worker.process.wait(LIMIT_S) == 1
+        assert worker.process.wait(LIMIT_S) == EXIT_CONFIG
         assert "the loss is of data read before the ranks changed" in worker.log.read_text()
     committed = [line for path in lead.ledger.glob("*.jsonl") for line in path.read_text().splitlines()]
     assert max(json.loads(line)["step"] for line in committed) == 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.ipc.messages import Drain, Evicted, Progress
 from elastic_trainer.local.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
@@ -190,7 +190,7 @@ def test_ranks_that_cut_the_data_differently_do_not_begin(lead: Lead) -> None:
     lead.tolerate(workers)
     lead.form(workers)
     for worker in workers:
-        assert worker.process.wait(LIMIT_S) == 1
+        assert worker.process.wait(LIMIT_S) == EXIT_CONFIG
         assert "'global_batch' is 20 on rank 1 (node b) and 16 on rank 0 (node a)" in worker.log.read_text()
     lines = [line for path in lead.ledger.glob("*.jsonl") for line in map(parse, path.read_text().splitlines()) if line]
     assert {line.event for line in lines} == {LineKind.OPENED}
@@ -208,7 +208,7 @@ def test_a_newcomer_that_cuts_the_data_differently_is_refused_alone(lead: Lead) 
     lead.await_file("joining.a")
     lead.change([*members, c])
     lead.open("joining")
-    assert c.process.wait(LIMIT_S) == 1
+    assert c.process.wait(LIMIT_S) == EXIT_CONFIG
     assert "'global_batch' is 20 on rank 2 (node c) and 16 on the ranks that train already" in c.log.read_text()
     regrouped(lead, members, members)
     ended = results(lead, members)

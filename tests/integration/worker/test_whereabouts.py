@@ -35,8 +35,7 @@ def test_in_place_no_other_round_is_tried(tmp_path: Path) -> None:
     with leading(tmp_path) as lead:
         workers = [lead.start(name, str(SCRIPTS / "leaving.py"), "break") for name in "ab"]
         lead.form(workers)
-        for worker in workers:
-            worker.may_exit.add(EXIT_CONFIG)
+        lead.tolerate(workers)
         for worker in workers:
             lead.wait(lambda worker=worker: worker.process.poll() is not None, "its end")  # type: ignore[misc]
             assert worker.process.returncode == EXIT_CONFIG
