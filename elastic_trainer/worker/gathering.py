@@ -47,8 +47,8 @@ class OneGathering:
     def stop_requested(self, signal: str) -> None:
         """The ranks agree on it themselves."""
 
-    def free(self) -> None:
-        """End the collectives in which the main thread waits."""
+    def free(self, number: int) -> None:
+        """End the collectives of round ``number`` in which the main thread waits."""
         groups.abort_nccl()
         self._sockets.sever()
 
@@ -91,10 +91,11 @@ class InPlaceGathering:
     def broken(self) -> str | None:
         return self._link.broken(self._escape.number)
 
-    def free(self) -> None:
-        """As of one round."""
-        groups.abort_nccl()
-        self._escape.sockets.sever()
+    def free(self, number: int) -> None:
+        """End the collectives of round ``number`` in which the main thread waits."""
+        if number == self._escape.number:
+            groups.abort_nccl()
+        self._escape.sockets.sever(number)
 
     def meet(self, place: Workplace) -> None:
         """Ranks meet only once there is a model."""

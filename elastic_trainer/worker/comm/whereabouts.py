@@ -53,7 +53,7 @@ class Stand:
 
 
 class Whereabouts:
-    """See the module. ``stand()`` says where the main thread is, ``free()`` ends what it waits for in C++."""
+    """See the module. ``stand()`` says where the main thread is, ``free(round)`` ends what it waits for in C++."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Whereabouts:
         node: str,
         stand: Callable[[], Stand],
         span_s: Callable[[], float],
-        free: Callable[[], object],
+        free: Callable[[int], object],
     ) -> None:
         self._store, self._control = group.fresh, group.control
         self._stand, self._span_s, self._free = stand, span_s, free
         self._who = f"rank {self._control.rank}" + (f" (node {node})" if node != UNNAMED else "")
-        self._before = self._control.begun
+        self._before, self._round = self._control.begun, group.formation.round
         self._parted = ""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -99,8 +99,11 @@ class Whereabouts:
         return ConfigError(f"{first}, and {second}", hint=error.hint) if found else error
 
     def close(self) -> None:
-        """The round, or the session, has ended."""
+        """The round has ended."""
         self._closed.set()
+
+    def join(self) -> None:
+        """After :meth:`close`, before the process ends: Python must not end the thread inside torch's store."""
         if self._thread is not None:
             self._thread.join(LEAST_S)
 
@@ -144,7 +147,7 @@ class Whereabouts:
         self._control.works.end(self._parted)
         ends_at = SYSTEM.monotonic() + END_S
         while SYSTEM.monotonic() < ends_at:
-            self._free()
+            self._free(self._round)
             if self._closed.wait(LOOK_S):
                 return
         complain(ConfigError(self._parted, hint=HINT), sys.stderr)

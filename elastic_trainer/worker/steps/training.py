@@ -148,6 +148,7 @@ class Training:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
         if self._whereabouts is not None:
             self._whereabouts.close()
+            self._whereabouts.join()
         self.saver.close(limit_s)
         if self._second is not None:
             self._second.close()

@@ -57,7 +57,7 @@ class Workplace:
         tracker: HeartbeatReporter,
         signals: Signals,
         timeouts: groups.FormTimeouts,
-        free: Callable[[], object],
+        free: Callable[[int], object],
     ) -> None:
         self.timeouts, self.free = timeouts, free
         self.options, self.environment, self.placement, self.position = options, environment, placement, position

@@ -16,8 +16,8 @@ class Rank:
 
     def __init__(self, number: int, store: Any) -> None:
         control = SimpleNamespace(rank=number, alone=True, begun=0)
-        group: Any = SimpleNamespace(fresh=store, control=control)
-        self._it = Whereabouts(group, f"n{number}", self._stand, lambda: 0.0, lambda: None)
+        group: Any = SimpleNamespace(fresh=store, control=control, formation=SimpleNamespace(round=1))
+        self._it = Whereabouts(group, f"n{number}", self._stand, lambda: 0.0, lambda number: None)
 
     def _stand(self) -> Stand:
         raise AssertionError("its thread does not run")
