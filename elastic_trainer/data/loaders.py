@@ -60,7 +60,7 @@ class SessionSampler(TorchSampler[list[int]]):
         self._source: LoaderSource | None = None
 
     def __len__(self) -> int:
-        return -(-self.plan.length // self.plan.global_batch)
+        return self.plan.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._source is None or not self._source.starting:

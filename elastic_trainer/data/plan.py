@@ -76,7 +76,8 @@ class EpochPlan:
 
     By default the number of ranks has no part in it. With ``scale_from`` the global batch is the one for that many
     ranks, and with W ranks it is W / scale_from times as large; the learning rate follows by ``lr_rule``. With
-    ``passes`` each rank computes its part of a whole global batch in that many micro-batches.
+    ``passes`` each rank computes its part of a whole global batch in that many micro-batches. With ``drop_last`` an
+    epoch leaves out the samples at the end of its order that do not fill a global batch (with ``passes``: one pass).
     """
 
     length: int
@@ -87,6 +88,7 @@ class EpochPlan:
     scale_from: int | None = None
     lr_rule: LrRule = LrRule.NONE
     passes: int | None = None
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -103,6 +105,11 @@ class EpochPlan:
                 f"passes is {self.passes} for a global batch of {self.global_batch}",
                 hint="it must be between 1 and global_batch_size, and goes without micro_batch_size",
             )
+        if self.length < self._unit:
+            raise DataError(
+                f"the data set has {self.length} samples, and drop_last leaves none for batches of {self._unit}",
+                hint="leave drop_last out, or take a smaller batch",
+            )
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
         if self.scale_from is not None and self.scale_from < 1:
@@ -118,7 +125,17 @@ class EpochPlan:
         size = max(1, round(self.global_batch * world / self.scale_from))
         micro = min(self.micro_batch, size) if self.micro_batch is not None else None
         passes = min(self.passes, size) if self.passes is not None else None
-        return EpochPlan(self.length, size, micro, self.seed, self.shuffle, passes=passes)
+        return EpochPlan(self.length, size, micro, self.seed, self.shuffle, passes=passes, drop_last=self.drop_last)
+
+    @property
+    def _unit(self) -> int:
+        """An epoch takes a multiple of that many samples."""
+        return self.global_batch // (self.passes or 1) if self.drop_last else 1
+
+    @property
+    def steps(self) -> int:
+        """How many global batches an epoch has."""
+        return -(-self.left(Cursor()) // self.global_batch)
 
     @property
     def most_parts(self) -> int:
@@ -139,17 +156,22 @@ class EpochPlan:
         """The sample numbers of ``epoch`` in training order (read-only)."""
         return epoch_order(self.length, self.seed, epoch, self.shuffle)
 
+    def left(self, cursor: Cursor) -> int:
+        """How many samples of the epoch are still to be trained on."""
+        rest = max(0, self.length - cursor.samples)
+        return rest - rest % self._unit
+
     def ended(self, cursor: Cursor) -> bool:
-        return cursor.samples >= self.length
+        return self.left(cursor) == 0
 
     def global_batch_at(self, cursor: Cursor) -> GlobalBatch:
-        """The global batch that begins at ``cursor``; the last one of an epoch is smaller, never dropped or padded.
+        """The global batch that begins at ``cursor``; the last one of an epoch may be smaller, and is never padded.
 
         Raises ValueError when the epoch has ended.
         """
         if self.ended(cursor):
             raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
-        stop = min(cursor.samples + self.global_batch, self.length)
+        stop = cursor.samples + min(self.global_batch, self.left(cursor))
         ids = self.order(cursor.epoch)[cursor.samples : stop] if self.shuffle else np.arange(cursor.samples, stop)
         return GlobalBatch(ids, cursor, Cursor(cursor.epoch, stop), cursor.samples // self.global_batch)
 

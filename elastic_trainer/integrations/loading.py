@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.model import Cursor
 from elastic_trainer.worker import alone
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.driven import DrivenStep
@@ -32,11 +33,40 @@ def require_hidden(framework: str) -> None:
         )
 
 
+def batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
+    """How ``loader`` cuts its batches; ConfigError that names what else it was told and a session cannot do for it."""
+    batches: Any = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset) or batches is None:
+        raise ConfigError(
+            "a session draws samples by their numbers: it needs a map-style data set and a batch_size",
+            hint="use session.batches() with a SeekableStream for what comes as a stream",
+        )
+    sampler = batches.sampler if type(batches) is BatchSampler else batches
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        raise ConfigError(
+            f"the DataLoader has a {type(sampler).__name__}, and a session deals out samples itself",
+            hint="say shuffle=True or shuffle=False instead of a sampler",
+        )
+    workers = "the session's own processes read the samples; do it in the data set, at the first sample of a process"
+    order = "the session's seed orders the samples: say Session(seed=...)"
+    for name, told, hint in (
+        ("a sampler with replacement", getattr(sampler, "replacement", False), "leave it out: an epoch is all samples"),
+        ("a sampler with num_samples", getattr(sampler, "_num_samples", None), "give a Subset of the data set"),
+        ("a sampler with a generator", getattr(sampler, "generator", None), order),
+        ("a generator", loader.generator, order),
+        ("a worker_init_fn", loader.worker_init_fn, workers),
+        ("a timeout", loader.timeout, "leave it out: the node agent's watchdog ends a worker that hangs"),
+    ):
+        if told:
+            raise ConfigError(f"the DataLoader has {name}, which a session does not use", hint=hint)
+    return batches  # type: ignore[no-any-return]
+
+
 class SessionLoader:
     """Gives each whole step once, as its first micro-batch; the step takes the others itself (see train).
 
-    ``begun(steps)`` is called before the first batch of an epoch, with the steps of it that are made already;
-    ``epoch()`` says which one it is, for a framework that does not begin with 0 in each process.
+    ``begun(steps)`` is called before the first batch of an epoch, with the steps of it that are made already, and says
+    whether to go on; ``epoch()`` says which one it is, for a framework that does not begin with 0 in each process.
     """
 
     def __init__(
@@ -44,34 +74,40 @@ class SessionLoader:
         session: Session,
         loader: DataLoader[Any],
         passes: int = 1,
-        begun: Callable[[int], object] = lambda steps: None,
+        begun: Callable[[int], bool] = lambda steps: True,
         epoch: Callable[[], int] | None = None,
     ) -> None:
         dataset: Any = loader.dataset
-        self.session, self.dataset, self.batch_size = session, dataset, loader.batch_size or 0
+        self._cut = batch_sampler(loader)
+        self.session, self.dataset, self.batch_size = session, dataset, self._cut.batch_size
         self.passes, self._loader, self._begun, self._epoch, self._epochs = passes, loader, begun, epoch, 0
         self.sampler, self.batch_sampler, self.num_workers = None, None, loader.num_workers
         self.reached = False
         """Whether the program has come to the epoch that the session is in."""
-        if not self.batch_size or isinstance(loader.dataset, IterableDataset):
-            raise ConfigError(
-                "a session draws samples by their numbers: it needs a map-style data set and a batch_size",
-                hint="use session.batches() with a SeekableStream for what comes as a stream",
-            )
-        if type(loader.sampler) not in (RandomSampler, SequentialSampler):
-            raise ConfigError(
-                f"the DataLoader has a {type(loader.sampler).__name__}, and a session deals out samples itself",
-                hint="say shuffle=True or shuffle=False instead of a sampler",
-            )
         self.global_batch = self.batch_size * passes
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.global_batch)
+        return -(-self._samples // self.global_batch)
+
+    @property
+    def _samples(self) -> int:
+        """How many an epoch has: whole batches of the DataLoader, if it drops the last one."""
+        length = len(self.dataset)
+        return length - length % self.batch_size if self._cut.drop_last else length
+
+    def made(self, cursor: Cursor) -> int:
+        """How many steps of the epoch of ``cursor`` are behind it."""
+        return -(-min(cursor.samples, self._samples) // self.global_batch)
+
+    def ended(self, cursor: Cursor) -> bool:
+        """Whether nothing is left to train on in the epoch of ``cursor``."""
+        return cursor.samples >= self._samples
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch of the program: what is left of it, nothing if it is trained already.
 
-        In the body of session.epochs() it is the epoch of that.
+        In the body of session.epochs() it is the epoch of that. Nothing is looked at before the first batch is asked
+        for: a framework may make the iterator before the session has resumed.
         """
         cursor = self.session.cursor
         if self.session.within_epochs:
@@ -79,23 +115,25 @@ class SessionLoader:
         else:
             self._epochs = 1 + (self._epochs if self._epoch is None else self._epoch())
         self.reached = cursor.epoch < self._epochs
-        made = -(-cursor.samples // self.global_batch) if cursor.epoch == self._epochs - 1 else 0
-        return self._given(self._batches(), made)
+        if self._begun(self.made(cursor) if cursor.epoch == self._epochs - 1 else 0):
+            yield from self._given(self._batches())
 
     def _batches(self) -> Iterator[Batch]:
+        context: Any = self._loader.multiprocessing_context
         return self.session.batches(
             self.dataset,
             global_batch_size=self.global_batch,
             passes=self.passes,
-            shuffle=isinstance(self._loader.sampler, RandomSampler),
+            shuffle=isinstance(self._cut.sampler, RandomSampler),
             collate=self._loader.collate_fn,
             epochs=None if self.session.within_epochs else self._epochs,
             workers=self._loader.num_workers,
             prefetch=self._loader.prefetch_factor or 2,
+            multiprocessing_context=context.get_start_method() if context is not None else None,
+            drop_last=self._cut.drop_last,
         )
 
-    def _given(self, batches: Iterator[Batch], made: int) -> Iterator[Any]:
-        self._begun(made)
+    def _given(self, batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
             yield batch.micro_batches[0].data
 
@@ -124,7 +162,7 @@ class PassLoader(SessionLoader):
         """Whether this pass is the last one of its step."""
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.batch_size)
+        return -(-self._samples // self.batch_size)
 
     @property
     def step(self) -> DrivenStep:
@@ -140,7 +178,7 @@ class PassLoader(SessionLoader):
         self.step.update()
         return self.step.end()
 
-    def _given(self, batches: Iterator[Batch], made: int) -> Iterator[Any]:
+    def _given(self, batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
             step = self._step = self.session.begin_step()
             left, data = len(batch.micro_batches), None

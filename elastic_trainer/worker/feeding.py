@@ -67,6 +67,7 @@ class SessionData(SessionStanding):
         bad_samples: str = "raise",
         max_bad_fraction: float = 0.01,
         multiprocessing_context: str | None = None,
+        drop_last: bool = False,
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
 
@@ -84,6 +85,9 @@ class SessionData(SessionStanding):
 
         With ``passes`` each rank computes its part in that many micro-batches, whatever the number of ranks.
 
+        The last global batch of an epoch is smaller if the samples do not fill it. With ``drop_last`` they are left
+        out (with ``passes``: those that do not fill a pass of ``global_batch_size / passes`` samples).
+
         With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
         are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
         ``pin_memory`` None: when the device is CUDA.
@@ -95,7 +99,8 @@ class SessionData(SessionStanding):
         """
         change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
-        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule, passes)
+        size, micro = global_batch_size, micro_batch_size
+        plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
         loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
         if isinstance(dataset, Streams):
             change = self._reading(dataset, plan, loading, epochs)
@@ -140,6 +145,7 @@ class SessionData(SessionStanding):
         shuffle: bool = True,
         scale_from: int | None = None,
         lr_rule: str = LrRule.NONE,
+        drop_last: bool = False,
     ) -> SessionSampler:
         """The batch sampler of a DataLoader of your own, or of torchdata's StatefulDataLoader.
 
@@ -153,7 +159,8 @@ class SessionData(SessionStanding):
             )
         training, rule = self._trained, one_of(LrRule, lr_rule, "lr_rule")
         length, seed, feed = checked_length(dataset), self._options.seed, self._here.feed
-        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule, passes)
+        size, micro = global_batch_size, micro_batch_size
+        plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
 
         def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
             return feed.batches(dataset, plan, None, epochs, steps, source, training.round_end.change)

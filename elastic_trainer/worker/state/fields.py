@@ -9,7 +9,8 @@ from typing import Any
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 
-NAMES = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run")
+_CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
+NAMES = (*_CUT, "arithmetic", "run")
 
 
 def check_fields(

@@ -123,12 +123,12 @@ class DataFeed:
     @property
     def next_size(self) -> int:
         """Samples of the next step, job-wide; 0 if unknown, and at the end of an epoch."""
+        if self._sampler is not None:
+            plan = self._sampler.plan.at(self._part.world)
+            return min(plan.global_batch, plan.left(self._position.cursor))
         fields = self.fields or self._resumed
         left = int(fields.get("length", 0)) - self._position.cursor.samples
-        size = int(fields.get("global_batch", 0))
-        if self._sampler is not None:
-            size = self._sampler.plan.at(self._part.world).global_batch
-        return max(0, min(size, left))
+        return max(0, min(int(fields.get("global_batch", 0)), left))
 
     def _cut(self) -> Plan:
         return (asdict(self._sampler.plan) if self._sampler is not None else {}), self._same_until
@@ -192,7 +192,7 @@ class DataFeed:
             over = over or (steps is not None and self._position.step >= steps)
             if not over:
                 raise  # else this is an earlier loop of a script with several: the next one is compared
-        self._tracker.describe(length=plan.length, batch=plan.at(self._part.world).global_batch)
+        self._tracker.describe(length=plan.left(Cursor()), batch=plan.at(self._part.world).global_batch)
         until = epochs if epochs is not None else self._last_epoch or 0
         if isinstance(loading, LoaderSource):
             timed: Source = Awaited(loading, self._tracker)

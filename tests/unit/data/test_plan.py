@@ -87,6 +87,19 @@ def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
         plan.global_batch_at(tail.following)
 
 
+@pytest.mark.parametrize(("passes", "sizes"), [(None, [8, 8]), (2, [8, 8, 4]), (4, [8, 8, 6])])
+def test_a_tail_that_fills_no_batch_is_dropped_where_that_is_asked_for(passes: int | None, sizes: list[int]) -> None:
+    """With ``passes``, one that fills no pass: as a DataLoader, whose batch is a pass, drops it."""
+    plan, cursor, seen = EpochPlan(23, 8, passes=passes, drop_last=True), Cursor(3, 0), []
+    while not plan.ended(cursor):
+        whole = plan.global_batch_at(cursor)
+        seen.append(len(whole.ids))
+        cursor = whole.following
+    assert seen == sizes
+    assert plan.steps == len(sizes)
+    assert EpochPlan(23, 8, scale_from=2, drop_last=True).at(4).steps == 1
+
+
 def test_cutting_covers_everything_once() -> None:
     assert [cut(10, 4, part) for part in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert [cut(1, 3, part) for part in range(3)] == [(0, 1), (1, 1), (1, 1)]
@@ -102,6 +115,7 @@ def test_cutting_covers_everything_once() -> None:
         ((5, 4, None, -1), ConfigError, "seed is -1"),
         ((5, 4, None, 0, True, 0), ConfigError, "scale_from is 0"),
         ((5, 4, None, 0, True, None, LrRule.LINEAR), ConfigError, "the global batch is fixed"),
+        ((5, 8, None, 0, True, None, LrRule.NONE, None, True), DataError, "drop_last leaves none"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(values: tuple[Any, ...], kind: type[Exception], says: str) -> None:

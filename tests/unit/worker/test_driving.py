@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from elastic_trainer.data.plan import EpochPlan, Piece
 from elastic_trainer.data.requests import Course
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.integrations.loading import SessionLoader
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.toys import data, linear, loss_of
@@ -110,6 +113,51 @@ def test_each_rank_makes_as_many_passes_as_one_alone_would() -> None:
             used = _places(piece for each in pieces for piece in each)
             assert sorted(used) == list(range(len(whole.ids)))
             assert sum(piece.weight for each in pieces for piece in each) == pytest.approx(world)
+
+
+NUMBERS = TensorDataset(torch.arange(22.0).view(22, 1))
+
+
+@pytest.mark.parametrize(
+    ("told", "sizes"),
+    [
+        ({"batch_size": 4, "drop_last": True}, [8, 8, 4]),
+        ({"batch_size": 4}, [8, 8, 6]),
+        ({"batch_sampler": BatchSampler(RandomSampler(NUMBERS), 5, drop_last=True)}, [10, 10]),
+    ],
+)
+def test_a_loader_is_cut_as_it_was_told(told: dict[str, Any], sizes: list[int]) -> None:
+    """Two batches a step; an epoch that has ended gives no batch and begins no step."""
+    model = nn.Linear(1, 1)
+    with Session(device="cpu") as session:
+        session.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        loader, used = SessionLoader(session, DataLoader(NUMBERS, **told), passes=2), []
+        assert len(loader) == len(sizes)
+        for _ in range(2):
+            for _ in loader:
+                with session.step() as step:
+                    used.append(session._here.feed.batch.global_size)  # type: ignore[union-attr]
+                    step.skip()
+        assert used == sizes * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"sampler": DistributedSampler(NUMBERS, 2, 0)}, "DistributedSampler"),
+        ({"sampler": RandomSampler(NUMBERS, replacement=True)}, "replacement"),
+        ({"sampler": RandomSampler(NUMBERS, num_samples=4)}, "num_samples"),
+        ({"sampler": RandomSampler(NUMBERS, generator=torch.Generator())}, "sampler with a generator"),
+        ({"batch_sampler": [[0, 1], [2]], "batch_size": 1}, "a list"),
+        ({"generator": torch.Generator()}, "a generator"),
+        ({"worker_init_fn": print}, "worker_init_fn"),
+        ({"timeout": 5, "num_workers": 1}, "timeout"),
+        ({"batch_size": None, "sampler": SequentialSampler(NUMBERS)}, "batch_size"),
+    ],
+)
+def test_what_a_loader_was_told_and_a_session_would_drop_is_refused_by_name(told: dict[str, Any], named: str) -> None:
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match=named):
+        SessionLoader(session, DataLoader(NUMBERS, **{"batch_size": 2, **told}))
 
 
 def test_a_part_that_memory_is_short_for_is_computed_in_halves() -> None:

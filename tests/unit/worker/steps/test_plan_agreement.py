@@ -24,6 +24,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "scale_from": {"scale_from": 4},
     "lr_rule": {"scale_from": 4, "lr_rule": LrRule.SQRT},
     "passes": {"passes": 2},
+    "drop_last": {"drop_last": True},
 }
 
 
@@ -62,7 +63,7 @@ def test_newcomers_are_wrong_where_they_differ_from_those_who_have_trained() -> 
     other = replace(PLAN, seed=4)
     assert list(refusals(cuts(other, other, PLAN, trained=(2,)))) == [0, 1]
     without = Cut(1, "n1", {}, trained=False)
-    assert "'global_batch' is not set on rank 1" in refusals([*cuts(PLAN, trained=(0,)), without])[1]
+    assert "'drop_last' is not set on rank 1" in refusals([*cuts(PLAN, trained=(0,)), without])[1]
 
 
 def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> None:
