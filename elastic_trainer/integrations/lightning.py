@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch.utils.data import DataLoader
 
 from elastic_trainer.data.sampler import Batch
@@ -28,7 +31,8 @@ class ElasticStrategy(SingleDeviceStrategy):
     """A step that a change of ranks interrupts is made again inside ``optimizer_step``, so Lightning counts it once.
 
     Batches are those of one process, times ``accumulate_grad_batches``: each rank gets its part of them. Each rank
-    validates on all data. Without a ``session`` it is the one that is open.
+    validates on all data. The states of callbacks and of the data module are saved and resumed with the session.
+    Without a ``session`` it is the one that is open.
     """
 
     strategy_name = NAME
@@ -42,6 +46,10 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._step: Step | None = None
         self._part: Batch | None = None
         self._passes = 1
+        self._loader: SessionLoader | None = None
+        self._wrapped = False
+        self._owes_end = False
+        """Whether a state was resumed from right after a step, and what follows the step is still to be done."""
         self.session.on_ranks_changed(self._ranks_changed)
 
     def _ranks_changed(self) -> None:
@@ -53,9 +61,13 @@ class ElasticStrategy(SingleDeviceStrategy):
         return self.global_rank == 0
 
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
             return
+        _refuse_what_differs(trainer)
+        self._trainer = trainer  # configure_optimizers() may ask how many steps there will be
+        self._passes, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        super().setup(trainer)
         module = self.lightning_module
         if (
             len(self.optimizers) != 1
@@ -66,31 +78,33 @@ class ElasticStrategy(SingleDeviceStrategy):
                 "strategy='elastic' needs automatic optimization with one optimizer, in 32 bits or bfloat16",
                 hint="return one optimizer from configure_optimizers(), and say precision='bf16-mixed'",
             )
-        if trainer.ckpt_path is not None:
-            raise ConfigError(
-                "fit(ckpt_path=...) beside a session, which resumes by itself",
-                hint="leave it out, and give the Session a checkpoint_dir",
-            )
-        if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
-            raise ConfigError(
-                f"limit_train_batches={trainer.limit_train_batches}, and a session trains on whole epochs",
-                hint="say max_steps=..., or give a torch.utils.data.Subset of the data",
-            )
-        self._trainer = trainer
-        self._passes, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        memory = _Memory(trainer)
+        self.session.register("lightning", memory)
         real, scheduler = self.optimizers[0], self._scheduler()
         self.optimizers = [Still(real)]  # Lightning drops gradients before each pass
         self.model = self.session.wrap(module, optimizer=real, scheduler=scheduler)
-        loop = trainer.fit_loop
-        loop.epoch_progress.current.ready = loop.epoch_progress.current.started = self.session.cursor.epoch
-        loop.epoch_progress.current.processed = loop.epoch_progress.current.completed = self.session.cursor.epoch
-        self._count(self.session.step_number)
+        self._wrapped = True
+        self._owes_end = memory.step is not None and memory.step < self.session.step_number
+        trainer.should_stop = memory.stopped
+        if memory.stopped:
+            rank_zero_info(f"The training had been stopped at step {self.session.step_number}.")
+        self._follow()
+
+    def _follow(self) -> None:
+        """Lightning counts from where the session is: an epoch whose end was seen is over."""
+        cursor, steps, loop = self.session.cursor, self.session.step_number - self._owes_end, self._trainer.fit_loop
+        over = self._loader is not None and self._loader.ended(cursor) and not self._owes_end
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(loop.epoch_progress.current, name, cursor.epoch + over)
+            setattr(loop.epoch_loop.batch_progress.total, name, steps)
+        loop.epoch_loop._batches_that_stepped = steps
+        self._count(steps)
 
     def _scheduler(self) -> Any:
         """The schedule that the session advances, if it is one by steps; those by epochs stay Lightning's."""
         by_steps = None
         for number, each in enumerate(self.lr_scheduler_configs):
-            if each.interval == "step" and each.frequency == 1 and by_steps is None:
+            if each.interval == "step" and each.frequency == 1 and by_steps is None and not each.reduce_on_plateau:
                 by_steps, each.scheduler = each.scheduler, Advanced(each.scheduler)
             else:
                 self.session.register(f"lightning-scheduler-{number}", each.scheduler)
@@ -107,14 +121,35 @@ class ElasticStrategy(SingleDeviceStrategy):
         loop = trainer.fit_loop
         if loop._combined_loader is not None and not loop._should_reload_train_dl:
             return dataloader  # to validate on
-        return SessionLoader(self.session, dataloader, self._passes, self._begun, lambda: int(trainer.current_epoch))
+        init: Any = dataloader.worker_init_fn
+        if getattr(init, "func", init) is pl_worker_init_function:
+            dataloader.worker_init_fn = None  # of seed_everything(workers=True): the session seeds them
+        begun, session = self._begun, self.session
+        self._loader = SessionLoader(session, dataloader, self._passes, begun, lambda: int(trainer.current_epoch))
+        if self._wrapped:
+            self._follow()
+        return self._loader
 
-    def _begun(self, steps: int) -> None:
-        """An epoch begins behind its first ``steps``: Lightning counts them too."""
-        loop = self._trainer.fit_loop
+    def _begun(self, steps: int) -> bool:
+        """An epoch begins behind its first ``steps``: Lightning counts them too. Whether to go on with it.
+
+        What follows a step that was saved right after it is done here: schedules, validation and its callbacks.
+        """
+        loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         loop._data_fetcher.fetched += steps
         for name in ("ready", "started", "processed", "completed"):
-            setattr(loop.epoch_loop.batch_progress.current, name, steps)
+            setattr(epoch_loop.batch_progress.current, name, steps)
+        if not self._owes_end:
+            return True
+        self._owes_end = False
+        self._count(self.session.step_number)
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(epoch_loop.batch_progress.total, name, self.session.step_number)
+        epoch_loop.batch_progress.is_last_batch = loop._data_fetcher.done
+        for interval in ("step", "epoch") if epoch_loop._num_ready_batches_reached() else ("step",):
+            epoch_loop.update_lr_schedulers(interval, update_plateau_schedulers=False)
+        epoch_loop.on_advance_end(loop._data_fetcher)
+        return not epoch_loop.done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(self._given(args[0]), *args[1:], **kwargs)
@@ -147,6 +182,69 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._step = self._part = None
         self._count(self.session.step_number - 1)  # Lightning counts this one next
         return result[0] if result else None
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """What all ranks decide together, as to stop early: by what each has seen of its part they may differ."""
+        if not self._wrapped or self._trainer.state.fn != TrainerFn.FITTING:
+            return decision
+        against = self.session.all_reduce(torch.tensor([float(decision != all)], device=self.root_device)).item() > 0
+        return against != all
+
+
+def _refuse_what_differs(trainer: Any) -> None:
+    """ConfigError for what a session does itself, and for what each rank would decide by a clock of its own."""
+    clock = "each rank would go by its own clock; count steps or epochs instead"
+    callbacks = trainer.callbacks
+    if trainer.ckpt_path is not None:
+        raise ConfigError(
+            "fit(ckpt_path=...) beside a session, which resumes by itself",
+            hint="leave it out, and give the Session a checkpoint_dir",
+        )
+    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+        raise ConfigError(
+            f"limit_train_batches={trainer.limit_train_batches}, and a session trains on whole epochs",
+            hint="say max_steps=..., or give a torch.utils.data.Subset of the data",
+        )
+    if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
+        raise ConfigError(
+            "GradientAccumulationScheduler", hint="a session has one global batch: accumulate_grad_batches=N"
+        )
+    if any(isinstance(each, Timer) for each in callbacks):
+        raise ConfigError("max_time or a Timer with strategy='elastic'", hint=clock)
+    if trainer._val_check_time_interval is not None:
+        raise ConfigError("val_check_interval as a time with strategy='elastic'", hint=clock)
+    if any(isinstance(each, ModelCheckpoint) and each._train_time_interval is not None for each in callbacks):
+        raise ConfigError("ModelCheckpoint(train_time_interval=...) with strategy='elastic'", hint=clock)
+
+
+class _Memory:
+    """What callbacks and the data module remember, as a part of the session's state.
+
+    ``step`` is the last step whose end they have seen, ``stopped`` whether they ended the training early; as loaded.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.step: int | None = None
+        self.stopped = False
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+        return {
+            "step": trainer.global_step,
+            "stopped": trainer.should_stop,
+            "callbacks": {key: state for key, state in states.items() if state},
+            "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.stopped = state["step"], state["stopped"]
+        for each in self._trainer.callbacks:
+            if each.state_key in state["callbacks"]:
+                each.load_state_dict(copy.deepcopy(state["callbacks"][each.state_key]))
+        if self._trainer.datamodule is not None and state["data"]:
+            self._trainer.datamodule.load_state_dict(copy.deepcopy(state["data"]))
 
 
 StrategyRegistry.register(NAME, ElasticStrategy, description="trains in place with the open Session")

@@ -1,4 +1,7 @@
-"""A program of a framework that stops in the middle of an epoch and starts again ends as one that never stopped."""
+"""A program of a framework that stops anywhere and starts again ends as one that never stopped.
+
+What the frameworks' own pages show (schedules by steps, early stopping, the best model, ...) is played here too.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,160 @@ def test_data_and_schedule_go_on_where_they_were(tmp_path: Path, loop: Loop) -> 
     undisturbed = ran("one")
     ran("two", STOP)
     torch.testing.assert_close(ran("two"), undisturbed, rtol=0, atol=0)
+
+
+class Killed(Exception):
+    """In the place of a SIGKILL: what was saved before is all that is left."""
+
+
+Seen = dict[str, Any]
+Life = Callable[[Session, Path, Callable[[str, int], None]], Seen]
+
+
+def trainer(session: Session, directory: Path, reach: Callable[[str, int], None]) -> Seen:
+    """transformers: evaluations by steps or by epochs, the best model, early stopping that counts."""
+    session.hide_ranks()
+    from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+    from elastic_trainer.integrations.transformers import ElasticTrainer
+
+    class Places(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            reach("step", state.global_step)
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            reach("evaluated", state.global_step)
+
+    arguments = TrainingArguments(
+        str(directory / "out"),
+        num_train_epochs=6,
+        per_device_train_batch_size=BATCH,
+        learning_rate=0.3,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that it stops early
+        load_best_model_at_end=True,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data, stop = Points(directory, 0.0, named=True), EarlyStoppingCallback(early_stopping_patience=3)
+    own = ElasticTrainer(
+        session, model=Net(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=[stop, Places()]
+    )
+
+    def evaluate(*args: Any, **named: Any) -> Any:
+        reach("evaluation", own.state.global_step)
+        return ElasticTrainer.evaluate(own, *args, **named)
+
+    own.evaluate = evaluate  # type: ignore[method-assign]
+    own.train()
+    state = own.state
+    return {
+        "evaluations": [(each["step"], each["epoch"]) for each in state.log_history if "eval_loss" in each],
+        "best": (state.best_metric, state.best_global_step),
+        "waited": stop.early_stopping_patience_counter,
+        "steps": state.global_step,
+    }
+
+
+def fitted(session: Session, directory: Path, reach: Callable[[str, int], None]) -> Seen:
+    """Lightning: a schedule over all steps, one by epochs, loggers, validation, the best models, early stopping."""
+    session.hide_ranks()
+    import lightning as L
+    from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    from elastic_trainer.integrations.lightning import ElasticStrategy
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            reach("step", self.trainer.global_step)
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            reach("evaluation", self.trainer.global_step)
+            self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+        def on_validation_end(self) -> None:
+            reach("evaluated", self.trainer.global_step)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            assert self.trainer.estimated_stepping_batches == 4 * EPOCH
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, self.trainer.estimated_stepping_batches)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}, StepLR(optimizer, 1, 0.9)]
+
+    stop, best = EarlyStopping("val", patience=5), ModelCheckpoint(directory / "out", monitor="val", save_top_k=2)
+    own = L.Trainer(
+        strategy=ElasticStrategy(session),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=4,
+        accumulate_grad_batches=2,
+        limit_val_batches=3,
+        val_check_interval=0.5,
+        log_every_n_steps=1,
+        num_sanity_val_steps=1,
+        logger=[CSVLogger(directory, "one"), CSVLogger(directory, "two")],
+        callbacks=[stop, best, LearningRateMonitor("step")],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+    )
+    module = Module()
+    loader: Any = DataLoader(Points(directory, 0.0), batch_size=BATCH // 2, shuffle=True)
+    own.fit(module, loader, DataLoader(Points(directory, 0.0), batch_size=BATCH))
+    return {
+        **module.net.state_dict(),
+        "best": (float(stop.best_score), sorted(float(each) for each in best.best_k_models.values())),
+        "waited": stop.wait_count,
+        "steps": (own.global_step, own.current_epoch),
+        "rate": own.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # of the frameworks
+@pytest.mark.parametrize("life", [trainer, fitted])
+def test_a_run_that_was_killed_anywhere_ends_as_one_that_was_not(tmp_path: Path, life: Life) -> None:
+    """In a step, between a step and its evaluation, in the middle of that, behind it: nothing is left out or twice.
+
+    The end of an epoch is followed by the next epoch; what the framework's callbacks have counted goes on.
+    """
+    needs_framework("transformers")
+    needs_framework("lightning")
+
+    def ran(name: str, place: tuple[str, int] | None = None) -> tuple[Seen, list[tuple[str, int]]]:
+        passed: list[tuple[str, int]] = []
+
+        def reach(what: str, step: int) -> None:
+            if (what, step) == place:
+                raise Killed
+            passed.append((what, step))
+
+        (directory := tmp_path / name).mkdir(exist_ok=True)
+        with Session(directory / "saved", seed=3, device="cpu", checkpoint_every_steps=1) as session:
+            return life(session, directory, reach), passed
+
+    undisturbed, passed = ran("one")
+    for place in (("step", EPOCH + 2), ("step", 2 * EPOCH), ("evaluation", 2 * EPOCH), ("evaluated", 3 * EPOCH)):
+        assert place in passed
+        name = "-".join(map(str, place))
+        with pytest.raises(Killed):
+            ran(name, place)
+        torch.testing.assert_close(ran(name)[0], undisturbed, rtol=0, atol=0)
+    again, passed = ran("one")
+    torch.testing.assert_close(again, undisturbed, rtol=0, atol=0)
+    assert [place for place in passed if place[0] == "step"] in ([], [("step", 4 * EPOCH)]), "the training had ended"
 
 
 def transformers(session: Session, directory: Path) -> None:
