@@ -155,8 +155,24 @@ def lightning(session: Session, directory: Path, steps: int, pace_s: float) -> n
             optimizer, scheduler = parts(self.net)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
+    class Counting(L.Callback):
+        """Counts all steps of the run, also in a process that joined later."""
+
+        made = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"made": self.made}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.made = state["made"]
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.made += 1
+            assert self.made == session.step_number
+
     module = Module()
     trainer = L.Trainer(
+        callbacks=[Counting()],
         strategy=integration.NAME,
         accelerator="cpu",
         devices=1,
@@ -177,6 +193,7 @@ def lightning(session: Session, directory: Path, steps: int, pace_s: float) -> n
 def transformers(session: Session, directory: Path, steps: int, pace_s: float) -> nn.Module:
     session.hide_ranks()
     from transformers import TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
 
     from elastic_trainer.integrations.transformers import ElasticTrainer
 
@@ -192,9 +209,17 @@ def transformers(session: Session, directory: Path, steps: int, pace_s: float) -
         disable_tqdm=True,
     )
 
-    class Watch(TrainerCallback):
+    class Watch(TrainerCallback, ExportableState):
+        """Counts all steps of the run, also in a process that joined later."""
+
+        made = 0
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"made": self.made}}
+
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            assert state.global_step == session.step_number
+            self.made += 1
+            assert state.global_step == session.step_number == self.made
             assert state.is_world_process_zero == args.should_save == session.is_rank0
 
     model = Net()
