@@ -73,9 +73,13 @@ class Collectives:
         position, training = self._place.position, self._training
         if training is None:
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
-        best_before, before = position.best, training.saver.newest
-        with self._place.tracker.during(Phase.CHECKPOINT):
-            refused, name = self.repeated(lambda: self._save(training, metrics, before, best=best, wait=wait))
+        best_before, before, feed = position.best, training.saver.newest, self._place.feed
+        feed.closing = feed.behind_batches
+        try:
+            with self._place.tracker.during(Phase.CHECKPOINT):
+                refused, name = self.repeated(lambda: self._save(training, metrics, before, best=best, wait=wait))
+        finally:
+            feed.closing = False
         if refused:
             position.best = best_before
         return name or None

@@ -45,7 +45,11 @@ class SessionData(SessionStanding):
     # ---- data
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends."""
+        """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends.
+
+        A life that resumes behind the last step of an epoch runs what is left of the body, with no batch; behind a
+        :meth:`save` there, it begins with the next epoch.
+        """
         return self._here.feed.epochs(total)
 
     def batches(

@@ -348,6 +348,9 @@ class Session(SessionData):
         With ``wait`` (the default for the ``best``) it is durable when this returns. None without a ``checkpoint_dir``,
         or where it refuses meanwhile (full, read-only, ...). A save that fails is logged and counted, and the training
         goes on.
+
+        In the body of :meth:`epochs`, behind its loop over batches, it closes the epoch: a life that resumes there
+        begins with the next one. So make it the last thing in the body.
         """
         return self._all.save(metrics, best=best, wait=best if wait is None else wait)
 

@@ -80,6 +80,8 @@ class DataFeed:
         """The epoch before which the sampler stays; 0: for the present one."""
         self._source: Fetcher | None = None
         self._source_for: tuple[Any, ...] = ()
+        self.closing = False
+        """Whether the script saves behind the batches of an epoch: a life that resumes there begins the next one."""
         self.halvings = 0
         """How often micro-batches were halved because memory was short."""
         self.tally = Tally()
@@ -238,6 +240,11 @@ class DataFeed:
     def _made(self) -> bool:
         """Whether the run has made all steps, where their number was asked for."""
         return self._most_steps is not None and self._position.step >= self._most_steps
+
+    @property
+    def behind_batches(self) -> bool:
+        """Whether the body of :meth:`epochs` has come to the end of its loop over batches."""
+        return self.within_epochs and self.batch is None and self.at_end
 
     @property
     def at_end(self) -> bool:

@@ -20,7 +20,7 @@ from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
-from elastic_trainer.model import Phase
+from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
@@ -58,6 +58,8 @@ _DOING = {
     Phase.EVALUATION: "evaluates",
     Phase.CHECKPOINT: "saves",
 }
+EPOCH_CLOSED = "epoch_closed"
+"""In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
@@ -154,7 +156,9 @@ class Training:
             self._second.close()
 
     def _fields(self) -> Mapping[str, Any]:
-        return {**self.place.feed.fields, **self._claims, **loading.kept(self.origin.fields)}
+        feed = self.place.feed
+        closed = {EPOCH_CLOSED: True} if feed.closing else {}
+        return {**feed.fields, **self._claims, **loading.kept(self.origin.fields), **closed}
 
     # ---- the state, as others get it
 
@@ -204,6 +208,8 @@ class Training:
                 alike = self.replica.alike(control)
                 self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
         self.steps.dirty = False
+        if self.origin.fields.get(EPOCH_CLOSED):
+            place.position.cursor = Cursor(place.position.cursor.epoch + 1, 0)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         read = place.position.generation, place.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))

@@ -104,8 +104,12 @@ def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_epochs_continue_in_the_middle_and_end_their_body_once_more(tmp_path: Path) -> None:
-    """What follows the batches of an epoch (evaluation) is repeated if the job was left inside it."""
+@pytest.mark.parametrize(("closes", "again"), [(False, [(0, 2)]), (True, [])])
+def test_epochs_continue_in_the_middle_and_end_their_body_once_more(
+    tmp_path: Path, closes: bool, again: list[tuple[int, int]]
+) -> None:
+    """What follows the batches of an epoch (evaluation) is repeated if the job was left inside it, and not if the
+    script has saved behind it."""
     seen: list[tuple[int, int]] = []
 
     def run(leave: bool) -> None:
@@ -117,12 +121,17 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(tmp_path: Pa
                         step.backward(job.wrapped(batch.x).square().mean())
                         job.optimizer.step()
                 seen.append((epoch, session.step_number))
+                if closes:
+                    session.save()
                 if leave:
                     return
 
     run(leave=True)
     run(leave=False)
-    assert seen == [(0, 2), (0, 2), (1, 4)]
+    assert seen == [(0, 2), *again, (1, 4)]
+    run(leave=False)
+    assert seen[-1] == (1, 4)
+    assert len(seen) == 2 + len(again)
 
 
 def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
