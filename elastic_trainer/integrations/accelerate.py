@@ -41,6 +41,8 @@ class ElasticAccelerator(Accelerator):
     what it evaluates. ``is_main_process`` is right at any number of ranks.
     """
 
+    flag_tensor: Any
+
     def __init__(self, session: Session, **options: Any) -> None:
         session.hide_ranks()
         self.session = session
@@ -113,6 +115,16 @@ class ElasticAccelerator(Accelerator):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step does not count, because the ranks have changed; its batch comes again."""
         return self._trained is not None and not self._loader.step.committed
+
+    def check_trigger(self) -> bool:
+        """Whether a rank has called ``set_trigger`` since the last time, on all ranks alike: to stop early together."""
+        flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
+        if self._trained is not None:
+            flag = self.session.all_reduce(flag.clone())
+        if flag.item() == 0:
+            return False
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return True
 
     def save_state(self, *args: Any, **kwargs: Any) -> str | None:
         """Save a checkpoint of the session, on all ranks; its name. Nothing in an epoch that is trained already."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -121,9 +120,6 @@ class ElasticStrategy(SingleDeviceStrategy):
         loop = trainer.fit_loop
         if loop._combined_loader is not None and not loop._should_reload_train_dl:
             return dataloader  # to validate on
-        init: Any = dataloader.worker_init_fn
-        if getattr(init, "func", init) is pl_worker_init_function:
-            dataloader.worker_init_fn = None  # of seed_everything(workers=True): the session seeds them
         begun, session = self._begun, self.session
         self._loader = SessionLoader(session, dataloader, self._passes, begun, lambda: int(trainer.current_epoch))
         if self._wrapped:

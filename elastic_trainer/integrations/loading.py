@@ -23,6 +23,9 @@ from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.driven import DrivenStep
 from elastic_trainer.worker.steps.step import Step
 
+_LIGHTNING_SEEDS = "pl_worker_init_function"
+"""What Lightning gives each DataLoader after seed_everything(workers=True); the session seeds them for each sample."""
+
 
 def require_hidden(framework: str) -> None:
     """ConfigError unless the ranks are hidden already, as the framework has looked by now."""
@@ -47,6 +50,8 @@ def batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
             f"the DataLoader has a {type(sampler).__name__}, and a session deals out samples itself",
             hint="say shuffle=True or shuffle=False instead of a sampler",
         )
+    init: Any = loader.worker_init_fn
+    seeds = getattr(getattr(init, "func", init), "__name__", "") == _LIGHTNING_SEEDS
     workers = "the session's own processes read the samples; do it in the data set, at the first sample of a process"
     order = "the session's seed orders the samples: say Session(seed=...)"
     for name, told, hint in (
@@ -54,7 +59,7 @@ def batch_sampler(loader: DataLoader[Any]) -> BatchSampler:
         ("a sampler with num_samples", getattr(sampler, "_num_samples", None), "give a Subset of the data set"),
         ("a sampler with a generator", getattr(sampler, "generator", None), order),
         ("a generator", loader.generator, order),
-        ("a worker_init_fn", loader.worker_init_fn, workers),
+        ("a worker_init_fn", init is not None and not seeds, workers),
         ("a timeout", loader.timeout, "leave it out: the node agent's watchdog ends a worker that hangs"),
     ):
         if told:

@@ -288,6 +288,8 @@ def lightning(session: Session, directory: Path, checkpoint: str | None = None, 
         pytest.param(transformers, "resumes by itself", id="transformers"),
         pytest.param(partial(lightning, checkpoint="old.ckpt"), "resumes by itself", id="lightning"),
         pytest.param(partial(lightning, limit_train_batches=2), "whole epochs", id="lightning-limit"),
+        pytest.param(partial(lightning, max_time="00:01:00:00"), "its own clock", id="lightning-time"),
+        pytest.param(partial(lightning, val_check_interval="00:01:00:00"), "its own clock", id="lightning-interval"),
     ],
 )
 def test_what_a_session_would_train_wrongly_is_refused(

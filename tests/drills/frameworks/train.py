@@ -97,8 +97,11 @@ def accelerate(session: Session, directory: Path, steps: int, pace_s: float) -> 
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            if session.step_number >= steps:
-                return bare
+            if accelerator.sync_gradients:
+                if session.is_rank0 and session.step_number >= steps:
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():
+                    return bare
     raise RuntimeError("too few epochs")
 
 
@@ -169,6 +172,7 @@ def lightning(session: Session, directory: Path, steps: int, pace_s: float) -> n
         def on_train_batch_end(self, *args: Any) -> None:
             self.made += 1
             assert self.made == session.step_number
+            assert trainer.strategy.reduce_boolean_decision(session.is_rank0, all=False), "rank 0 is for it"
 
     module = Module()
     trainer = L.Trainer(

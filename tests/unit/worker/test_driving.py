@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,6 +116,10 @@ def test_each_rank_makes_as_many_passes_as_one_alone_would() -> None:
             assert sum(piece.weight for each in pieces for piece in each) == pytest.approx(world)
 
 
+def pl_worker_init_function(worker: int, rank: int) -> None:
+    """As Lightning's, which it gives each DataLoader after seed_everything(workers=True)."""
+
+
 NUMBERS = TensorDataset(torch.arange(22.0).view(22, 1))
 
 
@@ -122,7 +127,7 @@ NUMBERS = TensorDataset(torch.arange(22.0).view(22, 1))
     ("told", "sizes"),
     [
         ({"batch_size": 4, "drop_last": True}, [8, 8, 4]),
-        ({"batch_size": 4}, [8, 8, 6]),
+        ({"batch_size": 4, "worker_init_fn": partial(pl_worker_init_function, rank=0)}, [8, 8, 6]),
         ({"batch_sampler": BatchSampler(RandomSampler(NUMBERS), 5, drop_last=True)}, [10, 10]),
     ],
 )
