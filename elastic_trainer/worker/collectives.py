@@ -25,7 +25,6 @@ from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR, Codec, bytes_of, packed_tensor, unpacked_tensor
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.transfer import packed, unpacked
@@ -150,9 +149,7 @@ class Collectives:
         if self._training is not None:
             replica, average = self._training.replica, self._training.state.average
             module = replica.unwrap(model)
-            replica.align_buffers(present.control)
-            if average is not None:
-                ema.align_buffers(average, replica.module)
+            replica.align_buffers(present.control, None if average is None else average.module)
             part = replica.part(present.control)
         present.boundaries.begin_phase()
         result = method(module, fetch, batch_size, control=present.control, turn=self._turn, part=part)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -32,10 +31,3 @@ def checked_decay(wanted: float | AveragedModel) -> float:
     if not 0.0 < wanted < 1.0:
         raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
     return wanted
-
-
-def align_buffers(average: AveragedModel, module: nn.Module) -> None:
-    """Give the average the buffers of ``module``, which all ranks agree on before they evaluate."""
-    with torch.no_grad():
-        for mine, present in zip(average.module.buffers(), module.buffers(), strict=True):
-            mine.copy_(present)

@@ -26,7 +26,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.buffers import Buffers
+from elastic_trainer.worker.model.buffers import Buffers, share
 from elastic_trainer.worker.model.ddp_sums import Gradients
 from elastic_trainer.worker.model.sync_batchnorm import Company, share_batchnorm
 from elastic_trainer.worker.model.trainable import check_members
@@ -294,16 +294,16 @@ class Replica:
             return self.module
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def align_buffers(self, control: Control) -> None:
-        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise)."""
+    def align_buffers(self, control: Control, average: nn.Module | None) -> None:
+        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise).
+
+        Those of the ``average`` too: rank 0's are the ones that are saved, however they came about (``update_bn``).
+        """
         if self._parallel is None or not forwards_buffers(self._parallel):
             return
-        for buffer in self.module.buffers():
-            copy = buffer.detach().cpu().contiguous()
-            control.broadcast(copy, 0)
-            if control.rank != 0:
-                with torch.no_grad():
-                    buffer.copy_(copy)
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        models = (self.module, *(() if average is None else (average,)))
+        share(control, [each for model in models for name, each in model.named_buffers() if name not in ignored])
 
 
 def is_sharded(module: nn.Module) -> bool:

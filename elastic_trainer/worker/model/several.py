@@ -111,8 +111,10 @@ class SeveralReplica(Replica):
     def share_buffers(self) -> None:
         share(self._control, list(self.module.buffers()))
 
-    def align_buffers(self, control: Control) -> None:
+    def align_buffers(self, control: Control, average: nn.Module | None) -> None:
         self.share_buffers()
+        if average is not None:
+            share(control, list(average.buffers()))
 
 
 def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:

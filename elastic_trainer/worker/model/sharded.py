@@ -326,7 +326,8 @@ class ShardedReplica(Replica):
         found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
         share(self._control, [each for each in found if each is not None])
 
-    def align_buffers(self, control: Control) -> None:
+    def align_buffers(self, control: Control, average: nn.Module | None) -> None:
+        """An average computes with the live buffers."""
         self.reshard()
         self.share_buffers()
 

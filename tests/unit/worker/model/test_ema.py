@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.session import Session
@@ -66,3 +66,27 @@ def test_one_of_the_users_own_must_fit_its_checkpoint(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         with pytest.raises(CheckpointError, match=r"module\.weight"):
             session.wrap(module, optimizer=optimizer, average=AveragedModel(nn.Linear(5, 1)))
+
+
+def test_evaluating_leaves_the_statistics_that_the_average_was_given() -> None:
+    """Of ``update_bn()``, or averaged with ``use_buffers=True``: what is measured and saved is what the user made."""
+    torch.manual_seed(1)
+    with Session(device="cpu") as session:
+        module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        average = AveragedModel(module, use_buffers=True)
+        wrapped = session.wrap(module, optimizer=optimizer, average=average)
+        for batch in session.batches(data(), global_batch_size=20, epochs=2):
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
+        x, y = data().tensors
+        update_bn([x], session.average)
+        kept = {name: each.clone() for name, each in average.state_dict().items()}
+        with torch.no_grad():
+            expected = float(nn.functional.mse_loss(session.average.eval()(x), y))
+        measured = session.evaluate(
+            session.average, data(), 60, lambda model, batch: {"mse": (loss_of(model, batch), 1)}
+        )
+        assert measured["mse"] == pytest.approx(expected)
+        assert all(torch.equal(each, kept[name]) for name, each in average.state_dict().items())
