@@ -23,6 +23,15 @@ SLAB = 16 << 20
 OWN_SLAB = 4 << 20
 """From this size on a tensor has memory of its own."""
 _ALIGNMENT = 64
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile, activation checkpointing and FSDP put into the names of what is in a module that they wrap."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor as if no module were wrapped: the same before and after one was."""
+    for each in WRAPPERS:
+        name = name.replace(each, "")
+    return name
 
 
 @cache

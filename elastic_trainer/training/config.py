@@ -59,9 +59,10 @@ class EvaluationConfig(Section):
     batch_size: int = Field(default=256, ge=1, description="samples per rank and forward pass")
 
 
-Changeable = Literal[
-    "length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run"
-]
+Changeable = (
+    Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run"]
+    | Annotated[str, Field(pattern=r"^(optimizer|scheduler|scaler)(\.\w+)*$")]
+)
 
 
 class CheckpointConfig(Section):
@@ -79,7 +80,8 @@ class CheckpointConfig(Section):
     export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
     require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
     allow_changed: tuple[Changeable, ...] = Field(
-        default=(), description="what may differ from the run that is resumed; samples may then repeat or miss"
+        default=(),
+        description="what may differ from the run that is resumed: samples may then repeat or miss; optimizer.lr, ...",
     )
 
     @field_validator("every_s")

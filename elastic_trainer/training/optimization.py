@@ -48,7 +48,25 @@ def build_scheduler(
     """The schedule that ``config`` names, advanced once per optimizer step; None where the rate never changes."""
     if isinstance(config, ConstantConfig) and not config.warmup_steps:
         return None
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(config, step, length))
+    return Schedule(config, optimizer, length)
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """The schedule that ``config`` names. What decides its course is in its state, so a resumed job compares it."""
+
+    def __init__(self, config: SchedulerConfig, optimizer: torch.optim.Optimizer, length: RunLength) -> None:
+        self.settings: dict[str, Any] = config.model_dump(mode="json")
+        if isinstance(config, CosineConfig):
+            self.settings["steps"] = length.steps
+        elif not isinstance(config, ConstantConfig):
+            self.settings["steps_per_epoch"] = length.steps_per_epoch
+        super().__init__(optimizer, lambda step: rate_factor(config, step, length))
+
+
+def lengths(scheduler: object) -> list[str]:
+    """The settings of ``scheduler`` that follow from the length of the run, which a resumed job may change."""
+    settings = scheduler.settings if isinstance(scheduler, Schedule) else ()
+    return [f"scheduler.{name}" for name in ("steps", "steps_per_epoch") if name in settings]
 
 
 def rate_factor(config: SchedulerConfig, step: int, length: RunLength) -> float:

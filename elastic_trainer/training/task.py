@@ -144,7 +144,10 @@ class Task(ABC):
         raise NotImplementedError
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer; by default what the section ``optimizer:`` says, over all parameters."""
+        """The optimizer; by default what the section ``optimizer:`` says, over all parameters.
+
+        Made with the same settings at any number of ranks: a job that resumes with others is refused.
+        """
         return build_optimizer(self.config.optimizer, model.parameters())
 
     def scheduler(

@@ -33,6 +33,7 @@ from elastic_trainer.training.history import FILE_NAME, History
 from elastic_trainer.training.identity import TaskIdentity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.loggers import check_loggers
+from elastic_trainer.training.optimization import lengths
 from elastic_trainer.training.precision import arithmetic
 from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
@@ -40,7 +41,7 @@ from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_l
 from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.worker.comm.placement import Hardware, choose
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, OnChanged, SavingOptions
 from elastic_trainer.worker.steps.step import LaterLoss
 
 CONFIG_FILE = "config.yaml"
@@ -116,7 +117,7 @@ class Trainer:
             device=self.config.device,
             checkpoint_every_steps=checkpoint.every_steps,
             checkpoint_every_s=checkpoint.every_s,
-            allow_changed=checkpoint.allow_changed,
+            allow_changed={*checkpoint.allow_changed, *lengths(self.scheduler)},
             saving=SavingOptions(
                 retention=Retention(
                     keep_last=checkpoint.keep_last,
@@ -132,6 +133,7 @@ class Trainer:
                 on_difference=self.config.on_difference,
                 audit_every=self.config.audit_every,
                 on_mismatch=self.config.on_mismatch,
+                on_changed=OnChanged.RAISE,
             ),
             group=GroupOptions(backend=self.config.backend),
         )

@@ -50,6 +50,8 @@ class InPlaceRecovery:
         self._shortage = MemoryShortage(training)
         self._valid = False
         """Whether other ranks may receive the state held here."""
+        self._first_rank = False
+        """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
         self._change_due = False
@@ -120,17 +122,19 @@ class InPlaceRecovery:
         mine = identity(training.state.committed(), position.lineage, position.step) if self._valid else None
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
-        trainable, cut = training.steps.trainable, place.feed.fields
-        fields = cut or dict(training.origin.fields)
-        notes = {"fields": fields, "cut": cut, "attempted": attempted, "frozen": trainable.frozen}
+        notes = {
+            "fields": training.fields(),
+            "cut": place.feed.fields,
+            "attempted": attempted,
+        }
         alike = training.replica.alike(control) if training.replica.layout is not None else None
+        self._first_rank = control.rank == 0
         healed = heal(control, mine, least, self, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
         if behind:
             if training.outer is not None:
                 training.outer.healed()
             training.origin = Origin(None, healed.notes["fields"])
-            trainable.freeze(frozenset(healed.notes["frozen"]))
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
@@ -181,7 +185,7 @@ class InPlaceRecovery:
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Adopt the ``state`` of another rank. Until that is done this rank must not send its state to others."""
         self._valid = False
-        self._training.take_over(state)
+        self._training.take_over(state, first_rank=self._first_rank)
         self._valid = True
 
     def _count(self, step: Step, *, attempted_since: bool) -> None:

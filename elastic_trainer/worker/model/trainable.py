@@ -11,7 +11,6 @@ Checking all flags takes 30 ns per parameter, about as long as dropping a gradie
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from operator import attrgetter
 
 import torch
@@ -71,15 +70,6 @@ class Trainable:
         return [(name, local(each)) for name, each in pairs if name not in ignored and not each.is_meta]
 
     # ---- between ranks
-
-    @property
-    def frozen(self) -> list[str]:
-        return [name for name, each in zip(self._names, self.parameters, strict=True) if not each.requires_grad]
-
-    def freeze(self, names: Collection[str]) -> None:
-        """Train all but these, as the rank does that this one was healed from."""
-        for name, parameter in zip(self._names, self.parameters, strict=True):
-            parameter.requires_grad_(name not in names)
 
     def agree(self, control: Control) -> None:
         """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""

@@ -9,8 +9,15 @@ from typing import Any
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 
-_CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
-NAMES = (*_CUT, "arithmetic", "run")
+CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
+NAMES = (*CUT, "arithmetic", "run")
+SETTINGS = ("optimizer", "scheduler", "scaler")
+"""What has settings of its own, such as ``optimizer.lr``: see made."""
+
+
+def allows(name: str, allow_changed: Collection[str]) -> bool:
+    """Whether the setting ``name`` may have changed: it is named, or what it belongs to."""
+    return any(name == each or name.startswith(f"{each}.") for each in allow_changed)
 
 
 def check_fields(
@@ -21,9 +28,12 @@ def check_fields(
     Raises ConfigError naming the first one that differs from the ``resumed`` checkpoint's, unless it is in
     ``allow_changed``. Nothing is compared once a plan of the session was alike (``present`` are its fields then).
     """
-    unknown = sorted(set(allow_changed) - set(NAMES))
+    unknown = sorted(name for name in allow_changed if name not in NAMES and name.partition(".")[0] not in SETTINGS)
     if unknown:
-        raise ConfigError(f"allow_changed: there is no field {unknown[0]!r}", hint=f"known are {', '.join(NAMES)}")
+        raise ConfigError(
+            f"allow_changed: there is no field {unknown[0]!r}",
+            hint=f"known are {', '.join(NAMES)}, and settings such as optimizer.lr and scheduler.T_max",
+        )
     fields: dict[str, Any] = asdict(plan)
     del fields["passes"]  # changes no sample
     for name, value in fields.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -23,6 +23,7 @@ from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.made import Made, freeze, frozen
 from elastic_trainer.worker.state.optimizer_set import kind_of, load_exactly, parameters_of
 
 FORMAT = 1
@@ -85,6 +86,13 @@ class TrainingState:
     """How ranks give each other shards; None: the state is whole."""
     own_optimizer: bool = False
     """Whether each rank has a state of the optimizer of its own."""
+    made: Made = field(init=False)
+    settings: dict[str, str] = field(init=False)
+    """With what is trained, by name, in words (see made)."""
+
+    def __post_init__(self) -> None:
+        self.made = Made(self.module, self.optimizer, self.scheduler, self.scaler)
+        self.settings = dict(self.made.named)
 
     # ---- out
 
@@ -119,6 +127,7 @@ class TrainingState:
             "average": None if self.average is None else self.average.state_dict(),
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
             "random": random_state(self.device),
+            **{name: fact.read(self) for name, fact in FACTS.items()},
         }
 
     def _whole_optimizer(self) -> dict[str, Any]:
@@ -177,6 +186,9 @@ class TrainingState:
         self.position.step, self.position.generation = where["step"], where["generation"]
         self.position.lineage = where["lineage"]
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
+        for name, fact in FACTS.items():
+            if name in state:
+                fact.write(self, state[name])
         if first_rank:
             set_random_state(state["random"], self.device)
 
@@ -200,6 +212,10 @@ class TrainingState:
         else:
             average.module.load_state_dict(state["model"])
             average.n_averaged.zero_()
+
+    def follow(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
+        """After a resume: train with what the script has changed on purpose (see :meth:`Made.follow`)."""
+        self.settings = self.made.follow(self.settings, allow_changed, strict=strict, says=says)
 
     def register(self, name: str, part: Stateful) -> None:
         """Save ``part`` with the state from now on; if a resumed state contains it, load it now."""
@@ -247,6 +263,25 @@ class TrainingState:
                 raise CheckpointError(
                     f"the checkpoint {has} {name}, this job {'has no' if part is None else 'has'} one", hint=_HINT
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that belongs to the state and that no object of torch's saves: plain values, alike on all ranks."""
+
+    read: Callable[[TrainingState], Any]
+    write: Callable[[TrainingState, Any], None]
+
+
+def _set_settings(state: TrainingState, settings: Mapping[str, str]) -> None:
+    state.settings = dict(settings)
+
+
+FACTS: dict[str, Fact] = {
+    "frozen": Fact(lambda state: frozen(state.module), lambda state, names: freeze(state.module, names)),
+    "settings": Fact(lambda state: dict(state.settings), _set_settings),
+}
+"""What is saved, and brought alike by a resume and by the healing of a rank. A checkpoint of before a fact lacks it."""
 
 
 def _has_tensors(value: Any) -> bool:

@@ -57,6 +57,14 @@ class OnMismatch(StrEnum):
     """It is undone, and repeated once."""
 
 
+class OnChanged(StrEnum):
+    """What a resumed job does whose optimizer or schedule was made with other settings than the one that saved."""
+
+    WARN = "warn"
+    """It goes on with the old ones."""
+    RAISE = "raise"
+
+
 class OnShortage(StrEnum):
     """What happens when a rank has no memory for a step."""
 
@@ -78,6 +86,8 @@ class CheckOptions:
     place the step is undone and repeated once as well (``repeat``).
     ``out_of_memory``: in place, a step that a rank has no memory for ends the training (``raise``), is repeated with
     half the micro-batch, from then on (``halve``), or passed over (``skip``).
+    ``on_changed``: a job that resumes with settings of optimizer or schedule that are not those of the checkpoint, nor
+    named in ``allow_changed``, goes on with the checkpoint's and says so (``warn``), or is refused (``raise``).
     """
 
     nonfinite: str = "raise"
@@ -86,9 +96,11 @@ class CheckOptions:
     audit_every: int | None = None
     on_mismatch: str = OnMismatch.REPORT
     out_of_memory: str = OnShortage.RAISE
+    on_changed: str = OnChanged.WARN
 
     def __post_init__(self) -> None:
         one_of(OnShortage, self.out_of_memory, "out_of_memory")
+        one_of(OnChanged, self.on_changed, "on_changed")
         one_of(OnMismatch, self.on_mismatch, "on_mismatch")
         one_of(OnDifference, self.on_difference, "on_difference")
         if self.nonfinite not in ("raise", "warn"):

@@ -32,7 +32,7 @@ from elastic_trainer.worker.model.local import LocalReplica
 from elastic_trainer.worker.model.replica import check_optimizer
 from elastic_trainer.worker.state import loading
 from elastic_trainer.worker.state.cadence import Memory, WhenBehind
-from elastic_trainer.worker.state.fields import check_run
+from elastic_trainer.worker.state.fields import CUT, check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
 from elastic_trainer.worker.state.remote_parts import find_neighbour, together
@@ -46,7 +46,7 @@ from elastic_trainer.worker.steps.boundary import BoundaryWork, StepBoundaries, 
 from elastic_trainer.worker.steps.commit import Steps, StepT
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
 from elastic_trainer.worker.steps.one_round import RoundEnd
-from elastic_trainer.worker.steps.options import OnMismatch
+from elastic_trainer.worker.steps.options import OnChanged, OnMismatch
 from elastic_trainer.worker.steps.outer import OuterSteps
 from elastic_trainer.worker.steps.replicas import Wrapped, replica_of
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
@@ -91,6 +91,7 @@ class Training:
             sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
             own_optimizer=self.replica.apart,
         )
+        self.state.made.check(options.allow_changed)
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
         self._manager = place.shards_manager() if sharded else place.manager
@@ -98,7 +99,7 @@ class Training:
             self._manager,
             options.cadence,
             self.state,
-            self._fields,
+            self.fields,
             place.saved,
             tracker,
             WhenBehind(options.saving.when_behind),
@@ -155,20 +156,22 @@ class Training:
         if self._second is not None:
             self._second.close()
 
-    def _fields(self) -> Mapping[str, Any]:
-        feed = self.place.feed
-        closed = {EPOCH_CLOSED: True} if feed.closing else {}
-        return {**feed.fields, **self._claims, **loading.kept(self.origin.fields), **closed}
+    def fields(self) -> dict[str, Any]:
+        """What a checkpoint says of this training, and a rank that is healed from this one learns."""
+        kept = self.origin.fields
+        cut = self.place.feed.fields or {name: kept[name] for name in CUT if name in kept}
+        closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
+        return {**cut, **self._claims, **loading.kept(kept), **closed}
 
     # ---- the state, as others get it
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
 
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Adopt the ``state`` of another rank."""
+    def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
+        """Adopt the ``state`` of another rank; the ``first_rank`` with its random generators, as when it resumes."""
         self.steps.dirty = True
-        self.state.apply(state, first_rank=False)
+        self.state.apply(state, first_rank=first_rank)
         self.steps.dirty = False
 
     # ---- rounds
@@ -210,6 +213,9 @@ class Training:
         self.steps.dirty = False
         if self.origin.fields.get(EPOCH_CLOSED):
             place.position.cursor = Cursor(place.position.cursor.epoch + 1, 0)
+        if self.origin.name is not None:
+            strict = place.options.checks.on_changed == OnChanged.RAISE
+            self.state.follow(place.options.allow_changed, strict=strict, says=formation.rank == 0)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         read = place.position.generation, place.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.tasks.vision.mnist import Mnist
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.export import FINAL_FILE, exported_step
 from elastic_trainer.training.history import FILE_NAME as HISTORY_FILE
 from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.training.trainer import CONFIG_FILE, Trainer
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.step import LaterLoss
 from tests.integration.training.launch import QUICK, records
@@ -207,6 +208,19 @@ def test_a_longer_run_continues_a_finished_one(tmp_path: Path) -> None:
     report = Trainer(Mnist, _config(tmp_path, "epochs=3")).run()
     assert report["step"] == 24
     assert [record["epoch"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_another_learning_rate_is_refused_or_trained_with(tmp_path: Path) -> None:
+    """By its name in the configuration, which is not written until it is true."""
+    steady = "scheduler={name: none}"
+    Trainer(Mnist, _config(tmp_path, steady)).run()
+    other = (steady, "optimizer.lr=0.02", "epochs=3")
+    with pytest.raises(ConfigError, match=r"'optimizer\.lr' is 0\.02 here and was .*--allow-changed optimizer\.lr"):
+        Trainer(Mnist, _config(tmp_path, *other)).run()
+    assert "lr: 0.02" not in (tmp_path / CONFIG_FILE).read_text()
+    Trainer(Mnist, _config(tmp_path, *other, "checkpoint.allow_changed=[optimizer.lr]")).run()
+    assert "lr: 0.02" in (tmp_path / CONFIG_FILE).read_text()
+    assert records(tmp_path)[-1]["lr"] == 0.02
 
 
 def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:

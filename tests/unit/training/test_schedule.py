@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import structlog
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.training.config import (
     ConstantConfig,
@@ -18,8 +23,11 @@ from elastic_trainer.training.config import (
     SchedulerConfig,
     StepConfig,
 )
-from elastic_trainer.training.optimization import rate_factor
+from elastic_trainer.training.optimization import build_scheduler, lengths, rate_factor
 from elastic_trainer.training.schedule import RunLength, epochs_done, evaluation_due, run_length
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions
+from tests.unit.worker.toys import data, loss_of
 
 LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=12)
 
@@ -128,3 +136,30 @@ def test_a_factor_is_always_between_zero_and_one(step: int, warmup: int, floor: 
     length = RunLength(samples=steps, steps_per_epoch=steps, epochs=1, steps=steps)
     config = CosineConfig(name="cosine", floor=floor, warmup_steps=warmup)
     assert 0.0 <= rate_factor(config, step, length) <= 1.0 + 1e-12
+
+
+def test_a_longer_run_follows_its_longer_schedule_and_says_so(tmp_path: Path) -> None:
+    """The rate goes on where the new cosine is at that step; another floor is refused by name."""
+
+    def trained(steps: int, until: int, floor: float = 0.0) -> float:
+        module = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        length = RunLength(samples=60, steps_per_epoch=6, epochs=1, steps=steps)
+        schedule = build_scheduler(CosineConfig(name="cosine", floor=floor), optimizer, length)
+        with Session(
+            tmp_path, device="cpu", allow_changed=lengths(schedule), checks=CheckOptions(on_changed="raise")
+        ) as session:
+            wrapped = session.wrap(module, optimizer=optimizer, scheduler=schedule)
+            for batch in session.batches(data(), global_batch_size=10, steps=until):
+                with session.step() as step:
+                    step.backward(0.01 * loss_of(wrapped, batch))
+                    optimizer.step()
+            return float(optimizer.param_groups[0]["lr"])
+
+    assert trained(4, 4) == pytest.approx(0.0)
+    with structlog.testing.capture_logs() as logs:
+        assert trained(8, 4) == pytest.approx(0.5)
+    (said,) = (each for each in logs if each["event"] == "setting.changed")
+    assert (said["name"], said["before"], said["now"]) == ("scheduler.steps", "4", "8")
+    with pytest.raises(ConfigError, match=r"'scheduler\.floor' is 0\.1 here and was 0\.0"):
+        trained(8, 6, floor=0.1)
