@@ -38,8 +38,8 @@ KNOWN = ("model", "state_dict", "model_state_dict", "module", "weights", "params
 """Keys under which programs store a model's state_dict among other values."""
 INDEX = ".safetensors.index.json"
 """The suffix of the index file of a Hugging Face folder."""
-PREFIXES = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile add to each name."""
+PARALLEL = "module."
+"""What DistributedDataParallel puts in front of every name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Brought:
     left_out: tuple[str, ...] = ()
     """Other contents of the file."""
     stripped: tuple[str, ...] = ()
-    """Prefixes that were removed from the names."""
+    """What wrappers had put into the names, and was removed."""
 
 
 def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
@@ -302,11 +302,14 @@ def _distinct(source: Path, found: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _stripped(found: Mapping[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Without the prefixes that all names have, and which these are."""
-    result, taken = dict(found), []
-    while result and (prefix := next((p for p in PREFIXES if all(n.startswith(p) for n in result)), None)):
-        taken.append(prefix)
-        result = {name.removeprefix(prefix): each for name, each in result.items()}
+    """Without what wrappers put into names, wherever, and into all of them; and what was removed."""
+    taken = [each for each in tensors.WRAPPERS if any(each in name for name in found)]
+    result = {tensors.plain_name(name): each for name, each in found.items()}
+    if len(result) < len(found):
+        result, taken = dict(found), []  # names of two models
+    while result and all(name.startswith(PARALLEL) for name in result):
+        taken.append(PARALLEL)
+        result = {name.removeprefix(PARALLEL): each for name, each in result.items()}
     return result, tuple(taken)
 
 

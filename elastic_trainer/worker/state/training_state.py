@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.checkpoint import Live
 from elastic_trainer.checkpoint.checking import not_finite
 from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.checkpoint.tensors import plain_name
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
@@ -116,7 +117,7 @@ class TrainingState:
                 "samples": cursor.samples,
                 "best": dict(self.position.best),
             },
-            "model": self.module.state_dict(),
+            "model": plainly(self.module.state_dict()),
             "optimizer": {
                 "kind": kind_of(self.optimizer),
                 "parameters": parameter_names(self.module, self.optimizer),
@@ -124,7 +125,7 @@ class TrainingState:
             },
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
+            "average": None if self.average is None else plainly(self.average.state_dict()),
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
             "random": random_state(self.device),
             **{name: fact.read(self) for name, fact in FACTS.items()},
@@ -147,7 +148,7 @@ class TrainingState:
     def committed(self) -> dict[str, Any]:
         """The parts that only the commit of a step changes, and all ranks alike."""
         committed = {
-            "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
+            "parameters": {plain_name(name): each.detach() for name, each in self.module.named_parameters()},
             "optimizer": None if self.own_optimizer else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -156,8 +157,10 @@ class TrainingState:
 
     def live(self) -> Live:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
-        average = None if self.average is None else self.average.state_dict(keep_vars=True)
-        state = {"model": self.module.state_dict(keep_vars=True), "average": average}
+        parts = {"model": self.module, "average": self.average}
+        held = {name: {} if each is None else each.state_dict(keep_vars=True) for name, each in parts.items()}
+        # A checkpoint of before has the names of wrapped modules.
+        state = {name: {**each, **plainly(each)} for name, each in held.items()}
         like = {} if self.sharding is None else dict(enumerate(parameters_of(self.optimizer)))
         return Live(
             {**state, "optimizer": {"state": self.optimizer.state_dict()}},
@@ -169,6 +172,7 @@ class TrainingState:
 
     def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
         """Make ``state`` the present one. Only the first rank adopts the random generators."""
+        state = {**state, **{name: plainly(state[name]) for name in ("model", "average") if state.get(name)}}
         if self.sharding is not None:
             state = self._placed(state, self.sharding)
         self._check(state)
@@ -177,7 +181,7 @@ class TrainingState:
         small += [(part, state[name]) for name, part in self._optional().items() if part is not None]
         _load_all(small)
         load_exactly(self.optimizer, state["optimizer"]["state"])
-        self.module.load_state_dict(state["model"])
+        self.module.load_state_dict(_named_as(self.module, state["model"]))
         if self.average is not None:
             self._apply_average(self.average, state)
         self.pending.clear()
@@ -197,10 +201,10 @@ class TrainingState:
         kept = state["optimizer"]
         average = state.get("average")
         if average is not None and self.average is not None:
-            average = sharding.placed_model(average, self.average.state_dict())
+            average = sharding.placed_model(average, plainly(self.average.state_dict()))
         return {
             **state,
-            "model": sharding.placed_model(state["model"], self.module.state_dict()),
+            "model": sharding.placed_model(state["model"], plainly(self.module.state_dict())),
             "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters_of(self.optimizer))},
             "average": average,
         }
@@ -208,9 +212,9 @@ class TrainingState:
     def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
         """Without an average in the checkpoint it begins at the parameters."""
         if state.get("average") is not None:
-            average.load_state_dict(state["average"])
+            average.load_state_dict(_named_as(average, state["average"]))
         else:
-            average.module.load_state_dict(state["model"])
+            average.module.load_state_dict(_named_as(average.module, state["model"]))
             average.n_averaged.zero_()
 
     def follow(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
@@ -299,9 +303,22 @@ def check_part(name: str, part: Any, taken: Mapping[str, Any]) -> None:
         raise ConfigError(f"register({name!r}): the name is taken", hint="use another name")
 
 
+def plainly(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of a module under names that do not depend on what is wrapped (see ``plain_name``)."""
+    plain = [plain_name(name) for name in state]
+    return state if plain == list(state) else dict(zip(plain, state.values(), strict=True))
+
+
+def _named_as(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``state``, which fits ``module``, under the names that this has."""
+    names = list(module.state_dict())
+    return state if all(name in state for name in names) else {name: state[plain_name(name)] for name in names}
+
+
 def check_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """CheckpointError naming the first tensor of ``saved`` that does not fit ``module``."""
-    for name, mine in module.state_dict().items():
+    known, saved = plainly(module.state_dict()), plainly(saved)
+    for name, mine in known.items():
         if name not in saved:
             raise CheckpointError(f"model tensor {name!r} is not in the checkpoint", hint=_HINT)
         theirs = saved[name]
@@ -310,7 +327,6 @@ def check_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
                 f"model tensor {name!r} is {_described(mine)} here and {_described(theirs)} in the checkpoint",
                 hint=_HINT,
             )
-    known = module.state_dict()
     for name in saved:
         if name not in known:
             raise CheckpointError(f"model tensor {name!r} of the checkpoint is not in this model", hint=_HINT)
@@ -334,7 +350,7 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: 
                 f"optimizer group {group} has {len(here)} parameters here and {len(there)} in the checkpoint",
                 hint=_HINT,
             )
-        for mine_name, their_name in zip(here, there, strict=True):
+        for mine_name, their_name in zip(here, map(plain_name, there), strict=True):
             if mine_name != their_name:
                 raise CheckpointError(
                     f"optimizer group {group} has {mine_name!r} where the checkpoint has {their_name!r}", hint=_HINT
@@ -343,7 +359,7 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: 
 
 def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the optimizer's parameters by group; its state knows them by position only."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -370,7 +386,11 @@ def _load_all(parts: list[tuple[Any, Any]]) -> None:
 def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters that must be finite, by name, as the state ``tree`` holds them."""
     named = module.state_dict(keep_vars=True).items()
-    held = ((name, tree["model"].get(name, each)) for name, each in named if isinstance(each, torch.nn.Parameter))
+    held = (
+        (name, tree["model"].get(plain_name(name), each))
+        for name, each in named
+        if isinstance(each, torch.nn.Parameter)
+    )
     return {name: each for name, each in held if each.is_floating_point() and each.numel() and not each.is_meta}
 
 

@@ -141,7 +141,7 @@ def test_an_import_says_if_another_counts_as_newer(
     assert f"{newer} counts as newer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shape", ["flat", "model", "state_dict", "ddp", "compiled", "legacy", "part"])
+@pytest.mark.parametrize("shape", ["flat", "model", "state_dict", "ddp", "compiled", "layers", "legacy", "part"])
 def test_weights_of_others_become_a_file_of_weights(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +151,9 @@ def test_weights_of_others_become_a_file_of_weights(
     if shape in ("ddp", "compiled"):
         prefix = {"ddp": "module.", "compiled": "module._orig_mod."}[shape]
         state = OrderedDict((f"{prefix}{name}", each) for name, each in state.items())
+    if shape == "layers":
+        wrapped = "._checkpoint_wrapped_module._orig_mod."
+        state = OrderedDict((wrapped.join(name.rsplit(".", 1)), each) for name, each in state.items())
     content = {"model": {"model": state, "epoch": 3}, "state_dict": {"state_dict": state, "opt": {}}}.get(shape, state)
     content = {"ema": {"net": state}, "model": {}} if shape == "part" else content
     source = tmp_path / "theirs.pth"

@@ -6,12 +6,13 @@ import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
@@ -230,6 +231,41 @@ def test_an_optimizer_with_other_parameter_groups_is_refused() -> None:
     reordered.optimizer = torch.optim.AdamW(list(reversed(list(reordered.module.parameters()))))
     with pytest.raises(CheckpointError, match=r"group 0 has '2\.bias' where the checkpoint has '0\.weight'"):
         reordered.apply(tree, first_rank=True)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """Its first computation would compile it, and there is none."""
+    return cast("nn.Module", torch.compile(module))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, compiled])
+@pytest.mark.parametrize("stored_wrapped", [True, False])
+def test_a_layer_may_be_wrapped_or_unwrapped_between_two_lives(
+    wrap: Callable[[nn.Module], nn.Module], stored_wrapped: bool, tmp_path: Path
+) -> None:
+    """Tensors are read straight into those of the same name without wrappers; what was frozen stays frozen."""
+
+    def life(*, wrapped: bool) -> TrainingState:
+        torch.manual_seed(int(wrapped))
+        frozen = nn.Linear(3, 3).requires_grad_(False)
+        return make(lambda: nn.Sequential(wrap(nn.Linear(4, 3)) if wrapped else nn.Linear(4, 3), frozen))
+
+    old, new = life(wrapped=stored_wrapped), life(wrapped=not stored_wrapped)
+    for each in old.module[0].parameters():  # type: ignore[index]
+        each.grad = torch.ones_like(each)
+    old.optimizer.step()
+    old.average, new.average = AveragedModel(old.module), AveragedModel(new.module)
+    old.average.update_parameters(old.module)
+    where = [each.data_ptr() for each in new.module.state_dict().values()]
+    loaded = stored(old, tmp_path).load_newest(new.live())
+    assert loaded is not None
+    assert all(map(torch.equal, new.module.state_dict().values(), old.module.state_dict().values()))
+    new.apply(loaded.state, first_rank=True)
+    assert [each.data_ptr() for each in new.module.state_dict().values()] == where
+    assert [each.requires_grad for each in new.module.parameters()] == [True, True, False, False]
+    assert all(map(torch.equal, new.average.state_dict().values(), old.average.state_dict().values()))
+    assert identity(new.committed(), 0, 1) == identity(old.committed(), 0, 1)
 
 
 class Refusing(Counter):
