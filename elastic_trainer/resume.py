@@ -14,14 +14,25 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import worker_environment
+from elastic_trainer.telemetry import logs
 
 _TEMPORARY = ".saving-"
+_COUNT = re.compile(
+    r"(?<![a-z])(epoch|ep|step|iteration|iter|update|checkpoint|ckpt|model|state)s?[-_=]?(\d+)(?![\d]|\.\d)",
+    re.IGNORECASE,
+)
+"""What counts in a name, and whole numbers only: "loss_0.91" is neither."""
+_BARE = re.compile(r"(\d+)(\.[a-z]\w*)*", re.IGNORECASE)
 _ZIP_START = b"PK\x03\x04"
 """What ``torch.save`` writes since 1.6 is a zip archive, whose directory comes last."""
 
@@ -58,7 +69,9 @@ def saving(path: str | os.PathLike[str]) -> Iterator[Path]:
 def latest(directory: str | os.PathLike[str], pattern: str = "*", *, marker: str | None = None) -> Path | None:
     """The newest whole checkpoint, file or directory, that all ranks see; None if there is none. On all ranks.
 
-    ``pattern`` is a glob within ``directory``. The newest has the greatest number in its name, then the latest time.
+    ``pattern`` is a glob within ``directory``. The newest has the greatest epoch and step in its name, if all names
+    with such numbers count the same ("epoch=3-step=900", "checkpoint-500", "ckpt_12", "12"); else it is the last written.
+    Names without them count where there are no others. Rank 0 logs a choice that may be wrong, ``checkpoint.guessed``.
     Files that ``torch.save`` or safetensors have not completed, and directories with such files, are passed over; and
     directories without the file ``marker``, which is written last. With several ranks call it after
     ``init_process_group``: they exchange names, and each returns its own path of the one chosen.
@@ -72,12 +85,50 @@ def latest(directory: str | os.PathLike[str], pattern: str = "*", *, marker: str
 
 def _whole(directory: Path, pattern: str, marker: str | None) -> list[Path]:
     paths = [path for path in directory.glob(pattern) if not path.name.startswith(".")]
-    return [path for path in sorted(paths, key=_age, reverse=True) if is_whole(path, marker)]
+    whole = {path.name: path.stat().st_mtime_ns for path in paths if is_whole(path, marker)}
+    order = in_order(whole)
+    if order.doubt and worker_environment().rank == 0:
+        hint = "name them by epoch or step, such as step-500.pt, or give resume.latest() a narrower pattern"
+        if not structlog.is_configured():
+            logs.configure()
+        logs.logger().warning("checkpoint.guessed", directory=str(directory), reason=order.doubt, hint=hint)
+    return [directory / name for name in order.names]
 
 
-def _age(path: Path) -> tuple[int, int]:
-    numbers = re.findall(r"\d+", path.stem)
-    return int(numbers[-1]) if numbers else -1, path.stat().st_mtime_ns
+@dataclass(frozen=True, slots=True)
+class Order:
+    """``names`` of checkpoints, the newest first, and why that may be wrong."""
+
+    names: tuple[str, ...]
+    doubt: str = ""
+
+
+def in_order(written: Mapping[str, int]) -> Order:
+    """The names of what was ``written``, each at its time. Pure."""
+    counts = {name: _counts(name) for name in written}
+    both, kinds = ("epoch", "step"), {frozenset(each) for each in counts.values() if each}
+    shared = [kind for kind in both if all(kind in each for each in kinds)]
+    numbered = {name for name in written if counts[name] or not kinds}
+
+    def age(name: str) -> tuple[Any, ...]:
+        return name in numbered, [counts[name].get(kind, -1) for kind in shared if kinds], written[name]
+
+    names = sorted(written, key=age, reverse=True)
+    if len(numbered) < 2:
+        return Order(tuple(names))
+    last = max(numbered, key=written.__getitem__)
+    if not kinds or not shared:
+        return Order(tuple(names), f"{names[0]} was written last; the names do not all have an epoch, or all a step")
+    if age(last)[1] != age(names[0])[1]:
+        return Order(tuple(names), f"{names[0]} has the greatest {' and '.join(shared)}; {last} was written after it")
+    return Order(tuple(names))
+
+
+def _counts(name: str) -> dict[str, int]:
+    """The epoch and the step that ``name`` has; a bare number is a step."""
+    found = {"epoch" if word[0] in "eE" else "step": int(number) for word, number in _COUNT.findall(name)}
+    bare = _BARE.fullmatch(name)
+    return {"step": int(bare[1])} if bare else found
 
 
 def _seen_by_all(names: list[str]) -> list[str]:

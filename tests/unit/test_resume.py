@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 from safetensors.torch import save_file
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.resume import is_whole, latest, saving
+from elastic_trainer.resume import in_order, is_whole, latest, saving
 
 
 def saved(path: Path, value: float = 1.0) -> Path:
@@ -29,6 +31,40 @@ def test_the_newest_has_the_greatest_number(tmp_path: Path) -> None:
         saved(tmp_path / name)
     assert latest(tmp_path, "*.pt") == tmp_path / "step-10.pt"
     assert latest(tmp_path, "l*.pt") == tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize(
+    ("older", "newest", "doubt"),
+    [
+        (["epoch=3-val_loss=12.50.ckpt"], "epoch=4-val_loss=9.75.ckpt", ""),
+        (["epoch_1_loss_0.9120"], "epoch_3_loss_0.7001", ""),
+        (["epoch=1-step=20-v1.ckpt", "epoch=2-step=5.ckpt"], "epoch=2-step=10.ckpt", ""),
+        (["checkpoint-9", "checkpoint-10"], "checkpoint-100", ""),
+        (["global_step9"], "global_step10", ""),
+        (["9.pt"], "10.pt", ""),
+        (["best_0.99.pt", "last.pt"], "ckpt_5.pt", ""),
+        (["best_0.99.pt"], "last.pt", "was written last"),
+        (["acc_91.pt"], "acc_90.pt", "was written last"),
+        (["2024-12-31_23.pt"], "2025-01-01_01.pt", "was written last"),
+        (["epoch-9.pt"], "step-100.pt", "was written last"),
+    ],
+)
+def test_numbers_count_by_their_words_and_else_the_time_does(older: list[str], newest: str, doubt: str) -> None:
+    """The value of a metric is no step, and a choice by time is said."""
+    order = in_order({name: time for time, name in enumerate([*older, newest])})
+    assert order.names[0] == newest
+    assert (doubt in order.doubt) if doubt else not order.doubt
+
+
+def test_a_greatest_step_that_was_not_written_last_is_chosen_and_said(tmp_path: Path) -> None:
+    """As of an earlier run in the same directory."""
+    for time, name in enumerate(("step-1000.pt", "step-10.pt")):
+        os.utime(saved(tmp_path / name), (time, time))
+    with structlog.testing.capture_logs() as logs:
+        assert latest(tmp_path) == tmp_path / "step-1000.pt"
+    assert [(each["event"], each["reason"]) for each in logs] == [
+        ("checkpoint.guessed", "step-1000.pt has the greatest step; step-10.pt was written after it")
+    ]
 
 
 def test_where_there_is_none_is_none(tmp_path: Path) -> None:
