@@ -70,8 +70,9 @@ def latest(directory: str | os.PathLike[str], pattern: str = "*", *, marker: str
     """The newest whole checkpoint, file or directory, that all ranks see; None if there is none. On all ranks.
 
     ``pattern`` is a glob within ``directory``. The newest has the greatest epoch and step in its name, if all names
-    with such numbers count the same ("epoch=3-step=900", "checkpoint-500", "ckpt_12", "12"); else it is the last written.
-    Names without them count where there are no others. Rank 0 logs a choice that may be wrong, ``checkpoint.guessed``.
+    with such numbers count the same ("epoch=3-step=900", "checkpoint-500", "ckpt_12", "12"), else it is the last
+    written. Names without them count where there are no others. Rank 0 logs a choice that may be wrong:
+    ``checkpoint.guessed``.
     Files that ``torch.save`` or safetensors have not completed, and directories with such files, are passed over; and
     directories without the file ``marker``, which is written last. With several ranks call it after
     ``init_process_group``: they exchange names, and each returns its own path of the one chosen.
@@ -96,14 +97,14 @@ def _whole(directory: Path, pattern: str, marker: str | None) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CheckpointOrder:
     """``names`` of checkpoints, the newest first, and why that may be wrong."""
 
     names: tuple[str, ...]
     doubt: str = ""
 
 
-def in_order(written: Mapping[str, int]) -> Order:
+def in_order(written: Mapping[str, int]) -> CheckpointOrder:
     """The names of what was ``written``, each at its time. Pure."""
     counts = {name: _counts(name) for name in written}
     both, kinds = ("epoch", "step"), {frozenset(each) for each in counts.values() if each}
@@ -115,13 +116,17 @@ def in_order(written: Mapping[str, int]) -> Order:
 
     names = sorted(written, key=age, reverse=True)
     if len(numbered) < 2:
-        return Order(tuple(names))
+        return CheckpointOrder(tuple(names))
     last = max(numbered, key=written.__getitem__)
     if not kinds or not shared:
-        return Order(tuple(names), f"{names[0]} was written last; the names do not all have an epoch, or all a step")
+        return CheckpointOrder(
+            tuple(names), f"{names[0]} was written last; the names do not all have an epoch, or all a step"
+        )
     if age(last)[1] != age(names[0])[1]:
-        return Order(tuple(names), f"{names[0]} has the greatest {' and '.join(shared)}; {last} was written after it")
-    return Order(tuple(names))
+        return CheckpointOrder(
+            tuple(names), f"{names[0]} has the greatest {' and '.join(shared)}; {last} was written after it"
+        )
+    return CheckpointOrder(tuple(names))
 
 
 def _counts(name: str) -> dict[str, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -241,8 +242,10 @@ def _loaded(source: Path) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source) or None)
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)|Unsupported (?:class|type|global) (\S+)", str(error))
+        what = f"a {named[1] or named[2]}" if named is not None else "objects"
         raise ConfigError(
-            f"{source} holds objects that only pickle can read, which may run any code: they are never loaded",
+            f"{source} holds {what}, which only pickle can read; that may run any code, so it is never loaded",
             hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:

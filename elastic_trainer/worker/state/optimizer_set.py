@@ -49,12 +49,14 @@ class OptimizerSet(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As if it were one optimizer."""
-        state: dict[int, Any] = {}
+        state: dict[int | str, Any] = {}  # a key that is no parameter's number belongs to a whole member
         groups: list[dict[str, Any]] = []
         first = 0
-        for each in self.members:
+        for place, each in enumerate(self.members):
             own = each.state_dict()
-            state |= {first + number: known for number, known in own["state"].items()}
+            state |= {
+                first + key if isinstance(key, int) else f"{place}/{key}": known for key, known in own["state"].items()
+            }
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
             ]
@@ -63,14 +65,16 @@ class OptimizerSet(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups, first = list(state_dict["param_groups"]), 0
-        for each in self.members:
+        for place, each in enumerate(self.members):
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             last = first + len(parameters_of(each))
             load_exactly(
                 each,
                 {
                     "state": {
-                        number - first: known for number, known in state_dict["state"].items() if first <= number < last
+                        key - first if isinstance(key, int) else key.partition("/")[2]: known
+                        for key, known in state_dict["state"].items()
+                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{place}/"))
                     },
                     "param_groups": [
                         {**group, "params": [number - first for number in group["params"]]} for group in own

@@ -44,7 +44,9 @@ def placed_model(saved: Tree, live: Tree) -> dict[str, Any]:
 def placed_optimizer(saved: Tree, parameters: list[torch.Tensor]) -> dict[str, Any]:
     """The state dict of an optimizer for ``parameters``, in its order."""
     state = {
-        number: {name: _like(each, _owner(number, parameters), f"{number}/{name}") for name, each in entry.items()}
+        number: {name: _like(each, owner, f"{number}/{name}") for name, each in entry.items()}
+        if (owner := _owner(number, parameters)) is not None
+        else entry  # of the whole optimizer
         for number, entry in saved["state"].items()
         if not is_elsewhere(_owner(number, parameters))
     }
@@ -56,15 +58,16 @@ def completed_optimizer(state: Tree, parameters: list[torch.Tensor]) -> dict[str
 
     They have what a parameter of the same group has here: tensors without data, and its numbers.
     """
-    known: dict[Any, Any] = dict(state["state"])
+    known = {number: each for number, each in state["state"].items() if isinstance(number, int)}
+    others = {name: each for name, each in state["state"].items() if name not in known}
     for group in state["param_groups"]:
-        like = next((number for number in (*group["params"], *state["state"]) if number in state["state"]), None)
+        like = next((number for number in (*group["params"], *known) if number in state["state"]), None)
         for number in group["params"]:
             absent = parameters[number]
             if like is not None and is_elsewhere(absent) and absent.requires_grad:
                 entry, shape = state["state"][like], parameters[like].shape
                 known[number] = {name: _absent(each, absent, shape) for name, each in entry.items()}
-    return {**state, "state": dict(sorted(known.items()))}
+    return {**state, "state": {**dict(sorted(known.items())), **others}}
 
 
 def _absent(value: Any, parameter: torch.Tensor, shape: torch.Size) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -139,10 +139,9 @@ class TrainingState:
 
     def size(self) -> int:
         """About how many bytes of tensors this rank holds, without registered objects."""
-        averages = [] if self.average is None else [*self.average.state_dict().values()]
-        moments = [each for known in self.optimizer.state.values() for each in known.values()]
-        found = [*self.module.state_dict().values(), *averages, *moments]
-        here = [each for each in found if isinstance(each, torch.Tensor) and not each.is_meta]
+        averages = {} if self.average is None else self.average.state_dict()
+        found = _tensors([dict(self.module.state_dict()), dict(averages), list(self.optimizer.state.values())])
+        here = [each for each in found if not each.is_meta]
         return sum(local(each).nbytes + _DESCRIBED for each in here)
 
     def committed(self) -> dict[str, Any]:
@@ -288,10 +287,17 @@ FACTS: dict[str, Fact] = {
 """What is saved, and brought alike by a resume and by the healing of a rank. A checkpoint of before a fact lacks it."""
 
 
-def _has_tensors(value: Any) -> bool:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors within ``value``."""
     if isinstance(value, dict | list | tuple):
-        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor)
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(_tensors(value), None) is not None
 
 
 def check_part(name: str, part: Any, taken: Mapping[str, Any]) -> None:

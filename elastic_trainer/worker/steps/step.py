@@ -317,7 +317,9 @@ class Step:
     def skip(self) -> None:
         """Make no update on purpose, on all ranks alike: the step commits without one when it ends.
 
-        Its samples count as used and the schedule advances. ConfigError if another rank does not skip.
+        Its samples count as used and the schedule advances. ConfigError if another rank is in another call of all
+        ranks; one that computes gradients instead waits for this one, until the agent ends both as hung: decide by
+        what all ranks know, such as ``session.all_reduce(flag)``.
         """
         self._steps.check_round()
         if self.committed or self.updated:

@@ -45,6 +45,17 @@ def test_the_state_is_that_of_one_optimizer_with_all_groups() -> None:
     assert set(map(id, optimizers.state)) == set(map(id, model.parameters()))
 
 
+def test_what_belongs_to_a_whole_optimizer_stays_its_own() -> None:
+    """Some keep a count of their own beside the states of parameters."""
+    key: Any = "seen"
+    _, optimizers = trained(1)
+    for number, each in enumerate(optimizers.members):
+        each.state[key] = number
+    _, loaded = trained(1)
+    loaded.load_state_dict(copy.deepcopy(optimizers.state_dict()))
+    assert [each.state[key] for each in loaded.members] == [0, 1]
+
+
 def test_a_loaded_state_goes_on_as_the_one_that_was_saved() -> None:
     model, optimizers = trained(2)
     other, loaded = trained(1, seed=1)

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
+from elastic_trainer.worker.state import shards
 from elastic_trainer.worker.state.heal import identity
 from elastic_trainer.worker.state.restore import whole
 from elastic_trainer.worker.state.training_state import Position, TrainingState
@@ -114,6 +115,33 @@ def test_the_optimizer_state_keeps_its_types(optimizer: Any, dtype: torch.dtype)
     assert identity(new.committed(), 0, 1) == identity(old.committed(), 0, 1)
     step()
     assert identity(new.committed(), 0, 2) == identity(old.committed(), 0, 2)
+
+
+SEEN: Any = "seen"
+
+
+class Counting(torch.optim.SGD):
+    """Has a value of its own in its state, beside those of the parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state[SEEN] = self.state.get(SEEN, 0) + 1
+
+
+def test_what_an_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path) -> None:
+    old, new = (make(small, lambda each, lr: Counting(each, lr=lr, momentum=0.9)) for _ in range(2))
+    before = old.size()
+    for each in old.module.parameters():
+        each.grad = torch.ones_like(each)
+    old.optimizer.step()
+    assert old.size() > before
+    loaded = stored(old, tmp_path).load_newest(new.live())
+    assert loaded is not None
+    new.apply(loaded.state, first_rank=True)
+    assert new.optimizer.state[SEEN] == 1
+    parameters: list[torch.Tensor] = [*old.module.parameters()]
+    whole_state = shards.completed_optimizer(old.optimizer.state_dict(), parameters)  # as of a sharded model
+    assert shards.placed_optimizer(whole_state, parameters)["state"]["seen"] == 1
 
 
 def stored(state: TrainingState, directory: Path) -> CheckpointManager:
