@@ -29,7 +29,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("init", "write a script or job to start from, or make a DDP script elastic"),
+    Command("init", "write a script or job to start from, or list by line what changes in yours"),
     Command("run", "start this node of a job: torchrun with good defaults"),
     Command("local", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "break a small job in one of many ways, and check that it survives"),

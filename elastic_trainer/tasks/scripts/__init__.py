@@ -1,1 +1,1 @@
-"""Scripts to start from: a session, and plain DDP before and after the four changes that make it elastic."""
+"""Scripts to start from: a session, and a DDP script as people have them, and the same with a session."""

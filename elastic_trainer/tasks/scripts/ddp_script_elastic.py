@@ -1,4 +1,4 @@
-"""ddp_script.py with four changes: survivors of a failure go on in place, newcomers join, checkpoints resume."""
+"""ddp_script.py with a Session: survivors of a failure go on in place, newcomers join, checkpoints resume."""
 
 import argparse
 import math
@@ -6,6 +6,7 @@ import math
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
@@ -19,23 +20,28 @@ def spirals(count: int) -> TensorDataset:
     return TensorDataset(torch.stack([angle.cos(), angle.sin()], dim=1) * turn[:, None] / 8, spiral)
 
 
-def train(arguments: argparse.Namespace, session: Session) -> None:
+def train(options: argparse.Namespace, session: Session) -> None:
     """Which of two spirals is a point on?"""
     torch.manual_seed(0)
     data = spirals(4000)
+    device = session.device
     model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model = session.wrap(model, optimizer=optimizer)  # 2
-    for epoch in session.epochs(arguments.epochs):
-        for batch in session.batches(data, global_batch_size=64):  # 3
+    scheduler = CosineAnnealingLR(optimizer, T_max=options.epochs * 63)
+    scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+    model = session.wrap(model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)  # 2
+    for epoch in session.epochs(options.epochs):
+        for batch in session.batches(data, global_batch_size=64, passes=2):  # 3
             with session.step() as step:  # 4
-                loss = cross_entropy(model(batch.x), batch.y)
-                optimizer.zero_grad()
-                step.backward(loss)
+                for part in step.micro_batches(batch):
+                    with torch.autocast(device.type):
+                        loss = cross_entropy(model(part.x), part.y)
+                    step.backward(loss)
+                step.clip(1.0)
                 optimizer.step()
         print(f"epoch {epoch + 1} done", flush=True)
     with torch.no_grad():
-        right = (model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+        right = (model(data.tensors[0].to(device)).argmax(1).cpu() == data.tensors[1]).float().mean()
     print(f"{right:.1%} of the points are on the right spiral", flush=True)
 
 
@@ -43,6 +49,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--directory", default="runs/ddp", help="for checkpoints")
-    options = parser.parse_args()
-    with Session(checkpoint_dir=options.directory) as session:  # 1
-        train(options, session)
+    arguments = parser.parse_args()
+    with Session(checkpoint_dir=arguments.directory) as session:  # 1
+        train(arguments, session)

@@ -152,23 +152,19 @@ def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, sta
     assert main(["plot", str(tmp_path / "script"), "--output", str(tmp_path / "course.svg")]) == 0
 
 
-def test_the_plain_script_runs_under_torchrun() -> None:
-    """It is an ordinary DDP script: two ranks learn the spirals, without this package."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    said = _run(*launcher, str(SCRIPTS / "ddp_script.py"), "--epochs", "4")
-    assert said.count("epoch 4 done") == 2
-    assert _right(said) > 90.0
+def test_the_plain_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """It is an ordinary DDP script: ranks learn the spirals, without this package; one is enough to resume."""
+    script = (str(SCRIPTS / "ddp_script.py"), "--epochs", "6", "--directory", str(tmp_path))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    said = [_run(*launcher, ranks, *script) for ranks in ("2", "1")]
+    assert [each.count("epoch 6 done") for each in said] == [2, 0]
+    assert min(map(_right, said)) > 90.0
 
 
-def test_the_plain_script_learns_as_much_when_init_has_changed_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs alone as well now, and finds its checkpoint when it is started again."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text((SCRIPTS / "ddp_script.py").read_text())
-    assert main(["init", "mine.py", "--write"]) == 0
-    said = [_run("mine.py", "--epochs", epochs) for epochs in ("9", "10")]
-    assert [each.count("done") for each in said] == [9, 1]
+def test_the_elastic_script_runs_alone_and_resumes(tmp_path: Path) -> None:
+    """It learns as much, and goes on from its checkpoint when it is started again."""
+    said = [_alone("ddp_script_elastic.py", "--epochs", each, "--directory", str(tmp_path)) for each in ("6", "6")]
+    assert [each.count("done") for each in said] == [6, 0]
     assert min(map(_right, said)) > 90.0
 
 

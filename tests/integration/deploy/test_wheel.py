@@ -181,7 +181,7 @@ def test_who_installs_the_wheel_can_run_the_commands_of_the_readme(
         if why_not_run(command) is None:
             adapted = command.replace("etcd.example:2379", etcd_endpoint).replace("my-run", run_id)
             adapted = adapted.replace(" RUN", f" {run_id}")
-            if command == "elastic-trainer init train.py":  # makes a script elastic that is not
+            if command == "elastic-trainer init train.py":  # for a script that has no Session yet
                 (tmp_path / "before").mkdir()
                 plain = fresh.site / "elastic_trainer/tasks/scripts/ddp_script.py"
                 shutil.copy(plain, tmp_path / "before/train.py")

@@ -1,13 +1,17 @@
-"""The scripts to start from are short, and four changes make a plain one elastic."""
+"""The scripts to start from are short, and a plain one becomes shorter with a Session."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from pathlib import Path
+
+import pytest
 
 from elastic_trainer import tasks
 from elastic_trainer.drills.user_job.job import entry
+from tests.support.pages import DOCS, ROOT, blocks
 
 SCRIPTS = Path(tasks.__file__).with_name("scripts")
 PLAIN, ELASTIC, SESSION = (SCRIPTS / name for name in ("ddp_script.py", "ddp_script_elastic.py", "session_script.py"))
@@ -19,11 +23,22 @@ def _code(path: Path) -> list[str]:
 
 
 def test_the_elastic_script_is_the_plain_one_with_few_other_lines() -> None:
-    """At most 12 new lines, and nothing kept of samplers, loaders and process groups."""
+    """At most 18 new lines, and nothing kept of samplers, loaders, process groups and checkpoints."""
     lines = list(difflib.ndiff(_code(PLAIN), _code(ELASTIC)))
-    assert sum(line.startswith("+ ") for line in lines) <= 12
-    assert sum(line.startswith("- ") for line in lines) <= 16
-    assert not re.search(r"Distributed|init_process_group|dist\.", "\n".join(_code(ELASTIC)))
+    assert sum(line.startswith("+ ") for line in lines) <= 18
+    assert sum(line.startswith("- ") for line in lines) >= 36
+    gone = r"Distributed|init_process_group|dist\.|torch\.save|torch\.load|state_dict|unscale_|set_epoch"
+    assert not re.search(gone, "\n".join(_code(ELASTIC)))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "tutorial.md"], ids=lambda page: page.name)
+def test_the_pages_show_these_scripts(page: Path) -> None:
+    """What they show before and after is a piece of the scripts that other tests run, letter by letter."""
+    shown = [block.text for block in blocks(page) if "autocast" in block.text]
+    for text, script in zip(shown, (PLAIN, ELASTIC), strict=True):
+        whole = re.sub(r"  # \d$", "", script.read_text(), flags=re.MULTILINE)
+        piece = re.sub(r"  # \d$", "", text, flags=re.MULTILINE)
+        assert piece in whole or textwrap.indent(piece, "    ") in whole
 
 
 def test_the_four_changes_are_marked() -> None:
