@@ -46,7 +46,7 @@ command -v openssl >/dev/null || fail "openssl is not installed"
 umask 077
 mkdir -p "$1"
 cd "$1"
-work=$(mktemp -d)
+work=$(mktemp -d "$PWD/.new.XXXXXX") # on the same file system: a full one leaves no half of a key
 trap 'rm -r "$work"' EXIT
 
 key() {

@@ -1,7 +1,8 @@
 """``elastic-trainer admin``: options in, a password or a list out; the work is store/granting's.
 
 *Runs in* the process of the command. *Owns* the file of ``--output``, which only its owner can read.
-*Fails by* ConfigError. *Invariant*: a password is written to its output, and nowhere else.
+*Fails by* ConfigError; StorageError where a password is set and its output then fails.
+*Invariant*: a password is written to its output, and nowhere else; to a file before it is set.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from elastic_trainer.cli import connection
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import AccessDeniedError, ConfigError
+from elastic_trainer.errors import AccessDeniedError, ConfigError, StorageError
 from elastic_trainer.settings import StoreSettings, secret
 from elastic_trainer.store import connect_checked, granting
 from elastic_trainer.store.accounts import ROOT, Accounts
@@ -127,38 +128,73 @@ def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
 
 @contextmanager
 def _delivered(arguments: argparse.Namespace, name: str) -> Iterator[str]:
-    """A new password, delivered when the block has ended well.
+    """A new password, which the block sets. Its output takes it before that, as far as an output can be asked.
 
-    The file is made before the block begins: a password that only etcd knows would be of no use.
+    A password that only etcd knows would shut out who has the old one.
     """
     password = secrets.token_urlsafe(PASSWORD_BYTES)
     user = name if arguments.action == "init" else f"run-{name}"
     text = password if arguments.format == "text" else manifest(name, user, password)
-    if arguments.output is None:
-        yield password
-        print(text)
+    if arguments.output is not None:
+        with _private_file(arguments.output, f"{text}\n"):
+            yield password
         return
-    with _private_file(arguments.output, f"{text}\n"):
-        yield password
+    if sys.stdout is None:  # as Python has it where the descriptor is closed
+        raise ConfigError("standard output is closed: the new password would be lost", hint="give --output FILE")
+    yield password
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more when it ends
+        cause = error.strerror or type(error).__name__
+        raise StorageError(
+            f"the new password of {user!r} is set, but standard output did not take it: {cause}",
+            hint="the same command again, with --output FILE, sets another",
+        ) from error
 
 
 @contextmanager
 def _private_file(path: Path, text: str) -> Iterator[None]:
-    """A file with ``text`` that only its owner can read, in the place of ``path`` when the block has ended well."""
+    """A file with ``text`` that only its owner can read; durable before the block, in the place of ``path`` behind it.
+
+    Until then ``path`` keeps what it has. What may hold a password that is set is not removed.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        raise ConfigError(f"--output {str(path)!r} is not a file", hint="name one, which may be new")
     made: str | None = None
     try:
-        descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        descriptor, made = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
-        yield
-        os.replace(made, path)
-        made = None
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
-        cause = error.strerror or type(error).__name__
-        raise ConfigError(f"--output {str(path)!r} cannot be written: {cause}", hint="check its directory") from error
-    finally:
         if made is not None:
             os.unlink(made)
+        cause = error.strerror or type(error).__name__
+        raise ConfigError(f"--output {str(path)!r} cannot be written: {cause}", hint="check its directory") from error
+    try:
+        yield
+    except ConfigError:  # etcd has refused
+        os.unlink(made)
+        raise
+    except BaseException:
+        _say(f"the new password may be set: it is in {made}")
+        raise
+    try:
+        os.replace(made, place)
+        directory = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        cause = error.strerror or type(error).__name__
+        raise StorageError(
+            f"the new password is set, and is in {made if os.path.exists(made) else place}: {str(path)!r}: {cause}",
+            hint="take it from there",
+        ) from error
 
 
 def manifest(name: str, user: str, password: str) -> str:

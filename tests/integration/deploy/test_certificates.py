@@ -39,7 +39,9 @@ def loopback() -> Iterator[None]:
 def make(*words: str | Path, code: int = 0) -> str:
     """Run the script; what it printed, or what it said when it failed with ``code``."""
     needs("openssl", "it makes the certificates")
-    done = subprocess.run([SCRIPT, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    elsewhere = {**os.environ, "TMPDIR": "/nowhere"}  # what is copied across file systems may arrive in halves
+    command = [SCRIPT, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=elsewhere)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 

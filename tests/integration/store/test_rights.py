@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +24,11 @@ from elastic_trainer.errors import (
 )
 from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.store import connect_checked
+from elastic_trainer.store import connect_checked, granting
+from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
 from elastic_trainer.store.connection import StoreConnection
+from elastic_trainer.store.rights import Account
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder
@@ -66,6 +69,7 @@ class Admin:
     def __init__(self, server: EtcdServer, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self._endpoint, self._directory, self._capsys = server.endpoint, directory, capsys
         self.root = self.file("root", ROOT_PASSWORD)
+        self.login = ("--endpoint", self._endpoint, "--user", "root", "--password-file", str(self.root))
 
     def file(self, name: str, text: str) -> Path:
         """A file with a secret."""
@@ -138,6 +142,8 @@ def test_mistakes_of_the_operator_are_one_sentence_each(server: EtcdServer, admi
         ("a run called 'monitor' cannot have a user", ("grant", "monitor"), {}),
         ("cannot be the name of a Secret", ("grant", "A_b", "--format", "kubernetes"), {}),
         ("cannot be written: No such file", ("grant", "a", "--output", str(tmp_path / "no" / "file")), {}),
+        ("is not a file", ("grant", "a", "--output", str(tmp_path)), {}),
+        ("is not a file", ("init", "--output", "/dev/null"), {}),
         ("no rights were granted to run 'a'", ("revoke", "a"), {}),
     ]
     for sentence, words, login in mistakes:
@@ -155,6 +161,46 @@ def test_mistakes_of_the_operator_are_one_sentence_each(server: EtcdServer, admi
     code, _, told = admin("grant", "a", "--prefix", "/other")
     assert code == 78
     assert "a role 'run-a' with other rights: read and write /elastic_trainer/a/" in told
+
+
+@pytest.mark.parametrize("fault", ["in the place", "in etcd"])
+def test_a_password_that_may_be_set_is_in_a_file(
+    fault: str, server: EtcdServer, admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes the password is written before etcd is asked. Where its place, or etcd's answer, is lost behind the
+    change, the command says which file holds it."""
+    admin.password("init")
+    place, was = tmp_path / "mine", granting.grant
+
+    def then_fails(accounts: Accounts, prefix: str, run: str, password: str) -> Account:
+        account = was(accounts, prefix, run, password)
+        if fault == "in etcd":
+            raise StoreUnavailableError("no answer")
+        place.mkdir()
+        return account
+
+    monkeypatch.setattr(granting, "grant", then_fails)
+    code, _, told = admin("grant", "a", "--output", str(place))
+    assert code == (69 if fault == "in etcd" else 73)
+    (left,) = tmp_path.glob(".mine.*")
+    assert str(left) in told
+    with client(server.endpoint, user="run-a", password=left.read_text().strip()) as store:
+        put(store, f"{A}x")
+
+
+def test_standard_output_that_cannot_take_a_password_is_an_error(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A closed one before anything is set; a full one is said afterwards, with what to do."""
+    admin.password("init")
+    with open("/dev/full", "w") as full:
+        for stdout, code, sentence in (
+            (None, 78, "standard output is closed: the new password would be lost (give --output FILE)"),
+            (full, 73, "'run-a' is set, but standard output did not take it: No space left on device"),
+        ):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(["admin", "grant", "a", *admin.login]) == code
+            assert sentence in capsys.readouterr().err
 
 
 def test_a_crafted_run_id_gets_no_rights(admin: Admin) -> None:
