@@ -5,27 +5,31 @@ The headers are read once; an index of them can be kept in a small file, valid w
 *Runs in* any process, when the shards are named.
 *Fails by* DataError for a shard that is missing, empty, compressed, or cut off. A cache that cannot be read or written
 is only a loss of time.
-*Invariant*: a cache file is whole, or not there (it is written beside its name, and renamed).
+*Invariant*: a cache file that is used is whole (it begins with its digest), and of the present state of its shard.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import tarfile
 import uuid
-import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache as once
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastic_trainer.errors import DataError
+from elastic_trainer.telemetry.logs import logger
 
-_VERSION = 1
+_DIGEST = 32
+_VERSION = 2
 _BLOCK = 512
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
@@ -178,21 +182,41 @@ def cache_file(path: Path, directory: Path | None) -> Path:
 
 
 def _load(cache: Path, made_from: NDArray[np.int64]) -> TarIndex | None:
-    """What was kept; None if it is missing, damaged, or of another state of the shard."""
+    """What was kept; None if it is missing, damaged, or of another state of the shard.
+
+    The digest comes before numpy and zipfile see a byte: what they make of a flipped bit is one of a dozen exceptions,
+    or an index with fewer samples.
+    """
     try:
-        with cache.open("rb") as file, np.load(file, allow_pickle=False) as kept:
-            if not np.array_equal(kept["made_from"], made_from):
-                return None
-            return TarIndex(*(kept[name] for name in TarIndex.__slots__))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        kept = cache.read_bytes()
+    except OSError:
         return None
+    digest, content = kept[:_DIGEST], kept[_DIGEST:]
+    if hashlib.blake2b(content, digest_size=_DIGEST).digest() != digest:
+        return None
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        if not np.array_equal(arrays["made_from"], made_from):
+            return None
+        return TarIndex(*(arrays[name] for name in TarIndex.__slots__))
 
 
 def _save(index: TarIndex, cache: Path, made_from: NDArray[np.int64]) -> None:
     beside = cache.with_name(f"{cache.name}.{uuid.uuid4().hex}.tmp")
+    content = io.BytesIO()
+    np.savez(content, made_from=made_from, **{name: getattr(index, name) for name in TarIndex.__slots__})
+    digest = hashlib.blake2b(content.getbuffer(), digest_size=_DIGEST).digest()
     try:
         with beside.open("wb") as file:
-            np.savez(file, made_from=made_from, **{name: getattr(index, name) for name in TarIndex.__slots__})
+            file.write(digest)
+            file.write(content.getbuffer())
         beside.replace(cache)
-    except OSError:
-        beside.unlink(missing_ok=True)
+    except OSError as error:
+        with suppress(OSError):  # a read-only file system refuses this, too
+            beside.unlink(missing_ok=True)
+        _not_kept(cache.parent, error.strerror or type(error).__name__)
+
+
+@once
+def _not_kept(directory: Path, cause: str) -> None:
+    """Once for a directory, which may hold a thousand shards."""
+    logger().warning("tar_index.not_kept", directory=str(directory), error=cause, hint="each start reads all headers")

@@ -79,7 +79,7 @@ class TarShards:
     ) -> None:
         self.paths = paths_of(shards)
         directory = None if isinstance(index, bool) else Path(index)
-        if directory is not None and not directory.is_dir():
+        if directory is not None and not os.path.isdir(directory):
             raise ConfigError(f"the directory {directory} for indexes is not there", hint="make it, or say index=True")
         self._indexes = [index_of(path, cache_file(path, directory) if index else None) for path in self.paths]
         self._ends = np.cumsum([len(each) for each in self._indexes])

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from elastic_trainer.data import tar_index, tar_shards
@@ -215,6 +216,34 @@ def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
     assert (tmp_path / "s.tar.index.npz").exists()
     with pytest.raises(ConfigError, match="is not there"):
         TarShards(path, index=tmp_path / "nowhere")
+
+
+def test_a_damaged_index_is_made_anew_whichever_bit_has_flipped(tmp_path: Path) -> None:
+    """It neither raises nor gives other samples."""
+    path = numbered(tmp_path / "s.tar", 0, 3)
+    TarShards(path, index=True)
+    cache = tar_index.cache_file(path, None)
+    whole = cache.read_bytes()
+    for number in range(0, len(whole), 13):
+        cache.write_bytes(whole[:number] + bytes([whole[number] ^ 1 << number % 8]) + whole[number + 1 :])
+        assert [each["cls"] for each in map(TarShards(path, index=True).__getitem__, range(3))] == [0, 1, 2]
+        assert cache.read_bytes() == whole
+
+
+def test_an_index_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
+    """As on a read-only mount: neither the file nor its removal is possible, here for the length of its name."""
+    paths = [numbered(tmp_path / f"{'x' * 240}{number}.tar", number, number + 1) for number in range(2)]
+    shards = TarShards(paths, index=True)
+    assert [shards[number]["cls"] for number in range(2)] == [0, 1]
+    with structlog.testing.capture_logs() as logs:
+        tar_index._not_kept.cache_clear()
+        TarShards(paths, index=True)
+    (said,) = logs
+    assert (said["event"], said["directory"], said["error"]) == (
+        "tar_index.not_kept",
+        str(tmp_path),
+        "File name too long",
+    )
 
 
 def _read(shards: TarShards, number: int, results: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import pickle
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,21 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(ElasticTrainerError, match=r"cannot be written.*data\.cache"):
         digit_images.digit_images(tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "damaged"])
+def test_the_users_own_cache_is_no_reason_to_fail(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits are written to a temporary directory where it cannot be written, or holds a file without a byte."""
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if fault == "unwritable" else tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if fault == "unwritable":
+        (tmp_path / "file").touch()
+    else:
+        (digit_images.digit_images() / "train" / "0" / "0000.png").write_bytes(b"")
+    root = digit_images.digit_images()
+    assert root.parent.name.startswith("elastic-trainer-digit-images-1-")
+    assert len(image_files(root / "test")) == 1000
 
 
 def test_the_cache_follows_the_xdg_variable(tmp_path: Path) -> None:
