@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -499,3 +500,20 @@ def test_a_plain_process_needs_no_process_group() -> None:
         session.barrier()
         assert session.all_gather(torch.ones(2)).tolist() == [[1.0, 1.0]]
         assert session.broadcast(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("launched", "kept", "warned"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_launched_session_without_a_directory_says_once_that_nothing_is_saved(
+    launched: bool, kept: bool, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that a person starts by hand to try something is spared."""
+    if launched:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+            monkeypatch.setenv(name, value)
+    with (
+        structlog.testing.capture_logs() as said,
+        Session(tmp_path if kept else None, device="cpu", checkpoint_every_s=None) as session,
+    ):
+        Job(session).train(1)
+    effects = [each["effect"] for each in said if each["event"] == "checkpoint.disabled"]
+    assert effects == ["the session saves nothing: if all workers end at once, what they trained is lost"] * warned
