@@ -33,9 +33,8 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry import logs
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DAY_S = 86400.0
-# A line of JSON, or of text, which has the time of the day alone.
-_TIMES = re.compile(r'"timestamp": ?"([^"]+)"|^(\d\d):(\d\d):(\d\d) ')
+# A line of JSON, or of text, in front of which torchrun may say whose it is.
+_TIMES = re.compile(r'"timestamp": ?"([^"]+)"|^(?:\[\w+\]:)?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show them, or say where they are."""
     since_s = span_s(arguments.since) if arguments.since is not None else None
     logs.configure()
-    directory = _directory(arguments.run)
+    directory = _directory(arguments.run, asks_etcd=arguments.endpoint is not None)
     found = of_directory(directory) if directory is not None else _of_store(arguments)
     chosen = choose(found, arguments.rank, arguments.node)
     for each in chosen:
@@ -74,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         if len(chosen) > 1:
             print(f"==> {_title(each)}: {file}")
         with file.open(encoding="utf-8", errors="replace") as lines:
-            sys.stdout.writelines(lines if since_s is None else newer(lines, since_s, SYSTEM.wall()))
+            written = os.fstat(lines.fileno()).st_mtime
+            sys.stdout.writelines(lines if since_s is None else newer(lines, since_s, SYSTEM.wall(), written))
     return 0
 
 
@@ -96,27 +96,33 @@ def choose(found: list[NodeLog], rank: int | None, node: str | None) -> list[Nod
     return chosen
 
 
-def newer(lines: Iterable[str], since_s: float, now: float) -> Iterator[str]:
-    """Lines written in the last ``since_s`` seconds. One without a time belongs to the one before."""
-    show = False
+def newer(lines: Iterable[str], since_s: float, now: float, written: float) -> Iterator[str]:
+    """Lines written in the last ``since_s`` seconds, of a file that was ``written`` last then.
+
+    One without a date belongs to the one before. Where no line has one, all that is known is the file's own time.
+    """
+    if now - written > since_s:
+        return
+    show, undated = False, list[str]()
+    dated = False
     for line in lines:
         if (age := age_s(line, now)) is not None:
-            show = age <= since_s
+            show, dated = age <= since_s, True
         if show:
             yield line
+        elif not dated:
+            undated.append(line)
+    if not dated:
+        yield from undated
 
 
 def age_s(line: str, now: float) -> float | None:
-    """How long ago a line was written, within a day where it has no date; None for a line without a time."""
+    """How long ago a line was written; None for a line without a date."""
     found = _TIMES.search(line)
     if found is None:
         return None
-    if found[1] is None:
-        here = datetime.fromtimestamp(now)
-        passed = here.hour * 3600 + here.minute * 60 + here.second + here.microsecond / 1e6
-        return (passed - (int(found[2]) * 3600 + int(found[3]) * 60 + int(found[4]))) % _DAY_S
     try:
-        return now - datetime.fromisoformat(found[1]).timestamp()
+        return now - datetime.fromisoformat(found[1] or found[2]).timestamp()
     except ValueError:
         return None
 
@@ -173,16 +179,20 @@ def _of_store(arguments: argparse.Namespace) -> list[NodeLog]:
         return of_run(RunFeed(store, keys).read(Deadline.after(connection.CONNECT_S)))
 
 
-def _directory(run: str) -> Path | None:
+def _directory(run: str, *, asks_etcd: bool) -> Path | None:
     """Where ``elastic-trainer local`` keeps the run, if it is one of this machine.
 
-    In the system's temporary directory anybody may have made a directory of that name: only one's own counts.
+    A name may be that of any folder with logs, so that a folder for a name must have a run's ledger, too; who says
+    where etcd is means a run there. No name of a run has a slash. In the system's temporary directory anybody may have
+    made a directory of that name: only one's own counts.
     """
-    for each in (Path(run), Path("runs") / run):
-        if (each / "logs").is_dir():
-            return each
+    if "/" in run:
+        return Path(run) if (Path(run) / "logs").is_dir() else None
     shared = Path(tempfile.gettempdir()) / f"elastic-trainer-{run}"
-    return shared if _is_own(shared) and _is_own(shared / "logs") else None
+    own = (shared,) if _is_own(shared) and _is_own(shared / "logs") else ()
+    candidates = (Path(run), Path("runs") / run, *own)
+    found = (each for each in candidates if (each / "logs").is_dir() and (each / "ledger").is_dir())
+    return None if asks_etcd else next(found, None)
 
 
 def _is_own(path: Path) -> bool:

@@ -67,7 +67,7 @@ def configure(stream: TextIO | None = None, *, level: str | None = None, json: b
 
 
 class _Text:
-    """One line of text for each event; on a terminal wrapped at its width."""
+    """One line of text for each event; on a terminal wrapped at its width, elsewhere dated: files outlive the day."""
 
     def __init__(self, target: TextIO) -> None:
         self._on_terminal = target.isatty()
@@ -79,7 +79,7 @@ class _Text:
         where = _where(values)
         line = " ".join(
             [
-                time.strftime("%H:%M:%S"),
+                time.strftime("%H:%M:%S" if self._on_terminal else "%Y-%m-%d %H:%M:%S"),
                 *([where] if where else []),
                 *([f"{level.upper()}:"] if level in ("warning", "error", "critical") else []),
                 str(what),

@@ -64,7 +64,9 @@ def test_text_says_where_and_what(bound: dict[str, object], line: str) -> None:
     with structlog.contextvars.bound_contextvars(**bound):
         values = {"loss": 0.12345678, "why": "too slow", "m": {"a": 1, "b": 0.5}, "on": ["n0", "n1"], "none": None}
         logs.logger().info("step.made", **values)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d " + re.escape(line) + r".*\n", stream.getvalue()), stream.getvalue()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d " + re.escape(line) + r".*\n", stream.getvalue()), (
+        stream.getvalue()
+    )
 
 
 def test_text_names_the_level_of_what_is_wrong() -> None:

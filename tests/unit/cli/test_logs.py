@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.agent.health.log_place import log_place
-from elastic_trainer.cli.logs import NodeLog, _directory, age_s, choose, newer, of_run, span_s, whereabouts
+from elastic_trainer.cli import logs
+from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import ConfigError
 from tests.support.monitored import health, run
@@ -51,18 +52,21 @@ def test_what_is_elsewhere_has_a_command(place: str, said: str) -> None:
 
 
 def test_lines_are_new_by_their_time() -> None:
-    """Of JSON or of text, past midnight too; what follows without a time belongs to it."""
+    """Of JSON or of text, not by the hour of another day; what follows without a date belongs to it."""
     at = datetime.fromtimestamp(NOW - 30, UTC).isoformat().replace("+00:00", "Z")
     lines = [
         "no time\n",
-        "23:59:00 old\n",
+        "2026-11-16 02:59:00 old\n",
         "still old\n",
-        "02:59:00 new\n",
+        "[default0]:2026-11-23 02:59:00 new\n",
         "Traceback\n",
         f'{{"timestamp": "{at}"}}\n',
     ]
-    assert list(newer(lines, 600.0, NOW)) == lines[3:]
-    assert age_s(lines[1], NOW) == pytest.approx(3 * 3600 + 60)
+    assert list(newer(lines, 600.0, NOW, NOW)) == lines[3:]
+    assert age_s(lines[1], NOW) == pytest.approx(7 * 86400 + 60)
+    undated = ["02:59:00 at some day's hour\n", "more\n"]
+    assert list(newer(undated, 600.0, NOW, NOW - 5)) == undated
+    assert list(newer(undated, 600.0, NOW, NOW - 7 * 86400)) == []
     assert age_s('{"timestamp": "soon"}', NOW) is None
 
 
@@ -107,7 +111,8 @@ def test_in_the_temporary_directory_only_what_this_user_made_counts(
     if foreign == "a link":
         kept.symlink_to(made)
     (made / "logs").chmod(0o777 if foreign == "for all" else 0o700)
-    assert _directory("r") == (None if foreign else kept)
+    (made / "ledger").mkdir()
+    assert logs._directory("r", asks_etcd=False) == (None if foreign else kept)
 
 
 def test_the_directory_of_a_local_run_needs_no_etcd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,3 +128,18 @@ def test_the_directory_of_a_local_run_needs_no_etcd(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "from n1\n"
     assert main(["logs", str(tmp_path), "--rank", "0"]) == 78
     assert "no node with rank 0 is known" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_name_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a ledger it is no run; with one it is, unless the command says where etcd is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logs, "_of_store", lambda arguments: [NodeLog("there", "h", "")])
+    (tmp_path / "mine" / "logs").mkdir(parents=True)
+    (tmp_path / "mine" / "logs" / "n0.log").write_text("from here\n")
+    for ledger, words, there in ((False, [], True), (True, [], False), (True, ["--endpoint", "etcd:2379"], True)):
+        if ledger:
+            (tmp_path / "mine" / "ledger").mkdir(exist_ok=True)
+        assert main(["logs", "mine", *words]) == 0
+        assert capsys.readouterr().out.startswith("node there: on h" if there else "from here")
