@@ -106,6 +106,19 @@ def opens_session(job: Sequence[str]) -> bool:
     return imports and any(isinstance(node, ast.Attribute) and node.attr in _OPENERS for node in ast.walk(tree))
 
 
+def session_directories(text: str) -> list[str]:
+    """The ``checkpoint_dir`` of each Session in the script ``text`` that is written out there."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    sessions = [each for each in calls if ast.unparse(each.func).rpartition(".")[2] == "Session"]
+    named = [word.value for each in sessions for word in each.keywords if word.arg == "checkpoint_dir"]
+    given = [*(each.args[0] for each in sessions if each.args), *named]
+    return [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+
+
 def _named_after(words: Sequence[str]) -> str:
     if words[:1] == ["-m"] and words[1:]:
         return words[1].rpartition(".")[2]

@@ -117,7 +117,7 @@ def _schema() -> dict[str, Any]:
         **dict.fromkeys(("name", "image", "shm"), text),
         **{name: fields[name] | number | {"type": ["integer", "null"]} for name in ("pods", "workers")},
         "startupTimeout": {"type": ["integer", "null"], "minimum": 0},
-        "recovery": {"enum": [str(each) for each in RecoveryMode]},
+        "recovery": {"enum": [*map(str, RecoveryMode), None]},
         **dict.fromkeys(("rdzvConf", "env"), free),
         **dict.fromkeys(("cpu", "memory"), size),
         "checkpoints": _object(claim),

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from elastic_trainer import variables
+from elastic_trainer.cli.run import MAX_RESTARTS
 from tests.support.requirements import needs
 from tests.support.tiers import FIRST_TIER, tiers_of
 
@@ -440,3 +441,16 @@ def test_the_environment_is_written_only_where_the_decision_says_so() -> None:
 def test_each_way_to_write_the_environment_is_seen(code: str, expected: list[str]) -> None:
     """Reading is none."""
     assert list(_written(ast.parse(code))) == expected
+
+
+def test_the_pages_start_long_jobs_with_one_number_of_restarts() -> None:
+    """That of ``elastic-trainer run`` and of the manifests."""
+    pages = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]
+    started = [*pages, *ROOT.glob("k8s/**/*.yaml"), *ROOT.glob("deploy/s*/*")]
+    said = {
+        f"{path.relative_to(ROOT)}: {number}"
+        for path in started
+        for number in re.findall(r"--max-restarts[= ](\d+)", path.read_text(encoding="utf-8"))
+        if int(number) != MAX_RESTARTS
+    }
+    assert said == set()

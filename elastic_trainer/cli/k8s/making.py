@@ -18,7 +18,7 @@ from elastic_trainer.cli.k8s.rendering import OUR_FILES, SOURCE_DIRECTORY, folde
 from elastic_trainer.cli.k8s.values import CHECKPOINTS, KubernetesRun, MountedFile
 from elastic_trainer.cli.local import nodes
 from elastic_trainer.cli.options import at_least, key_values
-from elastic_trainer.cli.run import opens_session
+from elastic_trainer.cli.run import MAX_RESTARTS, opens_session, session_directories
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import validated
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--namespace", metavar="NAME", help="of all objects (default: that of kubectl)")
     add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="default: in_place with a Session")
     add("--rdzv-conf", default="", metavar="K=V,...", help="more options of the rendezvous")
-    add("--max-restarts", type=int, metavar="N", help="worker failures of a pod (default: 10)")
+    add("--max-restarts", type=int, metavar="N", help=f"worker failures of a pod (default: {MAX_RESTARTS})")
     add("--retries", type=int, metavar="N", help="failures of each pod until its index is given up (default: 10)")
     add("--shutdown-timeout", type=int, metavar="S", help="time to leave and save; pods get 30 s more (default: 60)")
     add("--startup-timeout", type=int, metavar="S", help="time until a pod has an endpoint (default: what checks take)")
@@ -174,6 +174,12 @@ def _job(arguments: argparse.Namespace) -> tuple[tuple[str, ...], MountedFile | 
             rule = "only letters, digits, '-', '_' and '.' can be in the key of a ConfigMap"
             raise ConfigError(f"{name!r} is not a name for a file in a pod: {rule}", hint="rename it")
         source = MountedFile(name=name, key=name, text=_text(Path(what)))
+        for directory in session_directories(source.text):
+            if "://" not in directory and not f"{directory}/".startswith(f"{CHECKPOINTS}/"):
+                raise ConfigError(
+                    f"{what}: checkpoint_dir {directory!r} of its Session would go with the pod",
+                    hint=f"a directory below {CHECKPOINTS}, or the URL of a bucket",
+                )
         return (f"{SOURCE_DIRECTORY}/{source.key}", *rest), source, opens_session([what])
     return _ready_made(arguments, what, rest)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from elastic_trainer.cli.run import MAX_RESTARTS
 from elastic_trainer.model import PreflightMode, RecoveryMode
 from elastic_trainer.settings import Frozen, RendezvousOptions, parse_endpoints, validated
 
@@ -88,7 +89,7 @@ class KubernetesRun(Frozen):
     shm: str
     recovery: RecoveryMode = RecoveryMode.IN_PLACE
     conf: Mapping[str, str] = Field(default_factory=dict)
-    max_restarts: int = Field(default=10, ge=0)
+    max_restarts: int = Field(default=MAX_RESTARTS, ge=0)
     retries: int = Field(default=10, ge=1)
     shutdown_s: int = Field(default=LEAST_SHUTDOWN_S, ge=LEAST_SHUTDOWN_S, le=10**6)
     startup_s: int = Field(default=0, ge=0, le=10**6, description="0: what the checks before joining may take")

@@ -45,7 +45,13 @@ the chart and `elastic-trainer k8s render` make of the same run.
 {{- fail (printf "rdzvConf: %s cannot be given: it is the pod's own" $key) }}
 {{- end }}
 {{- end }}
-{{- $options := list (printf "recovery=%s" (get $conf "recovery" | default $v.recovery)) "node_id=$(POD_NAME)" "interface=$(POD_IP)" "metrics_address=0.0.0.0" "metrics_port=9471" "alive_file=/tmp/alive" }}
+{{- /* As render, which cannot look into an image either. A script that is given is judged by its imports. */}}
+{{- $text := $v.source.text | default "" }}
+{{- $imports := regexMatch `(?m)^[ \t]*from[ \t]+elastic_trainer[.\w]*[ \t]+import[ \t]+(\([^)]*|[^\n(#]*)\b(Session|Trainer)\b` $text }}
+{{- $names := and (regexMatch `(?m)^[ \t]*import[ \t]+([^\n#]*[ \t,])?elastic_trainer\b` $text) (regexMatch `\.(Session|Trainer)\b` $text) }}
+{{- $job := and (gt (len $v.args) 1) (eq (join " " (slice $v.args 0 (min 2 (len $v.args) | int))) "-m elastic_trainer.training") }}
+{{- $recovery := $v.recovery | default (ternary "in_place" "restart" (or $imports $names $job)) }}
+{{- $options := list (printf "recovery=%s" (get $conf "recovery" | default $recovery)) "node_id=$(POD_NAME)" "interface=$(POD_IP)" "metrics_address=0.0.0.0" "metrics_port=9471" "alive_file=/tmp/alive" }}
 {{- $options = append $options (printf "connect_timeout=%v" (get $conf "connect_timeout" | default 120)) }}
 {{- range $key, $value := omit $conf "recovery" "connect_timeout" }}
 {{- $options = append $options (printf "%s=%v" $key $value) }}
@@ -85,7 +91,7 @@ the chart and `elastic-trainer k8s render` make of the same run.
 {{- $_ := set . "run" (dict
   "name" $name
   "image" (required "image: the image of the pods, with elastic_trainer and dumb-init" $v.image)
-  "words" (required "args: what torchrun runs in the pod, such as {/app/train.py,--epochs=10}" ($v.args | default nil))
+  "words" (required "args: what torchrun runs in the pod, such as {/app/train.py,--epochs=10}" ($v.args | default nil) | default list)
   "least" $least "most" $most "pods" $pods "workers" $workers "gpus" $gpus "may_fail" $may_fail
   "cpu" $cpu "memory" $memory "shm" $shm
   "gpu_resource" (ternary (printf ", nvidia.com/gpu: \"%d\"" $gpus) "" (gt $gpus 0))

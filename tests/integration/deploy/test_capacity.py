@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,19 @@ PAGE = (DEPLOY / "capacity.md").read_text(encoding="utf-8")
 def test_the_page_has_the_table_of_the_published_figures() -> None:
     """Nobody has changed a number by hand, in the page or in the formula alone."""
     assert table(COSTS) in PAGE
+
+
+def test_what_one_of_each_costs_is_said_once() -> None:
+    """In the page that is made of the measurement; that about operating repeats none of it."""
+    sizes = {
+        "KiB": (COSTS.stored_per_node, COSTS.health_request, COSTS.monitor_read_per_node, COSTS.database_per_write),
+        "MiB": (COSTS.memory_base,),
+    }
+    written = {f"{each / {'KiB': 1 << 10, 'MiB': 1 << 20}[unit]:.2g} {unit}" for unit in sizes for each in sizes[unit]}
+    assert [each for each in sorted(written) if each not in PAGE] == []
+    operations = (DEPLOY / "operations.md").read_text(encoding="utf-8")
+    assert "](capacity.md)" in operations
+    assert re.findall(r"[\d.]+ [KM]iB", operations.partition("### What it costs")[2].partition("###")[0]) == []
 
 
 def test_the_costs_are_those_that_were_measured() -> None:

@@ -62,7 +62,7 @@ def test_chart_and_render_make_the_same_objects(tmp_path: Path, run: KubernetesR
 def test_what_is_not_said_is_what_render_takes(more: list[str], tmp_path: Path) -> None:
     """Workers, CPUs, memory and shared memory follow from the GPUs or workers."""
     names = {"--gpus": ("gpus", int), "--nproc-per-node": ("workers", int)}
-    values: dict[str, Any] = {**LEAST, "minNodes": 2, "maxNodes": 8, "recovery": "restart"}
+    values: dict[str, Any] = {**LEAST, "minNodes": 2, "maxNodes": 8}
     for option, text in zip(more[::2], more[1::2], strict=True):
         name, kind = names.get(option, ("", str))
         values |= {name: kind(text)} if name else {option.strip("-"): {"request": text}}
@@ -70,9 +70,39 @@ def test_what_is_not_said_is_what_render_takes(more: list[str], tmp_path: Path) 
     assert unordered(made(values, tmp_path)) == unordered(list(yaml.safe_load_all(rendering.stream(run))))
 
 
-def test_helm_finds_nothing_wrong() -> None:
-    """Lint, strict: warnings count."""
-    done = helm("lint", "--strict", CHART, "--set", "image=x", "--set", "args={/app/train.py}")
+@pytest.mark.parametrize(
+    ("text", "session"),
+    [
+        ("from elastic_trainer import RunLog, Session\n", True),
+        ("from elastic_trainer import (\n    RunLog,\n    Session,\n)\n", True),
+        ("import torch, elastic_trainer\nwith elastic_trainer.Session() as session: ...\n", True),
+        ("if True:\n    from elastic_trainer.training.trainer import Trainer\n", True),
+        ("import torch  # from elastic_trainer import Session\n", False),
+        ("import elastic_trainer.watch\nclass Trainer: ...\n", False),
+        ("from lightning import Trainer\n", False),
+    ],
+)
+def test_the_recovery_that_is_not_said_follows_from_the_script(text: str, session: bool, tmp_path: Path) -> None:
+    """In place for a script with a Session, in restart mode, which any script can use, for all others; as render."""
+    (tmp_path / "train.py").write_text(text)
+    run = asked(*GIVEN, "--namespace", "team", "--", str(tmp_path / "train.py"))
+    args = ["/etc/elastic-trainer/train.py"]
+    values = {**LEAST, "minNodes": 2, "maxNodes": 8, "args": args, "source": {"key": "train.py", "text": text}}
+    release = unordered(made(values, tmp_path))
+    assert release == unordered(list(yaml.safe_load_all(rendering.stream(run))))
+    assert ("recovery=in_place" in json.dumps([*release.values()])) is session
+
+
+def test_a_job_file_is_recovered_in_place(tmp_path: Path) -> None:
+    """Of this package's own training it is known that it has a Session."""
+    args = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=/checkpoints/mnist"]
+    assert "recovery=in_place" in json.dumps(made({**LEAST, "args": args}, tmp_path))
+
+
+@pytest.mark.parametrize("given", [(), ("--set", "image=x", "--set", "args={/app/train.py}")])
+def test_helm_finds_nothing_wrong(given: tuple[str, ...]) -> None:
+    """Lint, strict: warnings count. Also with its defaults, as a catalogue lints it."""
+    done = helm("lint", "--strict", CHART, *given)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -80,7 +80,7 @@ SPOILED: list[tuple[str, str, str]] = [
     ("path: /readyz", "path: /healthz", "probes_ask_what_they_mean"),
     ("alive_file=/tmp/alive", "alive_file=/tmp/pulse", "probes_ask_what_they_mean"),
     ("find /tmp/alive", "find /tmp/life", "probes_ask_what_they_mean"),
-    ("--max-restarts=10", "--max-restarts=0", "workers_and_threads_fit_the_machine"),
+    ("--max-restarts=100", "--max-restarts=0", "workers_and_threads_fit_the_machine"),
     ("sizeLimit: 1Gi\n", "sizeLimit: 512Mi\n", "workers_and_threads_fit_the_machine"),
     ("medium: Memory", "medium: HugePages", "workers_and_threads_fit_the_machine"),
     ("memory: 2Gi", "memory: 1Gi", "workers_and_threads_fit_the_machine"),

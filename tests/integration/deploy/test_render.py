@@ -254,6 +254,27 @@ def test_a_mistake_is_one_sentence(case: str, capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ('checkpoint_dir="checkpoints", seed=1', True),
+        ('"/tmp/a"', True),
+        ('"/checkpoints/gpt"', False),
+        ('"s3://bucket/gpt"', False),
+        ("checkpoint_dir=arguments.directory", False),
+    ],
+)
+def test_a_script_does_not_save_where_the_pod_cannot_write(given: str, refused: bool, tmp_path: Path) -> None:
+    """Its own file system is read-only, and ends with it; only what is written out is judged."""
+    script = tmp_path / "train.py"
+    script.write_text(f"from elastic_trainer import Session\nwith Session({given}) as session: ...\n")
+    if not refused:
+        assert asked(*GIVEN, "--", str(script)).source is not None
+        return
+    with pytest.raises(ConfigError, match="of its Session would go with the pod"):
+        asked(*GIVEN, "--", str(script))
+
+
 def test_files_that_options_name_are_looked_for_in_the_pod_alone() -> None:
     """They are not here: a token that a Secret mounts must not be asked for on the machine that renders."""
     run = asked(*GIVEN, "--rdzv-conf", "metrics_token_file=/etc/token", "--", "mnist")

@@ -39,8 +39,8 @@ NOT_RUN = {
     "elastic-trainer monitor": "it serves until it is stopped; tests/integration/monitor ask it",
     "elastic-trainer checkpoints": "the name of a group of commands, of which the tutorial runs three",
     "tensorboard": "it serves until it is stopped",
-    "torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 3 --rdzv-backend etcd3 --rdzv-endpoint etcd.example:2379 "
-    "--rdzv-id spirals-7": "it needs /shared; the README's torchrun on two nodes is run",
+    "torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 100 --rdzv-backend etcd3 --rdzv-endpoint "
+    "etcd.example:2379 --rdzv-id spirals-7": "it needs /shared; the README's torchrun on two nodes is run",
 }
 """Commands of the two pages, by how they begin, and why they are not run here."""
 TWICE = ("torchrun --nnodes 2:4", "elastic-trainer run --nodes 2:4")
