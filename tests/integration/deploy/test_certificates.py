@@ -40,7 +40,7 @@ def make(*words: str | Path, code: int = 0) -> str:
     """Run the script; what it printed, or what it said when it failed with ``code``."""
     needs("openssl", "it makes the certificates")
     elsewhere = {**os.environ, "TMPDIR": "/nowhere"}  # what is copied across file systems may arrive in halves
-    command = [SCRIPT, *map(str, words)]
+    command = [str(SCRIPT), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=elsewhere)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
