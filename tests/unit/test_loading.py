@@ -14,6 +14,7 @@ ALLOWED = {
     ("data/tasks.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
     ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
+    ("tasks/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
     ("training/loading.py", "yaml.load"),  # with a SafeLoader, see below
     ("warm/program.py", "exec"),  # the script that torchrun was given, as python itself would run it
 }
