@@ -283,10 +283,9 @@ class _Script:
             "for epoch in session.epochs(EPOCHS):  # goes on where the run was",
             f"    for {batch} in session.batches({data}, global_batch_size=...):  # {batch}.x, {batch}.y",
             "# global_batch_size: over all ranks, so the loader's batch_size times ranks and accumulation;",
-            "# shuffle, collate_fn, num_workers and pin_memory are shuffle=, collate=, workers= and pin_memory= there",
+            "# shuffle, drop_last, collate_fn, num_workers and pin_memory are shuffle=, drop_last=, collate=, workers=",
+            "# and pin_memory= there",
         ]
-        if "drop_last" in told:
-            lines.append("# drop_last: each sample of an epoch is used, so that the last batch may be smaller")
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
             lines.append(
                 f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...), see docs/api.md"

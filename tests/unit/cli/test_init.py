@@ -80,7 +80,7 @@ def test_replacements_have_the_names_of_the_script() -> None:
     wrap = 'self.model = session.wrap(model, optimizer=self.opt, ddp_options={"find_unused_parameters": True})'
     assert wrap in instead[Topic.MODEL]
     assert "as session_step:" in instead[Topic.STEP]
-    for words in ("session.batches(data, ", "# drop_last: ", "# WeightedRandomSampler: "):
+    for words in ("session.batches(data, ", "drop_last=", "# WeightedRandomSampler: "):
         assert words in instead[Topic.DATA]
 
 
