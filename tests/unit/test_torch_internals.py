@@ -34,10 +34,11 @@ OF_OTHERS = {
     *("_exit", "_Environ", "_getframe", "_run_module_as_main", "_replace", "_asdict", "_uname_cache"),  # Python
     *("_cat_file", "_pipe_file", "_ls", "_rm_file", "_call_s3"),  # fsspec: those that s3fs, gcsfs and adlfs define
     *("_shared_state", "_set_sync_gradients"),  # accelerate
-    *("_data_fetcher", "_combined_loader", "_should_reload_train_dl", "_on_before_batch_transfer", "_after_closure"),  # lightning
+    *("_data_fetcher", "_combined_loader", "_should_reload_train_dl", "_on_before_batch_transfer", "_after_closure"),
     *("_batches_that_stepped", "_val_check_time_interval", "_num_ready_batches_reached", "_train_time_interval"),
+    # Those were lightning's; transformers':
     *("_maybe_log_save_evaluate", "_tr_loss"),
-    *("_train_batch_size", "_prepare_inputs", "_get_num_items_in_batch", "_get_train_sampler"),  # transformers
+    *("_train_batch_size", "_prepare_inputs", "_get_num_items_in_batch", "_get_train_sampler"),
     "_get_collator_with_removed_columns",
 }
 """Private names that are not torch's, and are used where their library is."""
