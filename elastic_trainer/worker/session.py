@@ -295,10 +295,10 @@ class Session(SessionData):
                 self._pending,
             )
         )
+        self._training.round_end.begin()
         if self._options.directory is None and self.environment.launched and self.is_rank0:
             effect = "the session saves nothing: if all workers end at once, what they trained is lost"
             logs.logger().warning("checkpoint.disabled", effect=effect, hint="give Session a checkpoint_dir")
-        self._training.round_end.begin()
         return self._training.replica.runner
 
     @property
