@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_trainer.cli import connection, incident_report
 from elastic_trainer.cli.options import at_least
-from elastic_trainer.cli.wording import duration, moment, named
+from elastic_trainer.cli.wording import moment, named
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, JournalEntry
@@ -25,6 +25,7 @@ from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watc
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
+from elastic_trainer.wording import counted
 
 DEFAULT_LIMIT = 100
 KEPT = 2000
@@ -153,7 +154,7 @@ def as_json(each: Happening) -> str:
     """One JSON object: ``type`` and the document's fields."""
     values: dict[str, Any] = each.model_dump(mode="json", exclude={"version"})
     if isinstance(each, Incident):
-        return json.dumps({"type": "incident", **values, "total_s": each.total_s})
+        return json.dumps({"type": "incident", **values, "total_s": each.total_s, "outcome": each.outcome})
     return json.dumps({"type": "transition", **values})
 
 
@@ -163,29 +164,25 @@ def as_line(each: Happening) -> str:
 
 
 def _transition(entry: JournalEntry) -> str:
-    size = f"{len(entry.nodes)} nodes, {entry.world_size} ranks"
+    size = f"{counted(len(entry.nodes), 'node')}, {counted(entry.world_size, 'rank')}"
     return f"round {entry.round} {entry.state} ({size}): {entry.reason or 'no reason given'}"
 
 
 def _incident(incident: Incident) -> str:
-    return f"{headline(incident)}: {incident.reason or 'no reason given'}" + (
-        f" [{named(incident.nodes)}]" if incident.nodes else ""
-    )
+    nodes = f" [{named(incident.nodes)}]" if incident.nodes else ""
+    told = f"{headline(incident)}: {incident.reason or 'no reason given'}{nodes}"
+    return f"{told}. {incident.outcome}" if incident.outcome else told
 
 
 def headline(incident: Incident) -> str:
-    """What happened, and how long it took to go on."""
+    """What happened, and what it did to training."""
     what = str(incident.cause) if incident.cause is not None else incident.kind
     if incident.kind != "round":
         return f"{what} in round {incident.round}, step {incident.step}"
-    if incident.open:
-        return f"{what} in round {incident.round}, {incident.world_before} ranks, no round has followed yet"
     if incident.next_round is None:
-        return f"{what} in round {incident.round}, {incident.world_before} ranks, and the run did not go on"
-    where = f"round {incident.round} -> {incident.next_round}"
-    size = f"{incident.world_before} -> {incident.world_after} ranks, {incident.steps_lost} steps lost"
-    parts = f"agreed {duration(incident.regroup_s)}, resumed {duration(incident.resume_s)}"
-    return f"{what}, {where}, {size}, found in {duration(incident.detect_s)}, {duration(incident.total_s)} ({parts})"
+        return f"{what}, round {incident.round}, {counted(incident.world_before, 'rank')}"
+    size = f"{incident.world_before} -> {counted(incident.world_after, 'rank')}"
+    return f"{what}, round {incident.round} -> {incident.next_round}, {size}"
 
 
 def _print(lines: Iterable[str]) -> None:

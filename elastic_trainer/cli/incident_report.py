@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_trainer.cli.wording import duration, moment, named, number, ranges
+from elastic_trainer.cli.wording import moment, named, number, ranges
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import JournalEntry
 from elastic_trainer.membership.health import Incident
@@ -69,11 +69,7 @@ def _title(each: Incident) -> str:
 
 def _facts(each: Incident) -> list[tuple[str, str]]:
     """What is known, in words; empty where it is not."""
-    ended, followed = each.kind == "round", each.next_round is not None
-    if ended and not followed:
-        came = "no round has followed yet" if each.open else "the run did not go on"
-    else:
-        came = f"round {each.next_round}, first step after {duration(each.total_s)}" if ended else ""
+    followed = each.next_round is not None
     return [
         ("began", moment(each.wall)),
         ("reason", each.reason),
@@ -81,9 +77,7 @@ def _facts(each: Incident) -> list[tuple[str, str]]:
         ("ranks", ranges(each.ranks)),
         ("reported by", each.by),
         ("last committed step", number(each.step)),
-        ("found after", duration(each.detect_s) if each.detect_s else ""),
-        ("what followed", came),
-        ("agreed on after", duration(each.regroup_s) if followed else ""),
+        ("outcome", each.outcome),
+        ("next round", number(each.next_round) if followed else ""),
         ("ranks before and after", f"{each.world_before}, {each.world_after}" if followed else ""),
-        ("steps lost", number(each.steps_lost) if followed else ""),
     ]

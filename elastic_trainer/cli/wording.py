@@ -6,23 +6,14 @@ import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+from elastic_trainer import wording
+
 UNKNOWN = "-"
 
 
 def duration(seconds: float | None) -> str:
-    """``3.1 ms``, ``0.25 s``, ``12 s``, ``3 min``, ``2.5 h``, ``3.0 d``."""
-    if seconds is None:
-        return UNKNOWN
-    for limit, factor, unit, digits in (
-        (0.1, 1000.0, "ms", 1),
-        (10.0, 1.0, "s", 2),
-        (120.0, 1.0, "s", 0),
-        (7200.0, 1 / 60, "min", 0),
-        (172800.0, 1 / 3600, "h", 1),
-    ):
-        if seconds < limit:
-            return f"{seconds * factor:.{digits}f} {unit}"
-    return f"{seconds / 86400:.1f} d"
+    """``3.1 ms``, ``8.3 s``, ``12 min``, ``2 h 14 min``."""
+    return UNKNOWN if seconds is None else wording.duration(seconds)
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -20,8 +20,8 @@ from rich.table import Table
 from elastic_trainer.drills.measure import Effect, Recovery
 from elastic_trainer.drills.user_job.summary import Summary
 from elastic_trainer.errors import StorageError
-from elastic_trainer.local.wording import counted
 from elastic_trainer.model import Phase
+from elastic_trainer.wording import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Heartbeat(RankGauges):
     """When it last made progress."""
     stepped_wall: float = 0.0
     """When it committed its last step (Unix time); 0 before the first."""
+    stepped_at: float = 0.0
+    """The same on the monotonic clock."""
     loss: float = float("nan")
     save_interval_s: float = 0.0
     first_at: float = 0.0

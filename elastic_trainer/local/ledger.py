@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from elastic_trainer.local.wording import counted
+from elastic_trainer.wording import counted
 
 
 class LineKind(StrEnum):

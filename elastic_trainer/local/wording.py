@@ -1,15 +1,10 @@
-"""Numbers and exit codes in words. Pure."""
+"""Exit codes and errors in words. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _LONGEST = 300
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def exit_text(exit_code: int) -> str:

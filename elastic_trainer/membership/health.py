@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from elastic_trainer.membership.documents import Document
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.rank import GAUGES, RankGauges
+from elastic_trainer.wording import counted, duration
 
 GONE: Final = "_gone"
 """The name under which the summed counters of long-gone nodes are kept (no node can have it)."""
@@ -138,17 +139,57 @@ class Incident(Document):
     step: int = 0
     """The last known committed step before it."""
     steps_lost: int = 0
+    resumed: bool = True
+    """Whether a step of the next round is known: the next round may have ended before its first."""
+    before_s: float = 0.0
+    """From the last committed step to the forming of the round that ended, if that made no step."""
     detect_s: float = 0.0
-    """From the last sign of life to the detection, if known."""
+    """From the last committed step, or the forming of the round behind it, to the end of the round. 0: not known, or a
+    planned change, before which training goes on."""
     regroup_s: float = 0.0
     """From the end of the round to the agreement on the next."""
     resume_s: float = 0.0
     """From that agreement to the next committed step."""
 
     @property
-    def total_s(self) -> float:
-        """From the end of the round to the next committed step."""
-        return self.regroup_s + self.resume_s
+    def planned(self) -> bool:
+        """Whether it is a planned change of the round, and nobody's fault."""
+        return self.cause in (Cause.NODE_JOINED, Cause.NODE_LEFT)
+
+    @property
+    def total_s(self) -> float | None:
+        """How long training stood still, from the last committed step before it to the first one after it.
+
+        None if the one or the other is not known.
+        """
+        since_known = self.planned or self.detect_s > 0.0
+        if self.kind != "round" or self.next_round is None or not self.resumed or not since_known:
+            return None
+        return self.before_s + self.detect_s + self.regroup_s + self.resume_s
+
+    @property
+    def outcome(self) -> str:
+        """What it did to training, in sentences; empty for one that ended no round."""
+        if self.kind != "round":
+            return ""
+        if self.next_round is None:
+            return "No round has followed yet." if self.open else "The run did not continue after it."
+        regroup, resume = f"{duration(self.regroup_s)} to regroup", f"{duration(self.resume_s)} to resume"
+        if not self.resumed:
+            return f"No step of round {self.next_round} is known; it took {regroup}."
+        lost = counted(self.steps_lost, "step was", "steps were") if self.steps_lost else "No step was"
+        if (total_s := self.total_s) is None:
+            return f"{lost} lost. Nobody knows since when training stood still; it took {regroup}, {resume}."
+        hang = self.cause in (Cause.WORKER_HUNG, Cause.STALLED)
+        parts = (
+            (self.before_s, f"{duration(self.before_s)} in rounds without a step"),
+            (self.detect_s, f"{duration(self.detect_s)} until {'the hang' if hang else 'it'} was noticed"),
+            (self.regroup_s, regroup),
+            (self.resume_s, resume),
+        )
+        told = [words for seconds, words in parts if seconds]
+        split = f": {', '.join(told)}" if len(told) > 1 else ""
+        return f"{lost} lost. Training stood still for {duration(total_s)}{split}."
 
 
 def added_up(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -31,7 +31,7 @@ BOUNDS: Final = ("min", "max")
 RECOVERIES: Final = ("failure", "planned", "start")
 MEMORY: Final = ("allocated", "reserved")
 SAVE_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-RECOVERY_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+RECOVERY_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0)
 
 
 Values = Mapping[str, tuple[str, ...]]
@@ -95,7 +95,7 @@ RENDEZVOUS_START = _run(
 RESTARTS = _run("restarts", "Rounds that ended, by cause.", MetricKind.COUNTER, values={"reason": CAUSES})
 RECOVERY = _run(
     "recovery_seconds",
-    "From the end of a round to the first step of the next.",
+    "How long training stood still: from the last committed step of a round to the first of the next.",
     MetricKind.HISTOGRAM,
     values={"kind": RECOVERIES},
     buckets=RECOVERY_BUCKETS,

@@ -10,6 +10,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.monitor.model.snapshot import incident as described
+
 Json = dict[str, Any]
 
 WALL = 1_789_000_000.0
@@ -48,8 +51,8 @@ def node(place: int, per_node: int = 2, **changes: Any) -> Json:
 
 
 def incident(wall: float, cause: str | None, **changes: Any) -> Json:
-    """An incident of which everything is known."""
-    return {
+    """An incident of which everything is known, with what the monitor concludes from it."""
+    values: Json = {
         "wall": wall,
         "by": "node-0",
         "cause": cause,
@@ -66,8 +69,9 @@ def incident(wall: float, cause: str | None, **changes: Any) -> Json:
         "detect_s": 0.08,
         "regroup_s": 0.31,
         "resume_s": 0.42,
-        "total_s": 0.73,
     } | changes
+    known = Incident.model_validate({name: value for name, value in values.items() if value is not None})
+    return {**described(known), **values}
 
 
 def transition(number: int, state: str, wall: float, world_size: int, reason: str, nodes: int = 3) -> Json:
@@ -121,7 +125,6 @@ def healthy(**changes: Any) -> Json:
             detect_s=0.0,
             regroup_s=0.9,
             resume_s=1.1,
-            total_s=2.0,
         ),
         incident(
             WALL - 8_100,
@@ -136,7 +139,6 @@ def healthy(**changes: Any) -> Json:
             detect_s=6.1,
             regroup_s=1.4,
             resume_s=0.7,
-            total_s=2.1,
         ),
     ]
     return {
@@ -226,7 +228,6 @@ def recovering() -> Json:
             detect_s=6.2,
             regroup_s=None,
             resume_s=None,
-            total_s=None,
         ),
     )
     return run
@@ -251,7 +252,6 @@ def straggling() -> Json:
             reason="rank 2 computes 2.3 times as long as the median of all ranks",
             ranks=[2],
             steps_lost=0,
-            total_s=0.0,
         ),
     )
     return run
@@ -269,7 +269,6 @@ def failed() -> Json:
             next_round=None,
             reason="a worker failed 3 times within 60 s",
             steps_lost=40,
-            total_s=0.0,
         ),
     )
     run["round_reason"] = "a worker failed 3 times within 60 s"

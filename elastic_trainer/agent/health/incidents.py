@@ -30,13 +30,24 @@ class _Open:
     at: float
     wall: float
     step: int
-    detect_s: float
+    formed_at: float | None
+    """When the round that ended was formed; None where nobody knows since when nothing is committed."""
+    stepped_at: float | None
+    """When this node's workers committed their last step before it; None if they had committed none."""
     paused: tuple[int, float]
     """The first worker of this node, and what it had spent in pauses by then."""
     following: RoundDocument | None = None
     agreed_at: float = 0.0
     all_lost: bool = False
     """No node of the round was left to record its end."""
+
+    @property
+    def stood_s(self) -> tuple[float, float]:
+        """Seconds without a step before its round was formed, and from then on until it ended."""
+        if self.formed_at is None:
+            return 0.0, 0.0
+        since = self.formed_at if self.stepped_at is None else self.stepped_at
+        return max(0.0, self.formed_at - since), max(0.0, self.at - max(since, self.formed_at))
 
 
 class Incidents:
@@ -50,10 +61,13 @@ class Incidents:
         """Whether the newest active round is one that this node has no part in."""
         self._newest: RoundState | None = None
         self._open: _Open | None = None
-        self._done: list[tuple[Incident, str]] = []
+        self._done: list[Incident] = []
         self._last: list[Reading] = []
-        self._moved_at = 0.0
-        """When a worker of this node was last seen to move, or its round was formed."""
+        self._formed_at = 0.0
+        self._stepped_at: float | None = None
+        """When a worker of this node last committed a step."""
+        self._reports = False
+        """Whether workers have had pages, as those of a script with a Session do."""
 
     def see(
         self,
@@ -74,41 +88,37 @@ class Incidents:
                 self._formed(document, now, wall)
                 if last is None or last.number != document.number:
                     self._watches = not takes_part
-                    self._moved_at = now  # a round that ends before its first step has not stood since the one before
+                    self._formed_at = now
             elif document.state is RoundState.CLOSED:
                 self._closed(document, now, wall, present)
             elif not self._watches and self._active is not None and document.member(self._node) is not None:
                 self._ended(document, now, wall)
             self._newest = document.state
 
-    def look(self, readings: Sequence[Reading], now: float) -> list[tuple[Incident, str]]:
-        """The incidents that are complete, each with its kind of recovery (``failure``, ``planned``; "": none)."""
+    def look(self, readings: Sequence[Reading], now: float) -> list[Incident]:
+        """The incidents that are complete."""
         with self._lock:
             self._last = list(readings)
-            self._moved_at = max([self._moved_at, *(r.pulse.moved_at for r in readings if self._works(r))])
+            # A worker that the end of a round frees may be in the next before this node has read of it.
+            known = [r for r in readings if self._active is None or r.pulse.round <= self._active.number]
+            self._stepped_at = _newest(self._stepped_at, known)
+            self._reports |= bool(known)
             current = self._open
             if current is not None and current.following is None:
-                steps = [r.pulse.step for r in readings if r.pulse.round <= current.ended.number]
-                current.step = max([current.step, *steps])  # the last report may be some steps old
+                of_it = [r for r in readings if r.pulse.round <= current.ended.number]
+                current.step = max([current.step, *(r.pulse.step for r in of_it)])  # the last report may be old
+                current.stepped_at = _newest(current.stepped_at, of_it)
             elif current is not None and current.following is not None:
                 first = [r for r in readings if r.pulse.round >= current.following.number and r.pulse.fresh]
                 if first:
                     at = min(r.pulse.first_at for r in first)
                     self._complete(current, at, min(r.pulse.step - r.pulse.fresh for r in first))
                 elif now - current.agreed_at > SILENT_S and not readings:
-                    self._complete(current, current.agreed_at, current.step)
+                    self._complete(current, current.agreed_at, current.step, resumed=False)
             done, self._done = self._done, []
             return done
 
     # ---- with the lock held
-
-    def _works(self, reading: Reading) -> bool:
-        """Whether it is at work in the round that is known here.
-
-        A worker that the end of a round frees moves as well, and may be in the next before this node has read of it.
-        """
-        known = self._active is None or reading.pulse.round <= self._active.number
-        return known and reading.pulse.phase not in _PAUSES
 
     def _ended(self, document: RoundDocument, now: float, wall: float) -> None:
         if self._open is not None and self._open.following is None:
@@ -119,14 +129,16 @@ class Incidents:
 
     def _begin(self, document: RoundDocument, now: float, wall: float) -> None:
         step = max((reading.pulse.step for reading in self._last), default=0)
-        self._open = _Open(document, now, wall, step, max(0.0, now - self._moved_at), self._paused(now))
+        formed_at = self._formed_at if self._reports else None
+        self._open = _Open(document, now, wall, step, formed_at, self._stepped_at, self._paused(now))
 
     def _give_up(self, now: float) -> None:
         """The round that followed has ended as well, before anybody saw a step of it."""
         current, self._open = self._open, None
         following = current.following if current is not None else None
         if current is not None and following is not None and following.is_first(self._node):
-            self._done.append((self._record(current, following, now, current.step), ""))
+            record = self._record(current, following, now, current.step)
+            self._done.append(record.model_copy(update={"resumed": False}))
 
     def _formed(self, document: RoundDocument, now: float, wall: float) -> None:
         before, self._active = self._active, document
@@ -135,7 +147,7 @@ class Incidents:
         if self._watches:
             if self._newest is RoundState.ACTIVE and no_survivor(before, document):
                 reached, paused = self._reached, self._paused(now)
-                self._open = _Open(before, now, wall, reached, 0.0, paused, document, now, all_lost=True)
+                self._open = _Open(before, now, wall, reached, None, None, paused, document, now, all_lost=True)
             return
         if before.member(self._node) is None:
             return
@@ -154,28 +166,30 @@ class Incidents:
             teller = next((name for name in names if name in present), names[0] if names else None)
             if self._open is not None and teller == self._node:
                 self._open.ended = document
-                self._done.append((self._record(self._open, None, now, self._open.step), ""))
-        self._open = self._active = None
+                self._done.append(self._record(self._open, None, now, self._open.step))
+        self._open = self._active = self._stepped_at = None
 
-    def _complete(self, current: _Open, now: float, from_step: int) -> None:
+    def _complete(self, current: _Open, now: float, from_step: int, *, resumed: bool = True) -> None:
         self._open = None
         following = current.following
         if following is None or not following.is_first(self._node):
             return
-        planned = current.ended.state is RoundState.DRAINING
-        incident = self._record(current, following, now, from_step)
-        if planned:  # they trained on until they changed over: the pause is what it took from them
-            incident = incident.model_copy(update={"detect_s": 0.0})
+        incident = self._record(current, following, now, from_step).model_copy(update={"resumed": resumed})
+        if incident.planned:  # they trained on until they changed over: the pause is what it took from them
+            incident = incident.model_copy(update={"before_s": 0.0, "detect_s": 0.0})
             (worker, paused_s), (before, paused_before_s) = self._paused(now), current.paused
-            if worker == before:  # else it was restarted, and the pause is all that lies between
+            if worker == before:
                 pause_s = round(max(0.0, paused_s - paused_before_s), 3)
                 incident = incident.model_copy(update={"regroup_s": 0.0, "resume_s": pause_s})
-        kind = "planned" if planned else "" if current.all_lost else "failure"  # nobody knows since when
-        self._done.append((incident, kind))
+            elif current.stepped_at is not None:  # it was restarted: the pause is all behind its last step
+                regroup_s = round(max(0.0, current.agreed_at - current.stepped_at), 3)
+                incident = incident.model_copy(update={"regroup_s": regroup_s})
+        self._done.append(incident)
 
     def _record(self, current: _Open, following: RoundDocument | None, now: float, from_step: int) -> Incident:
         ended = current.ended
         agreed_at = current.agreed_at if following is not None else now
+        before_s, detect_s = current.stood_s
         incident = Incident(
             wall=current.wall,
             by=self._node,
@@ -189,7 +203,8 @@ class Incidents:
             world_after=following.world_size if following is not None else 0,
             step=current.step,
             steps_lost=max(0, current.step - from_step),
-            detect_s=round(current.detect_s, 3),
+            before_s=round(before_s, 3),
+            detect_s=round(detect_s, 3),
             regroup_s=round(max(0.0, agreed_at - current.at), 3),
             resume_s=round(max(0.0, now - agreed_at), 3),
         )
@@ -208,6 +223,12 @@ class Incidents:
             return 0, 0.0
         seconds = self._last[0].seconds(now)
         return self._last[0].pid, sum(seconds[phase] for phase in _PAUSES)
+
+
+def _newest(stepped_at: float | None, readings: Sequence[Reading]) -> float | None:
+    """The newest time of a committed step."""
+    times = [reading.pulse.stepped_at for reading in readings if reading.pulse.stepped_at]
+    return max(times, default=None) if stepped_at is None else max([stepped_at, *times])
 
 
 def cause_of(ended: RoundDocument, following: RoundDocument | None) -> Cause | None:

@@ -181,15 +181,16 @@ class Health:
             self._ports.give_up(current.number, f"all ranks have waited for each other for {still_s:.1f} s")
 
     def _meet_all(self, readings: list[Reading], now: float) -> None:
-        for incident, kind in self._ports.incidents.look(readings, now):
-            self._meet(incident, kind)
+        for incident in self._ports.incidents.look(readings, now):
+            self._meet(incident)
 
-    def _meet(self, incident: Incident, kind: str) -> None:
+    def _meet(self, incident: Incident) -> None:
         pages = self._pages
         if incident.cause is not None:
             pages.count(f"ended.{incident.cause}")
-        if kind and incident.next_round is not None:
-            for name, amount in observed(f"recovery_s.{kind}", incident.total_s, RECOVERY_BUCKETS).items():
+        if (total_s := incident.total_s) is not None:
+            kind = "planned" if incident.planned else "failure"
+            for name, amount in observed(f"recovery_s.{kind}", total_s, RECOVERY_BUCKETS).items():
                 pages.count(name, amount)
         logger().info(
             "incident.closed",
@@ -198,7 +199,7 @@ class Health:
             next_round=incident.next_round,
             reason=incident.reason,
             steps_lost=incident.steps_lost,
-            total_s=round(incident.total_s, 3),
+            total_s=None if incident.total_s is None else round(incident.total_s, 3),
         )
         self._pending.append(incident)
 

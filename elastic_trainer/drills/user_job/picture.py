@@ -12,8 +12,9 @@ from enum import StrEnum
 from elastic_trainer.drills.faults import FaultKind, Injected
 from elastic_trainer.drills.measure import Recovery, recovery
 from elastic_trainer.local.ledger import Line, LineKind
-from elastic_trainer.local.wording import counted, exit_text
+from elastic_trainer.local.wording import exit_text
 from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.wording import counted
 
 
 class NodePhase(StrEnum):

@@ -30,8 +30,9 @@ from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.hosts import PRIVATE, Segment, check_possible
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail, end_of
-from elastic_trainer.local.wording import counted, last_error
+from elastic_trainer.local.wording import last_error
 from elastic_trainer.membership.health import added_up
+from elastic_trainer.wording import counted
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.drills.user_job.picture import IncidentKind, NodePhase, NodePicture, Picture, ShownIncident
-from elastic_trainer.local.wording import counted
 from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.wording import counted
 
 PROGRESS_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.25

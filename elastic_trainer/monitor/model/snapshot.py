@@ -286,8 +286,9 @@ def rounds(journal: Sequence[JournalEntry]) -> tuple[RoundStatus, ...]:
 
 
 def incident(each: Incident) -> Mapping[str, Any]:
-    """An incident with its total."""
-    return {**each.model_dump(mode="json", exclude={"version"}), "total_s": each.total_s}
+    """An incident with what follows from it: how long training stood still, what it did to it, whether by plan."""
+    told = each.model_dump(mode="json", exclude={"version"})
+    return {**told, "total_s": each.total_s, "outcome": each.outcome, "planned": each.planned}
 
 
 def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | None = None) -> Stragglers:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elastic_trainer.monitor.page.words import NONE, count, duration, fixed, listed, named, number, plural, stamp, text
+from elastic_trainer.monitor.page.words import NONE, count, duration, listed, named, number, stamp, text
+from elastic_trainer.wording import fixed
 
 Json = Mapping[str, Any]
 
 SHOWN: Final = 100
 """Maximum rows of incidents and of rounds; the newest are shown."""
 OVER: Final = ("broken", "closed")
-PARTS: Final = ("detect", "regroup", "resume")
+PARTS: Final = ("before", "detect", "regroup", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _incident(each: Json) -> IncidentRow:
         total=duration(each.get("total_s")) if ended and not each.get("open") else NONE,
         parts=_parts(each) if ended and not each.get("open") else (),
         reason=text(each.get("reason")),
-        sentence=_sentence(each, lost) if ended else "",
+        sentence=text(each.get("outcome")),
     )
 
 
@@ -114,26 +115,15 @@ def _change(before: Any, after: Any) -> str:
 
 
 def _parts(each: Json) -> tuple[Part, ...]:
-    """The times to notice it, to agree on the next round, and to resume."""
-    seconds = [max(0.0, number(each.get(f"{name}_s")) or 0.0) for name in PARTS]
-    total, x, parts = sum(seconds), 0.0, []
-    for name, took in zip(PARTS, seconds, strict=True):
+    """The times in rounds without a step, to notice it, to agree on the next round, and to resume."""
+    seconds = {name: number(each.get(f"{name}_s")) or 0.0 for name in PARTS}
+    total, x, parts = sum(seconds.values()), 0.0, []
+    for name, took in seconds.items():
         share = took / total if total else 0.0
-        parts.append(Part(name, duration(each.get(f"{name}_s")), f"{fixed(x * 100, 2)}%", f"{fixed(share * 100, 2)}%"))
+        if took or name != "before":
+            parts.append(Part(name, duration(took), f"{fixed(x * 100, 2)}%", f"{fixed(share * 100, 2)}%"))
         x += share
     return tuple(parts)
-
-
-def _sentence(each: Json, lost: float | None) -> str:
-    """The outcome; only after training resumed are the losses and the duration known."""
-    if number(each.get("next_round")) is None:
-        return "No round has followed yet." if each.get("open") else "The run did not continue after it."
-    said = ""
-    if lost is not None:
-        said = f"{plural(int(lost), 'step was', 'steps were')} lost." if lost else "Nothing was lost."
-    total = number(each.get("total_s"))
-    back = f"Training again after {duration(total)}." if total else ""
-    return " ".join(part for part in (said, back) if part)
 
 
 def rounds(snapshot: Json, now: float) -> list[RoundRow]:

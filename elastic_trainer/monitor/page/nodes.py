@@ -26,11 +26,11 @@ from elastic_trainer.monitor.page.words import (
     named,
     natural,
     number,
-    plural,
     text,
     times,
 )
 from elastic_trainer.telemetry.rank import GAUGES, Unit
+from elastic_trainer.wording import counted
 
 Json = Mapping[str, Any]
 
@@ -195,8 +195,8 @@ def summary(nodes: Sequence[NodeRow]) -> str:
         return "No node is there."
     states = _counted(node.state["label"] for node in nodes)
     doing = [cell.doing for node in nodes if node.state["key"] != "gone" for cell in node.cells]
-    told = f" {plural(len(doing), 'rank')}: {_counted(doing)}." if doing else ""
-    return f"{plural(len(nodes), 'node')}: {states}.{told}"
+    told = f" {counted(len(doing), 'rank')}: {_counted(doing)}." if doing else ""
+    return f"{counted(len(nodes), 'node')}: {states}.{told}"
 
 
 def standing_still(rank: Json) -> bool:
@@ -279,7 +279,7 @@ def _summary(cells: Sequence[Cell]) -> str:
         return "no ranks"
     calm = _counted(cell.doing for cell in cells if not cell.trouble)
     troubled = listed([cell.label for cell in cells if cell.trouble])
-    return f"{plural(len(cells), 'rank')}: {'; '.join(part for part in (calm, troubled) if part)}"
+    return f"{counted(len(cells), 'rank')}: {'; '.join(part for part in (calm, troubled) if part)}"
 
 
 _WORDS: Final = {Unit.COUNT: count, Unit.SECONDS: duration}

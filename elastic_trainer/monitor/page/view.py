@@ -19,16 +19,15 @@ from elastic_trainer.monitor.page.words import (
     ago,
     count,
     duration,
-    fixed,
     listed,
     measure,
     named,
     number,
     percent,
-    plural,
     size,
     text,
 )
+from elastic_trainer.wording import counted, fixed
 
 ENDED: Final = ("stopped", "succeeded", "failed")
 OVERDUE: Final = 2.0
@@ -77,7 +76,7 @@ def headline(snapshot: Json) -> str:
     if not size_now:
         return f"No round at present{allowed}."
     where = f"Round {count(snapshot.get('round'))}: " if number(snapshot.get("round")) is not None else ""
-    return f"{where}{plural(int(size_now), 'rank')} on {plural(within, 'node')}{allowed}."
+    return f"{where}{counted(int(size_now), 'rank')} on {counted(within, 'node')}{allowed}."
 
 
 def since(snapshot: Json, now: float) -> float | None:
@@ -106,7 +105,7 @@ def figures(snapshot: Json) -> list[Figure]:
         Figure(
             "Ranks",
             count(snapshot.get("world_size")),
-            f"on {plural(within, 'node')}" if snapshot.get("world_size") else "",
+            f"on {counted(within, 'node')}" if snapshot.get("world_size") else "",
         ),
         Figure("Goodput", percent(snapshot.get("goodput")), "time in new steps"),
         _checkpoint_figure(snapshot.get("checkpoint")),
@@ -136,7 +135,7 @@ def _checkpoint_figure(saved: Json | None) -> Figure:
 def _lost(incidents: Sequence[Json]) -> Figure:
     lost = [steps for each in incidents if (steps := number(each.get("steps_lost")))]
     total = sum(lost)
-    note = f"in {plural(len(lost), 'incident')}" if lost else f"{plural(len(incidents), 'incident')} known"
+    note = f"in {counted(len(lost), 'incident')}" if lost else f"{counted(len(incidents), 'incident')} known"
     return Figure("Steps lost", count(total), note)
 
 
@@ -181,7 +180,7 @@ def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
     least = number(snapshot.get("min_nodes"))
     found = []
     if least is not None and there < least:
-        found.append(Note("bad", f"{plural(there, 'node is', 'nodes are')} present, training needs {count(least)}."))
+        found.append(Note("bad", f"{counted(there, 'node is', 'nodes are')} present, training needs {count(least)}."))
     left = snapshot.get("departure")
     if left and text(snapshot.get("state")) == "abandoned":
         why = f"{text(left.get('reason'))} (exit code {count(left.get('exit_code'))})"
@@ -191,15 +190,15 @@ def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
     lost = [text(name) for name in snapshot.get("lost") or () if text(name) not in {n.get("node") for n in every}]
     if lost:
         found.append(
-            Note("warn", f"{plural(len(lost), 'node was', 'nodes were')} lost and not replaced: {listed(lost)}.")
+            Note("warn", f"{counted(len(lost), 'node was', 'nodes were')} lost and not replaced: {listed(lost)}.")
         )
     gone = [node for node in every if text(node.get("state")) == "gone"]
     if gone:
         look = "bad" if any(node.get("in_round") for node in gone) else "warn"
-        found.append(Note(look, f"{plural(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone))}."))
+        found.append(Note(look, f"{counted(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone))}."))
     silent = [node for node in every if nodes.unheard(node)]
     if silent:
-        found.append(Note("warn", f"{plural(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent))}."))
+        found.append(Note("warn", f"{counted(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent))}."))
     return found
 
 
@@ -219,10 +218,10 @@ def _slow(every: Sequence[Json]) -> list[Note]:
     found = []
     if still:
         told = [f"rank {count(r.get('rank'))} on {node} (for {duration(r.get('still_s'))})" for node, r in still]
-        found.append(Note("bad", f"{plural(len(still), 'rank makes', 'ranks make')} no progress: {listed(told)}."))
+        found.append(Note("bad", f"{counted(len(still), 'rank makes', 'ranks make')} no progress: {listed(told)}."))
     if slow:
         told = [f"rank {count(r.get('rank'))} on {node}{_ratio(r)}" for node, r in slow]
-        found.append(Note("warn", f"{plural(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))
+        found.append(Note("warn", f"{counted(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))
     return found
 
 
@@ -238,7 +237,7 @@ def _late(saved: Json) -> list[Note]:
     if age is not None and every and age > OVERDUE * every:
         found.append(Note("warn", f"The last checkpoint is {duration(age)} old; one is due every {duration(every)}."))
     if failed:
-        found.append(Note("warn", f"{plural(int(failed), 'save has', 'saves have')} failed."))
+        found.append(Note("warn", f"{counted(int(failed), 'save has', 'saves have')} failed."))
     return found
 
 
@@ -246,7 +245,7 @@ def _unreadable(snapshot: Json) -> list[Note]:
     keys = [text(key) for key in snapshot.get("unreadable") or ()]
     if not keys:
         return []
-    return [Note("warn", f"{plural(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}.")]
+    return [Note("warn", f"{counted(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}.")]
 
 
 def _aside(every: Sequence[Json]) -> list[Note]:
@@ -350,7 +349,8 @@ def _short(value: Any, digits: int = 6) -> float | None:
 def _mark(each: Json) -> Json:
     what, took, reason = history.what_of(each), number(each.get("total_s")) or 0, text(each.get("reason"))
     words = f"{what['label']}{f', {duration(took)}' if took else ''}{f': {reason}' if reason else ''}"
-    return {"wall": each.get("wall"), "took": took, "look": what["look"], "words": words}
+    noticed = sum(number(each.get(name)) or 0 for name in ("before_s", "detect_s")) if took else 0
+    return {"wall": each["wall"] - noticed, "took": took, "look": what["look"], "words": words}
 
 
 def _at(curves: Json, name: str, place: int) -> Any:

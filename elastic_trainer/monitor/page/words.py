@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from decimal import ROUND_HALF_UP, Decimal
 from importlib.resources import files
 from math import isfinite
 from typing import Any, Final
+
+from elastic_trainer import wording
+from elastic_trainer.wording import fixed, whole
 
 NONE: Final = "\N{EN DASH}"
 """Stands for an unknown value."""
@@ -19,8 +21,6 @@ NAMES: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = json.loads(
     files(__package__).joinpath("names.json").read_text(encoding="utf-8")
 )
 """Words and looks of states, phases and causes."""
-
-_PLACES: Final = tuple(Decimal(1).scaleb(-digits) for digits in range(6))
 
 
 def number(value: Any) -> float | None:
@@ -35,53 +35,16 @@ def text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def fixed(value: float, digits: int) -> str:
-    """With ``digits`` decimals, halves away from zero."""
-    return str(Decimal(value).quantize(_PLACES[digits], ROUND_HALF_UP))
-
-
-def whole(value: float) -> int:
-    """The nearest integer, halves up."""
-    return int((value + 0.5) // 1)
-
-
 def count(value: Any) -> str:
     """A whole number with commas: ``48,210``."""
     known = number(value)
     return NONE if known is None else f"{whole(known):,}"
 
 
-def plural(value: int, one: str, many: str = "") -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{count(value)} {one if value == 1 else many or one + 's'}"
-
-
 def duration(value: Any) -> str:
-    """Seconds in the two largest units that matter: ``830 ms``, ``8.3 s``, ``12 min 5 s``, ``2 h 14 min``."""
+    """Seconds in the two largest units that matter."""
     seconds = number(value)
-    if seconds is None:
-        return NONE
-    seconds = max(0.0, seconds)
-    if seconds < 0.9995:
-        return _milliseconds(seconds * 1000)
-    if seconds < 59.5:
-        return f"{fixed(seconds, 1 if seconds < 9.95 else 0)} s"
-    total = whole(seconds)
-    if total < 3600:
-        return _pair(total // 60, "min", total % 60 if total < 600 else 0, "s")
-    if total < 86400:
-        return _pair(total // 3600, "h", total % 3600 // 60, "min")
-    return _pair(total // 86400, "d", total % 86400 // 3600, "h")
-
-
-def _milliseconds(value: float) -> str:
-    if value < 0.05:
-        return "0 s"
-    return f"{fixed(value, 1 if value < 9.95 else 0)} ms"
-
-
-def _pair(large: int, unit: str, small: int, smaller: str) -> str:
-    return f"{large} {unit} {small} {smaller}" if small else f"{large} {unit}"
+    return NONE if seconds is None else wording.duration(seconds)
 
 
 def lasting(value: Any) -> str:

@@ -238,7 +238,7 @@ class HeartbeatReporter:
         pulse, now = self.pulse, self._monotonic()
         self.page.inside(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
-        pulse.phase_at = pulse.moved_at = now
+        pulse.phase_at = pulse.moved_at = pulse.stepped_at = now
         seconds = pulse.seconds
         work = seconds[_TRAINING] + seconds[_REPEATED] + seconds[_DATA]
         if pulse.fresh:  # the first one includes compilation and the forming of the round

@@ -38,17 +38,22 @@ def test_a_report_has_all_of_one_round_and_what_followed() -> None:
     page = as_markdown(found, ["first", "second"])
     assert page.startswith("# Run r, round 7\n\n## Worker died\n")
     assert "| reason | worker 0 (rank 1) ended with exit code 1: ValueError: x / y |" in page
-    assert "| what followed | round 8, first step after 80.0 ms |" in page
+    assert (
+        "| outcome | No step was lost. Nobody knows since when training stood still; it took 50 ms to regroup" in page
+    )
+    assert "| next round | 8 |" in page
     assert "- first\n- second" in page
 
 
-@pytest.mark.parametrize(("is_open", "said"), [(True, "no round has followed yet"), (False, "the run did not go on")])
+@pytest.mark.parametrize(
+    ("is_open", "said"), [(True, "No round has followed yet."), (False, "The run did not continue after it.")]
+)
 def test_where_nothing_followed_the_report_says_so(is_open: bool, said: str) -> None:
     """And gives no figures of a recovery that never was."""
     end = incident(7).model_copy(update={"open": is_open, "next_round": None})
     page = as_markdown(report("r", 7, [end]), [])
-    assert f"| what followed | {said} |" in page
-    assert "steps lost" not in page
+    assert f"| outcome | {said} |" in page
+    assert "next round" not in page
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class Run:
     nodes: dict[str, Incidents]
     now: float = 1000.0
     present: tuple[str, ...] = ()
-    told: list[tuple[str, Incident, str]] = field(default_factory=list)
+    told: list[tuple[str, Incident]] = field(default_factory=list)
 
     def see(self, document: RoundDocument, after_s: float = 0.0, *, takes_part: bool = True) -> Run:
         self.now += after_s
@@ -37,11 +37,11 @@ class Run:
         """All agents see workers like these."""
         self.now += after_s
         for name, each in self.nodes.items():
-            self.told += [(name, incident, kind) for incident, kind in each.look(readings, self.now)]
+            self.told += [(name, incident) for incident in each.look(readings, self.now)]
         return self
 
     @property
-    def only(self) -> tuple[str, Incident, str]:
+    def only(self) -> tuple[str, Incident]:
         """What was reported, by whom: one record."""
         (one,) = self.told
         return one
@@ -53,7 +53,8 @@ def run_of(*names: str) -> Run:
 
 def stepping(round_: int, step: int, now: float, *, fresh: int = 1, **more: object) -> Reading:
     """A worker that has just made ``step``."""
-    return reading(round=round_, step=step, fresh=fresh, first_at=now, moved_at=now, **more)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"first_at": now, "moved_at": now, "stepped_at": now} | more
+    return reading(round=round_, step=step, fresh=fresh, **values)
 
 
 def trained(*names: str, step: int = 10) -> Run:
@@ -78,17 +79,31 @@ def test_who_is_freed_by_the_end_of_a_round_does_not_shorten_what_it_took_to_fin
     assert run.only[1].detect_s == pytest.approx(12.0, abs=0.6)
 
 
+def test_a_hang_took_all_from_the_last_step_to_the_next() -> None:
+    """Not from when it was found: what a worker did meanwhile, or a phase that it changed, was no progress."""
+    run = trained("a", "b")
+    run.look(reading(step=10, stepped_at=1000.0, moved_at=run.now + 20.0), after_s=20.0)
+    run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_HUNG), 17.0)
+    run.see(round_of(2, "a", "b!2", cause=Cause.WORKER_HUNG), 0.4).look(stepping(2, 11, run.now + 0.5), after_s=1.0)
+    incident = run.only[1]
+    assert incident.total_s == pytest.approx(42.9)
+    assert incident.outcome == (
+        "No step was lost. Training stood still for 43 s: 42 s until the hang was noticed, 400 ms to regroup, 500 ms to"
+        " resume."
+    )
+
+
 def test_a_worker_that_is_killed_is_one_incident() -> None:
     """The node of rank 0 reports it when the next round has made a step, with the node and the ranks it was about."""
     run = trained("a", "b")
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST, reason="its worker 0 was lost"), 2.0)
-    run.look(stepping(1, 10, run.now), after_s=0.5)
+    run.look(stepping(1, 10, 1000.0), after_s=0.5)
     run.see(round_of(2, "a", "b!2", cause=Cause.WORKER_LOST, reason="node b lost a worker"), 0.5)
-    run.look(stepping(1, 10, run.now), after_s=1.0)
+    run.look(stepping(1, 10, 1000.0), after_s=1.0)
     assert run.told == []
     run.look(stepping(2, 11, run.now), after_s=3.0)
-    teller, incident, kind = run.only
-    assert (teller, kind) == ("a", "failure")
+    teller, incident = run.only
+    assert (teller, incident.planned) == ("a", False)
     assert incident == Incident(
         wall=WALL + 1007.0,
         by="a",
@@ -116,7 +131,7 @@ def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST), 1.0)
     run.see(round_of(2, "a", "c", cause=Cause.NODE_LOST, reason="node b was lost"), 1.0)
     run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
-    teller, incident, _ = run.only
+    teller, incident = run.only
     assert (teller, incident.cause, incident.nodes, incident.ranks) == ("a", Cause.NODE_LOST, ("b",), (1,))
     assert (incident.world_before, incident.world_after) == (3, 2)
 
@@ -127,7 +142,7 @@ def test_the_end_of_rank_0s_node_is_reported_by_the_next_rank_0s() -> None:
     del run.nodes["a"]
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
     run.see(round_of(2, "b", "c", cause=Cause.NODE_LOST), 1.0).look(stepping(2, 11, run.now))
-    teller, incident, _ = run.only
+    teller, incident = run.only
     assert (teller, incident.nodes, incident.ranks) == ("b", ("a",), (0,))
 
 
@@ -149,21 +164,22 @@ def test_a_planned_change_took_only_the_pause(
     run.see(round_of(1, *before, state=DRAINING, next=planned), 1.0).see(planned, 30.0)
     spent = {Phase.RENDEZVOUS: 1.5, Phase.HEALING: 0.25}
     run.look(stepping(2, 21, run.now + 1.0, seconds=spent), after_s=1.0)
-    teller, incident, kind = run.only
-    assert (teller, kind, incident.cause, incident.nodes) == ("a", "planned", cause, concerned)
+    teller, incident = run.only
+    assert (teller, incident.planned, incident.cause, incident.nodes) == ("a", True, cause, concerned)
     assert (incident.total_s, incident.detect_s, incident.steps_lost) == (0.75, 0.0, 0)
 
 
 def test_a_planned_change_that_restarts_workers_took_all_between() -> None:
-    """The new process knows nothing of the pauses of the old one."""
+    """The new process knows nothing of the pauses of the old one: from the last step, which the old one made while the
+    round was ending, to the first of the new one."""
     run = trained("a")
     run.look(reading(pid=1, round=1, step=10, seconds={Phase.RENDEZVOUS: 9.0}, phase_at=run.now))
-    run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a!2", "b"), 5.0)
-    run.look(after_s=1.0)
+    run.see(round_of(1, "a", state=DRAINING), 1.0).look(stepping(1, 12, run.now + 2.0, pid=1), after_s=2.0)
+    run.see(round_of(2, "a!2", "b"), 3.0).look(after_s=1.0)
     run.look(stepping(2, 11, run.now + 4.0, pid=2), after_s=5.0)
-    _, incident, kind = run.only
-    assert (kind, incident.cause) == ("planned", Cause.NODE_JOINED)
-    assert (incident.regroup_s, incident.resume_s) == (5.0, 5.0)
+    _, incident = run.only
+    assert (incident.planned, incident.cause) == (True, Cause.NODE_JOINED)
+    assert (incident.regroup_s, incident.resume_s) == (3.0, 5.0)
 
 
 def test_a_failure_goes_before_the_planned_change_that_was_under_way() -> None:
@@ -173,8 +189,8 @@ def test_a_failure_goes_before_the_planned_change_that_was_under_way() -> None:
     run.see(round_of(1, "a", "b", state=DRAINING, next=planned), 1.0)
     run.see(planned.model_copy(update={"state": BROKEN, "cause": Cause.NODE_LOST}), 1.0)
     run.see(round_of(3, "a", "b", cause=Cause.NODE_LOST), 1.0).look(stepping(3, 11, run.now + 1.0))
-    _, incident, kind = run.only
-    assert (kind, incident.cause, incident.round, incident.next_round) == ("failure", Cause.NODE_LOST, 2, 3)
+    _, incident = run.only
+    assert (incident.planned, incident.cause, incident.round) == (False, Cause.NODE_LOST, 2)
     assert incident.nodes == ("c",)
 
 
@@ -182,13 +198,13 @@ def test_a_round_whose_end_was_not_seen_has_ended() -> None:
     """The store was away, or two documents came as one."""
     run = trained("a", "b").see(round_of(2, "a", cause=Cause.NODE_LOST), 3.0)
     run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
-    _, incident, _ = run.only
+    _, incident = run.only
     assert (incident.cause, incident.round, incident.regroup_s, incident.resume_s) == (Cause.NODE_LOST, 1, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen: bool) -> None:
-    """Both ends are reported: the first is no recovery, since nothing went on."""
+    """Both ends are reported. Nothing went on after the first; the second took all from the last step on."""
     run = trained("a", "b", "c")
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     run.see(round_of(2, "a", "b!2", "c", cause=Cause.WORKER_LOST), 1.0).look(after_s=1.0)
@@ -196,8 +212,11 @@ def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen:
         run.see(round_of(2, "a", "b!2", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
     run.see(round_of(3, "a", "b!2", cause=Cause.NODE_LOST), 1.0)
     run.look(stepping(3, 11, run.now + 1.0), after_s=1.0)
-    told = [(teller, incident.cause, incident.round, kind) for teller, incident, kind in run.told]
-    assert told == [("a", Cause.WORKER_LOST, 1, ""), ("a", Cause.NODE_LOST, 2, "failure")]
+    told = [(teller, each.cause, each.round, each.resumed) for teller, each in run.told]
+    assert told == [("a", Cause.WORKER_LOST, 1, False), ("a", Cause.NODE_LOST, 2, True)]
+    first, second = (each for _, each in run.told)
+    assert first.total_s is None
+    assert (second.before_s, second.total_s) == (7.0, run.now - 1000.0)
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -208,8 +227,8 @@ def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
         run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     closing = {"state": CLOSED, "result": RunResult.FAILED, "reason": "3 failures", "cause": Cause.WORKER_LOST}
     run.see(round_of(1, "a", "b").model_copy(update=closing), 2.0).look()
-    teller, incident, kind = run.only
-    assert (teller, kind, incident.next_round, incident.reason) == ("a", "", None, "3 failures")
+    teller, incident = run.only
+    assert (teller, incident.next_round, incident.total_s, incident.reason) == ("a", None, None, "3 failures")
     assert (incident.cause, incident.world_after) == (Cause.WORKER_LOST, 0)
     assert incident.regroup_s == (2.0 if broken else 0.0)
 
@@ -230,7 +249,7 @@ def test_a_run_that_failed_while_it_recovered_has_two_incidents() -> None:
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     run.see(round_of(2, "a", "b!2"), 1.0)
     run.see(round_of(2, "a", "b!2", state=CLOSED, result=RunResult.FAILED), 1.0).look()
-    assert [(incident.round, incident.next_round) for _, incident, _ in run.told] == [(1, 2), (2, None)]
+    assert [(incident.round, incident.next_round) for _, incident in run.told] == [(1, 2), (2, None)]
 
 
 def test_a_run_that_succeeded_is_no_incident() -> None:
@@ -248,16 +267,17 @@ def test_a_run_that_goes_on_after_it_was_closed_begins_anew() -> None:
 
 
 def test_scripts_without_a_session_are_reported_as_well() -> None:
-    """Nothing reports a step: a minute after the agreement the incident is closed with what is known."""
+    """Nothing reports a step: a minute after the agreement the incident is closed with what is known. The age of the
+    round says nothing of when training stopped."""
     run = run_of("a", "b").see(round_of(1, "a", "b"))
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 5.0)
     run.see(round_of(2, "a!2", "b!2", cause=Cause.WORKER_LOST), 2.0)
     run.look(after_s=SILENT_S)
     assert run.told == []
     run.look(after_s=1.0)
-    _, incident, _ = run.only
-    assert (incident.regroup_s, incident.resume_s, incident.step) == (2.0, 0.0, 0)
-    assert incident.nodes == ()
+    _, incident = run.only
+    assert (incident.detect_s, incident.regroup_s, incident.resumed, incident.nodes) == (0.0, 2.0, False, ())
+    assert (incident.total_s, incident.outcome) == (None, "No step of round 2 is known; it took 2.0 s to regroup.")
 
 
 def test_steps_behind_the_checkpoint_are_lost() -> None:
@@ -267,7 +287,7 @@ def test_steps_behind_the_checkpoint_are_lost() -> None:
     run.look(stepping(1, 112, run.now))
     run.see(round_of(2, "a!2", cause=Cause.NODE_LOST), 1.0)
     run.look(stepping(2, 103, run.now, fresh=3, pid=2), after_s=1.0)
-    _, incident, _ = run.only
+    _, incident = run.only
     assert (incident.step, incident.steps_lost) == (112, 12)
 
 
@@ -294,8 +314,8 @@ def test_a_round_whose_nodes_all_died_at_once_is_recorded_by_those_that_come(
     else:
         run.see(following.model_copy(update={"state": BROKEN}), 4.0).see(renamed(round_of(3, *names), key=50), 1.0)
         run.look()
-    teller, incident, kind = run.only
-    assert (teller, kind) == (names[0], "")
+    teller, incident = run.only
+    assert (teller, incident.total_s) == (names[0], None)
     assert (incident.cause, incident.nodes, incident.ranks) == (Cause.NODE_LOST, ("a", "b"), (0, 1, 2, 3))
     assert incident.reason == "all nodes of round 1 were lost"
     assert (incident.round, incident.next_round, incident.open) == (1, 2, False)
@@ -318,7 +338,7 @@ def test_a_node_that_watched_a_round_and_joined_it_records_its_end_as_any_other(
     run.look(stepping(2, 5, run.now), after_s=1.0)
     run.see(round_of(2, "a", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0).see(round_of(3, "c"), 1.0)
     run.look(stepping(3, 6, run.now), after_s=1.0)
-    assert (run.only[1].round, run.only[1].nodes, run.only[2]) == (2, ("a",), "failure")
+    assert (run.only[1].round, run.only[1].nodes, run.only[1].planned) == (2, ("a",), False)
 
 
 def renamed(document: RoundDocument, key: int) -> RoundDocument:

@@ -325,8 +325,12 @@ def test_a_row_reports_how_long(desk: Desk) -> None:
 def recovered(desk: Desk) -> None:
     """A round ends and the next one makes a step."""
     now = desk.clock.monotonic()
+    desk.incidents.see(round_of(1, "a", "b"), now, now)
+    desk.pages.living = [desk.worker(1, round=1, step=10, stepped_at=now)]
+    desk.health.look()
+    desk.clock.advance(0.5)
+    now = desk.clock.monotonic()
     for document in (
-        round_of(1, "a", "b"),
         round_of(1, "a", "b", state=RoundState.BROKEN, cause=Cause.NODE_LOST),
         round_of(2, "a", cause=Cause.NODE_LOST),
     ):
@@ -343,8 +347,8 @@ def test_an_incident_is_counted_and_reported(desk: Desk) -> None:
     desk.health.publish()
     counters = desk.written[-1].counters
     assert counters["ended.node_lost"] == 1.0
-    assert counters["recovery_s.failure.le.1"] == counters["recovery_s.failure.count"] == 1.0
-    assert counters["recovery_s.failure.sum"] == 0.75
+    assert counters["recovery_s.failure.le.2"] == counters["recovery_s.failure.count"] == 1.0
+    assert counters["recovery_s.failure.sum"] == 1.25
     assert [incident.next_round for incident in desk.kept] == [2]
 
 

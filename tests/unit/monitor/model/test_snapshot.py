@@ -146,12 +146,12 @@ def test_the_checkpoint_is_that_of_rank_0_s_node() -> None:
 def test_incidents_come_newest_first_and_transitions_newest_last() -> None:
     """At most a hundred, with their totals; at most two hundred."""
     documents = run(
-        incidents=tuple(incident(number) for number in range(150)),
+        incidents=tuple(incident(number, detect_s=0.4) for number in range(150)),
         journal=tuple(entry(number) for number in range(250)),
     )
     values = as_values(snapshot(documents, SEEN))
     assert [each["round"] for each in values["incidents"]] == list(range(149, 49, -1))
-    assert values["incidents"][0]["total_s"] == pytest.approx(0.08)
+    assert values["incidents"][0]["total_s"] == pytest.approx(0.48)
     assert values["incidents"][0]["cause"] == "worker_lost"
     assert [each["number"] for each in values["rounds"]] == list(range(50, 250))
     assert summary(documents, SEEN).last_incident == values["incidents"][0]

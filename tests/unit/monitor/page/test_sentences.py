@@ -18,8 +18,8 @@ NOBODY: dict[str, Any] = {"nodes": [], "world_size": 0}
 
 def ended(**more: Any) -> dict[str, Any]:
     """A run whose last round broke, and was followed by none."""
-    incident = {"kind": "round", "cause": "worker_lost", "round": 1, "next_round": None, "total_s": 31.0, "wall": 1.0}
-    return {"incidents": [incident | {"steps_lost": 0, "nodes": ["n1"], "ranks": [], "reason": ""} | more]}
+    values = {"round": 1, "next_round": None, "detect_s": 30.0, "regroup_s": 1.0, "resume_s": 0.0} | more
+    return {"incidents": [snapshots.incident(1.0, "worker_lost", **values)]}
 
 
 STATES = [
@@ -33,11 +33,15 @@ STATES = [
     ({"state": "gathering", "min_nodes": 1}, "Needs attention", "nodes are joining", "no node is missing"),
     ({"state": "recovering"}, "Needs attention", "the next round is forming", "no node is missing"),
     ({"state": "succeeded"}, "Needs attention", "The run has ended.", "missing"),
-    ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "Training again"),
-    ({"state": "failed", **ended()}, "Last incident", "Worker lost", "Nothing was lost"),
+    ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "stood still"),
+    ({"state": "failed", **ended()}, "Last incident", "Worker lost", "was lost"),
     ({"state": "recovering", **ended(open=True)}, "Last incident", "Worker lost", "did not continue"),
-    (ended(next_round=2), "Last incident", "Nothing was lost. Training again after 31 s.", "did not continue"),
-    (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "Nothing"),
+    (ended(next_round=2), "Last incident", "No step was lost. Training stood still for 31 s: 30 s until", "did not"),
+    (ended(next_round=2, detect_s=0.0), "Last incident", "Nobody knows since when training stood still", "still for"),
+    (ended(next_round=2, resumed=False), "Last incident", "No step of round 2 is known", "was lost"),
+    (ended(next_round=2, before_s=29.0), "Last incident", "1 min: 29 s in rounds without a step, 30 s", "did not"),
+    (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "No step"),
+    (ended(next_round=2, steps_lost=1), "Last incident", "1 step was lost.", "1 steps"),
 ]  # fmt: skip
 
 
