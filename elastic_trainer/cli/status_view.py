@@ -14,13 +14,12 @@ from elastic_trainer.cli.events import as_line
 from elastic_trainer.cli.wording import UNKNOWN, duration, moment, named, number, percent, ranges
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.monitor.model.snapshot import Listing, NodeStatus, RankStatus, RunSnapshot, StoreStatus
+from elastic_trainer.monitor.model.state import IN_WORDS
 from elastic_trainer.telemetry.rank import GAUGES, Unit
 
 MOST_RANKS = 40
 """With more, a node is one row."""
 MOST_INCIDENTS = 5
-STILL_S = 10.0
-"""A rank without progress for this long is marked."""
 SILENT_S = 20.0
 """So is a node that wrote nothing for this long: it writes every five seconds."""
 _WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
@@ -176,8 +175,8 @@ def _marks(marks: list[str]) -> Text:
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:
     """The cells of a rank, and what is odd about it."""
     marks = [f"straggler x{rank['slowdown']:.2g}"] if rank["straggler"] and rank["slowdown"] else []
-    if rank["still_s"] is not None and rank["still_s"] > STILL_S:
-        marks.append(f"still for {duration(rank['still_s'])}")
+    if rank["stall"] is not None:
+        marks.append(IN_WORDS[rank["stall"]].format(duration(rank["still_s"])))
     phase = UNKNOWN if rank["phase"] is None else f"{rank['phase']} {duration(rank['phase_s'])}"
     return [number(rank["rank"]), phase, *(_WORDS[gauge.unit](rank[gauge.name]) for gauge in GAUGES)], marks
 
@@ -187,9 +186,11 @@ def _node_cells(node: NodeStatus) -> tuple[list[str], list[str]]:
     phases = Counter(_known(node, "phase"))
     slow = [rank["rank"] for rank in node.ranks if rank["straggler"] and rank["rank"] is not None]
     marks = [f"straggler {ranges(slow)}"] if slow else []
-    still = max(_known(node, "still_s"), default=0.0)
-    if still > STILL_S:
-        marks.append(f"still for {duration(still)}")
+    for stall, words in IN_WORDS.items():
+        held = [rank for rank in node.ranks if rank["stall"] == stall]
+        if held:
+            still = words.format(duration(max(rank["still_s"] for rank in held)))
+            marks.append(f"{ranges(rank['rank'] for rank in held)}: {still}")
     doing = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
     of_all = ((gauge, _known(node, gauge.name)) for gauge in GAUGES)
     cells = [_WORDS[gauge.unit](gauge.of_node(values) if values else None) for gauge, values in of_all]

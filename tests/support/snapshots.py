@@ -34,6 +34,7 @@ def rank(number: int, per_node: int = 2, **changes: Any) -> Json:
         "device": f"cuda:{number % per_node}",
         "slowdown": 1.0 + 0.01 * (number % 4),
         "straggler": False,
+        "stall": None,
     } | changes
 
 
@@ -238,7 +239,7 @@ def straggling() -> Json:
     run = healthy(run="gpt-small-08", goodput=0.713, step_s=0.489)
     run["nodes"][1]["ranks"] = [
         rank(2, step_s=0.489, compute_s=0.455, slowdown=2.31, straggler=True),
-        rank(3, still_s=74.0, phase_s=74.2),
+        rank(3, still_s=74.0, phase_s=74.2, stall="still"),
     ]
     run["checkpoint"] |= {"age_s": 1_910.0, "failed": 2}
     run["incidents"].insert(

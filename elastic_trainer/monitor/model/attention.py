@@ -12,11 +12,6 @@ from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed
 
-STILL_S: Final = 30.0
-STILL_STEPS: Final = 10.0
-"""A working rank counts as stalled after this many seconds, and this many of its own steps, without progress."""
-AT_WORK: Final = ("training", "repeated", "data")
-"""Phases in which a rank makes progress every few seconds."""
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
 OVERDUE: Final = 2.0
@@ -74,17 +69,18 @@ def _lasted(seen: Observed) -> float:
 
 
 def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
-    number = documents.round.number if documents.round is not None else 0
-    ranks = [rank for name in documents.live if (told := documents.health.get(name)) is not None
-             and told.round == number for rank in told.ranks]  # fmt: skip
-    still = sum(standing_still(rank.phase, rank.still_s, rank.step_s) for rank in ranks)
+    stalls, first = state.stalls(documents), state.members(documents)
+    awaited = [
+        f"{first[node].first_rank + local} on {node}"
+        for (node, local), how in stalls.items()
+        if how is state.Stall.AWAITED
+    ]
+    still = sum(how is state.Stall.STILL for how in stalls.values())
     found = [Concern("bad", f"{still} standing still")] if still else []
+    if awaited:
+        others = f" and {len(awaited) - 1} more hold" if len(awaited) > 1 else " holds"
+        found.append(Concern("bad", f"rank {awaited[0]}{others} up the others"))
     return [*found, Concern("warn", f"{slow} slow")] if slow else found
-
-
-def standing_still(phase: str, still_s: float | None, step_s: float | None) -> bool:
-    """Whether a working rank makes no progress."""
-    return phase in AT_WORK and still_s is not None and still_s > max(STILL_S, STILL_STEPS * (step_s or 0))
 
 
 def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:

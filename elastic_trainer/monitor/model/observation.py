@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 from elastic_trainer.membership.health import NodeHealth, Saved
 from elastic_trainer.monitor.model import state
@@ -18,6 +17,8 @@ from elastic_trainer.monitor.model.curves import Curves, Point, Recorder
 
 RATE_WINDOW_S = 30.0
 """The window of a rate: nodes publish their counts only every few seconds."""
+OVER = (state.STOPPED, state.ABANDONED, state.SUCCEEDED, state.FAILED)
+"""States in which a run has no nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,16 @@ class Observer:
         first = not self._looked
         self._looked = True
         self._note_arrivals(documents, now)
-        step, step_s = state.current_step(documents), typical_step_s(documents)
+        step, over = state.current_step(documents), present in OVER
+        stands = not over and (present not in (state.TRAINING, state.CHANGING) or state.held_up(documents))
+        step_s = None if stands else state.typical_step_s(documents)
         counted = documents.counters.get("samples")
         if counted is None and documents.progress is not None:
             counted = float(documents.progress.samples)
-        self._samples.note(now, counted)
-        self._steps.note(now, None if step is None else float(step))
+        if not over:  # a run that has ended keeps its last rates
+            self._samples.note(now, counted)
+            self._steps.note(now, None if step is None else float(step))
+        samples_per_s, steps_per_s = self._samples.per_s(), self._steps.per_s()
         if not documents.closed:
             trains = known and bool(documents.live)
             loss = state.current_loss(documents)
@@ -121,8 +126,8 @@ class Observer:
             over_s=self._over(documents, now, wall),
             arrived={} if first else {name: at for name, (_, at) in self._told.items()},
             saved_s=self._saved_age(documents, now, wall),
-            samples_per_s=self._samples.per_s(),
-            steps_per_s=self._steps.per_s(),
+            samples_per_s=0.0 if stands and samples_per_s is not None else samples_per_s,
+            steps_per_s=0.0 if stands and steps_per_s is not None else steps_per_s,
             step_s=step_s,
             curves=self._recorder.curves(),
         )
@@ -172,14 +177,3 @@ class Observer:
             before = max(0.0, wall - saved.wall) if self._saved is None else 0.0
             self._saved = (saved, now - before)
         return now - self._saved[1]
-
-
-def typical_step_s(documents: RunDocuments) -> float | None:
-    """Seconds of a step: the median over ranks, otherwise rank 0's last report."""
-    number = documents.round.number if documents.round is not None else 0
-    told = [
-        rank.step_s for each in documents.health.values() if each.round == number for rank in each.ranks if rank.step_s
-    ]
-    if told:
-        return median(told)
-    return documents.progress.step_time_s or None if documents.progress is not None else None

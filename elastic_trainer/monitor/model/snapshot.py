@@ -31,9 +31,9 @@ GONE_STATE = "gone"
 
 
 RankStatus = Mapping[str, Any]
-"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. For a rank without a health document
-only the numbers are known."""
-UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False}
+"""One rank: the fields of its health document, ``slowdown``, ``straggler`` and ``stall`` (a state.Stall; null while
+it gets on). For a rank without a health document only the numbers are known."""
+UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False, "stall": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The present nodes and missing members of the newest round, by rank, then those without a rank."""
     taking_part = state.members(documents)
     judgment, places = straggling(documents, taking_part), _places(documents)
-    live = documents.live
+    live, stalls = documents.live, state.stalls(documents)
     found = [
         NodeStatus(
             node=name,
@@ -319,7 +319,12 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
             place=places[name][1] if name in taking_part and name in places else view.record.place,
             metrics=_metrics(documents.health.get(name)),
             age_s=_age(seen, name),
-            ranks=_ranks(taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment),
+            ranks=tuple(
+                {**rank, "stall": stalls.get((name, rank["local_rank"]))}
+                for rank in _ranks(
+                    taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment
+                )
+            ),
         )
         for name, view in live.items()
     ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+from statistics import median
 from typing import Final
 
 from elastic_trainer.membership.documents import JournalEntry, NodeState, RoundMember, RoundState, RunResult
+from elastic_trainer.membership.health import RankHealth
 from elastic_trainer.monitor.model.contents import RunDocuments
 
 GATHERING: Final = "gathering"
@@ -17,6 +21,35 @@ ABANDONED: Final = "abandoned"
 """Its last node gave up: it waits until nodes are started."""
 SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
+
+AT_WORK: Final = ("training", "repeated", "data")
+"""Phases in which a rank makes progress every few seconds."""
+HELD_STEPS: Final = 3.0
+HELD_S: Final = 5.0
+"""Training is held up if no rank has made progress for this many steps, and for this long: nodes report every few
+seconds."""
+STILL_S: Final = 30.0
+STILL_STEPS: Final = 10.0
+"""A working rank stands still after this many seconds, and this many of its own steps, without progress."""
+
+
+class Stall(StrEnum):
+    """What a rank without progress does to the others."""
+
+    AWAITED = "awaited"
+    """The others wait for it."""
+    WAITS = "waits"
+    """It waits for a rank that is known."""
+    STILL = "still"
+    """It stands still, and nobody is known to be the reason."""
+
+
+IN_WORDS: Final[Mapping[str, str]] = {
+    Stall.AWAITED: "no step for {}, the others wait for it",
+    Stall.WAITS: "waits for {}",
+    Stall.STILL: "no step for {}",
+}
+"""What is said of such a rank; with the time without progress."""
 
 
 def run_state(documents: RunDocuments) -> str:
@@ -118,3 +151,56 @@ def current_loss(documents: RunDocuments) -> float | None:
     if first is not None and first.loss is not None:
         return first.loss
     return progress.loss if progress is not None else None
+
+
+def typical_step_s(documents: RunDocuments) -> float | None:
+    """Seconds of a step of the newest round: the median over ranks, otherwise rank 0's last report."""
+    number = documents.round.number if documents.round is not None else 0
+    told = [
+        rank.step_s for each in documents.health.values() if each.round == number for rank in each.ranks if rank.step_s
+    ]
+    if told:
+        return median(told)
+    progress = documents.progress
+    return progress.step_time_s or None if progress is not None and progress.round == number else None
+
+
+def held_up(documents: RunDocuments) -> bool:
+    """Whether no rank of the round that is in effect makes steps: all work, or wait, and none has got on for long."""
+    ranks = _at_hand(documents)
+    step_s = typical_step_s(documents)
+    limit_s = STILL_S if step_s is None else max(HELD_S, HELD_STEPS * step_s)  # the first steps may compile
+    return bool(ranks) and all(
+        rank.still_s > limit_s and (rank.waits or rank.phase in AT_WORK) for rank in ranks.values()
+    )
+
+
+def stalls(documents: RunDocuments) -> Mapping[tuple[str, int], Stall]:
+    """The ranks without progress, by node and local rank.
+
+    As in agent/workers/hang_rules, who does not wait while others do is the one that they wait for. That holds only if
+    all ranks of the round are known: the one that is missing may be it.
+    """
+    ranks = _at_hand(documents)
+    awaited = {place for place, rank in ranks.items() if not rank.waits}
+    size = documents.round.world_size if documents.round is not None else 0
+    if held_up(documents) and len(ranks) == size and 0 < len(awaited) < size:
+        return {place: Stall.AWAITED if place in awaited else Stall.WAITS for place in ranks}
+    return {place: Stall.STILL for place, rank in ranks.items() if _stands_still(rank)}
+
+
+def _stands_still(rank: RankHealth) -> bool:
+    return rank.phase in AT_WORK and rank.still_s > max(STILL_S, STILL_STEPS * rank.step_s)
+
+
+def _at_hand(documents: RunDocuments) -> dict[tuple[str, int], RankHealth]:
+    """The ranks of the round in effect that its present members report, by node and local rank."""
+    if run_state(documents) not in (TRAINING, CHANGING) or documents.round is None:
+        return {}
+    return {
+        (name, rank.local_rank): rank
+        for name, member in members(documents).items()
+        if (told := documents.health.get(name)) is not None and told.round == documents.round.number
+        for rank in told.ranks
+        if rank.local_rank < member.local_world_size
+    }

@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from elastic_trainer.monitor.model import attention
+from elastic_trainer.monitor.model.state import IN_WORDS
 from elastic_trainer.monitor.page.words import (
     NONE,
     TIMES,
@@ -71,7 +72,7 @@ class Cell:
     phase: str
     mark: str
     trouble: str
-    """``slow``, ``still`` or empty."""
+    """``awaited``, ``waits``, ``still``, ``slow`` or empty."""
     doing: str
     label: str
 
@@ -199,11 +200,6 @@ def summary(nodes: Sequence[NodeRow]) -> str:
     return f"{counted(len(nodes), 'node')}: {states}.{told}"
 
 
-def standing_still(rank: Json) -> bool:
-    """Whether a working rank makes no progress."""
-    return attention.standing_still(text(rank.get("phase")), number(rank.get("still_s")), number(rank.get("step_s")))
-
-
 def unheard(node: Json) -> bool:
     """Whether a node's report is overdue."""
     age = number(node.get("age_s"))
@@ -249,7 +245,7 @@ def _urgency(node: Json, cells: Sequence[Cell]) -> int:
     state = text(node.get("state"))
     tests = (
         state == "gone",
-        any(cell.trouble == "still" for cell in cells),
+        any(cell.trouble in ("awaited", "still") for cell in cells),
         any(cell.trouble == "slow" for cell in cells),
         unheard(node),
         state not in ("ready", "done"),
@@ -259,8 +255,8 @@ def _urgency(node: Json, cells: Sequence[Cell]) -> int:
 
 
 def _trouble(rank: Json) -> str:
-    if standing_still(rank):
-        return "still"
+    if (stall := text(rank.get("stall"))) in IN_WORDS:
+        return stall
     return "slow" if rank.get("straggler") else ""
 
 
@@ -269,7 +265,9 @@ def _cell(rank: Json, gone: bool) -> Cell:
     name = f"rank {count(rank.get('rank'))}"
     if gone:
         return Cell("gone", TIMES, "", "gone", f"{name} gone")
-    doing = phase["label"] + {"slow": " slowly", "still": " and standing still", "": ""}[trouble]
+    if trouble == "waits":
+        return Cell(phase["key"], "W", "", "waiting for others", f"{name} waiting for others")
+    doing = phase["label"] + _DOING.get(trouble, "")
     return Cell(phase["key"], "!" if trouble else phase["mark"], trouble, doing, f"{name} {doing}")
 
 
@@ -283,11 +281,12 @@ def _summary(cells: Sequence[Cell]) -> str:
 
 
 _WORDS: Final = {Unit.COUNT: count, Unit.SECONDS: duration}
+_DOING: Final = {"slow": " slowly", "still": " and standing still", "awaited": ", held up: the others wait for it"}
 
 
 def _rank(rank: Json) -> RankRow:
     trouble = _trouble(rank)
-    remark = {"slow": "slow", "still": f"no step for {duration(rank.get('still_s'))}", "": ""}[trouble]
+    remark = IN_WORDS.get(trouble, trouble).format(duration(rank.get("still_s")))
     return RankRow(
         rank=count(rank.get("rank")),
         local=count(rank.get("local_rank")),

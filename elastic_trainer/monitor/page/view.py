@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Final
 
 from elastic_trainer.monitor.page import history, nodes
@@ -96,7 +95,7 @@ def figures(snapshot: Json) -> list[Figure]:
     return [
         Figure("Step", count(snapshot.get("step"))),
         Figure("Loss", measure(snapshot.get("loss"))),
-        Figure("Step time", duration(_pace(snapshot))),
+        Figure("Step time", duration(snapshot.get("step_s"))),
         Figure(
             "Samples per second",
             count(snapshot.get("samples_per_s")),
@@ -111,19 +110,6 @@ def figures(snapshot: Json) -> list[Figure]:
         _checkpoint_figure(snapshot.get("checkpoint")),
         _lost(snapshot.get("incidents") or ()),
     ]
-
-
-def _pace(snapshot: Json) -> float | None:
-    """Seconds of a step: the figure of the run, otherwise the median of its ranks."""
-    told = number(snapshot.get("step_s"))
-    of_ranks = [
-        pace
-        for node in snapshot.get("nodes") or ()
-        if node.get("state") != "gone"
-        for rank in node.get("ranks") or ()
-        if (pace := number(rank.get("step_s")))
-    ]
-    return told or (median(of_ranks) if of_ranks else None)
 
 
 def _checkpoint_figure(saved: Json | None) -> Figure:
@@ -213,12 +199,24 @@ def _slow(every: Sequence[Json]) -> list[Note]:
         if text(node.get("state")) != "gone"
         for rank in node.get("ranks") or ()
     ]
-    still = [(node, rank) for node, rank in ranks if nodes.standing_still(rank)]
-    slow = [(node, rank) for node, rank in ranks if rank.get("straggler") and not nodes.standing_still(rank)]
     found = []
-    if still:
-        told = [f"rank {count(r.get('rank'))} on {node} (for {duration(r.get('still_s'))})" for node, r in still]
-        found.append(Note("bad", f"{counted(len(still), 'rank makes', 'ranks make')} no progress: {listed(told)}."))
+    for stall, one, many in (
+        (
+            "awaited",
+            "rank makes no progress, the others wait for it",
+            "ranks make no progress, the others wait for them",
+        ),
+        ("still", "rank makes no progress", "ranks make no progress"),
+    ):
+        told = [
+            f"rank {count(rank.get('rank'))} on {node} ({named('phases', rank.get('phase'))['label']}, for"
+            f" {duration(rank.get('still_s'))})"
+            for node, rank in ranks
+            if text(rank.get("stall")) == stall
+        ]
+        if told:
+            found.append(Note("bad", f"{counted(len(told), one, many)}: {listed(told)}."))
+    slow = [(node, rank) for node, rank in ranks if rank.get("straggler") and not rank.get("stall")]
     if slow:
         told = [f"rank {count(r.get('rank'))} on {node}{_ratio(r)}" for node, r in slow]
         found.append(Note("warn", f"{counted(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))

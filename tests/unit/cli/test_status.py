@@ -60,7 +60,7 @@ def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
         "4 ranks, 2 nodes of 1:4, recovery restart",
         "step 12, 4 steps/s, loss 0.25, goodput 90.0 %",
         "checkpoint of step 8, 12 s ago, 2 MiB in 50 ms",
-        "still for 33 s",
+        "no step for 33 s",
         "straggler x5",
         "silent for 30 s",
         "worker_lost, round 1 -> 2",
@@ -77,6 +77,16 @@ def test_what_is_not_known_is_a_dash_and_an_outage_is_said() -> None:
     assert "step -, goodput -" in text
     assert "etcd does not answer; this was read 1 min 15 s ago" in text
     assert "cannot be read by this version: /x/spec" in text
+
+
+def test_the_rank_that_the_others_wait_for_is_named_and_no_rate_is_stale() -> None:
+    """Three equal rows and the rate of a minute ago would say nothing."""
+    told = {"n0": health("n0", [rank(0, waits=True, still_s=42.0), rank(1, 1, still_s=42.0)])}
+    documents = run(1, health=told)
+    text = printed(run_view(snapshot(documents, Observer().look(documents, 0.0, 0.0))))
+    for part in ("needs attention: rank 1 on n0 holds", "waits for 42 s", "no step for 42 s, the others wait for it"):
+        assert part in text, text
+    assert "steps/s" not in text
 
 
 def test_with_many_ranks_a_node_is_one_row() -> None:

@@ -18,7 +18,11 @@ TWO = Spec(min_nodes=2, max_nodes=4)
 GAVE_UP = Departure(wall=1.0, node="n0", planned=False, reason="no peer", exit_code=1)
 NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0)}
 LATE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
-STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, still_s=1.0)])}
+STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, 1, still_s=1.0)])}
+HUNG = {
+    "n0": health("n0", [rank(0, waits=True, still_s=6.0), rank(1, 1, still_s=6.0)]),
+    "n1": health("n1", [rank(2, waits=True, still_s=6.0), rank(3, 1, waits=True, still_s=6.0)]),
+}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,7 @@ STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, still_s=1.0)])}
         (run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), [("bad", "failed")]),
         (run(2, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), []),
         (run(2, health=STILL), [("bad", "1 standing still")]),
+        (run(2, health=HUNG), [("bad", "rank 1 on n0 holds up the others")]),
         (run(2, health=NO_SAVE), [("bad", "saves fail")]),
         (run(2, health=LATE), [("bad", "saves fail")]),
         (replace(run(2), unreadable=("/p/r/spec",)), [("warn", "keys of another version")]),

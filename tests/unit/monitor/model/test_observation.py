@@ -128,3 +128,24 @@ def test_a_long_course_is_thinned_over_its_whole_length() -> None:
     assert wall[-1] > 97_000
     gaps = [later - earlier for earlier, later in pairwise(wall)]
     assert max(gaps) <= 4 * sorted(gaps)[len(gaps) // 2]
+
+
+def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
+    """From three median steps on: what was measured before says nothing of the present."""
+    observer, waits = Observer(), {"waits": True}
+    for second, still_s in enumerate((0.1, 4.0, 42.0, 0.1)):
+        told = {
+            "n0": health("n0", [rank(0, still_s=still_s), rank(1, 1, still_s=still_s, **waits)], {"samples": second})
+        }
+        seen = observer.look(run(1, health=told), 100.0 + second, 1000.0 + second)
+        assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
+    assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
+
+
+def test_a_run_that_has_ended_keeps_its_rate() -> None:
+    """It would be 0 half a minute later."""
+    observer = Observer()
+    for second in range(3):
+        observer.look(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
+    ended = run(0, state=RoundState.CLOSED, health={"n0": health("n0", counters={"samples": 20.0})})
+    assert [observer.look(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]

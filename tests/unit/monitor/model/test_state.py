@@ -138,3 +138,33 @@ def test_a_node_without_a_whole_shard_group_is_no_spare(most: int, found: list[s
     nodes = {**run(4).nodes, "n9": NodeView("n9", 99, 99, record())}
     spec = Spec(min_nodes=2, max_nodes=most, shard_nodes=2)
     assert state.spares(run(4, nodes=nodes, spec=spec)) == found
+
+
+STILL, WAITS = {"still_s": 6.0}, {"still_s": 6.0, "waits": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((STILL, WAITS, WAITS), ["awaited", "waits", "waits"]),
+        ((WAITS, {**STILL, "phase": "data"}, WAITS), ["waits", "awaited", "waits"]),
+        ((STILL, WAITS, {**WAITS, "still_s": 4.9}), []),  # one has just come: a slow step
+        ((STILL, WAITS, {**WAITS, "step_s": 30.0}), ["awaited", "waits", "waits"]),  # the median counts
+        ((*[{**STILL, "step_s": 2.1}] * 2, {**WAITS, "step_s": 2.1}), []),  # not yet three steps
+        ((WAITS, WAITS, WAITS), []),
+        ((STILL, STILL, STILL), []),
+        ((*[{**STILL, "still_s": 31.0}] * 3,), ["still"] * 3),
+        ((*[{**WAITS, "still_s": 31.0}] * 3,), ["still"] * 3),  # all wait for each other
+        (({**STILL, "phase": "checkpoint"}, WAITS, WAITS), []),  # it has its own limit
+        ((*[{**STILL, "step_s": 0.0}] * 2, {**WAITS, "step_s": 0.0}), []),  # the first step may compile
+        ((STILL, WAITS), []),  # the third, of which nothing is known, may be the one
+    ],
+)
+def test_who_holds_up_the_others_is_known_after_three_steps(
+    ranks: tuple[dict[str, Any], ...], expected: list[str]
+) -> None:
+    """Long before anybody is killed: the one that does not wait while all others do."""
+    told = {f"n{i}": health(f"n{i}", [rank(i, **values)]) for i, values in enumerate(ranks)}
+    assert list(state.stalls(run(3, 1, health=told)).values()) == expected
+    ended = run(3, 1, health=told, state=RoundState.BROKEN)
+    assert state.stalls(ended) == {}

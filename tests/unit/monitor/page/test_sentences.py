@@ -45,6 +45,17 @@ STATES = [
 ]  # fmt: skip
 
 
+def test_the_rank_that_the_others_wait_for_is_told_from_its_victims() -> None:
+    """In the list of what needs attention, in the strip of its node, and in its own row."""
+    ranks = [snapshots.rank(0, still_s=42.0, stall="awaited"), snapshots.rank(1, still_s=42.0, stall="waits")]
+    html = page.run_page(snapshots.healthy(nodes=[snapshots.node(0, ranks=ranks)], step_s=None))
+    assert "the others wait for it: rank 0 on node-0 (training, for 42 s)." in words(part(html, "Needs attention"))
+    shown = words(part(html, "Nodes and ranks"))
+    assert "no step for 42 s, the others wait for it" in shown
+    assert "waits for 42 s" in shown
+    assert "1 training, held up: the others wait for it, 1 waiting for others" in shown
+
+
 @pytest.mark.parametrize(("there", "name", "said", "unsaid"), STATES, ids=range(len(STATES)))
 def test_each_state_has_its_sentence(there: dict[str, Any], name: str, said: str, unsaid: str) -> None:
     """The table of states."""
