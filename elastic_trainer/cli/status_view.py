@@ -133,7 +133,7 @@ def _checkpoint(run: RunSnapshot) -> str:
     if saved is None:
         return "no checkpoint yet"
     last = f"checkpoint of step {saved.step}, {duration(saved.age_s)} ago, {number(saved.bytes / 2**20, 'MiB')}"
-    failed = f", {saved.failed} FAILED" if saved.failed else ""
+    failed = f", {saved.failed} failed" if saved.failed else ""
     every = f", one every {duration(saved.interval_s)}" if saved.interval_s else ""
     return f"{last} in {duration(saved.duration_s)}; {saved.saved} saved{failed}{every}"
 

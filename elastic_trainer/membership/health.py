@@ -108,6 +108,8 @@ class NodeHealth(Document):
     """The newest loss; known on the node of rank 0."""
     saved: Saved | None = None
     """The last checkpoint that a worker of this node saved as rank 0."""
+    saves_failing: int = 0
+    """Its saves that failed since the last one that succeeded."""
     save_interval_s: float = 0.0
 
 

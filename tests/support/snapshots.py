@@ -242,6 +242,7 @@ def straggling() -> Json:
         rank(3, still_s=74.0, phase_s=74.2, stall="still"),
     ]
     run["checkpoint"] |= {"age_s": 1_910.0, "failed": 2}
+    run["attention"] = [{"look": "warn", "words": "the last 2 saves failed", "whole": True}]
     run["incidents"].insert(
         0,
         incident(

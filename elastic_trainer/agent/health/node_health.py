@@ -108,6 +108,8 @@ class Health:
         """The newest finding of an audit that was reported, by process."""
         self._pending: list[Incident] = []
         self._saved: Saved | None = None
+        self._saves_failing = 0
+        self._loss: float | None = None
         self._asked_at = self._touched_at = -math.inf
         self._publishing = threading.Lock()
         self._closed = False
@@ -251,10 +253,14 @@ class Health:
     def report(self, readings: list[Reading], counters: Mapping[str, float]) -> NodeHealth:
         now, current = self._clock.monotonic(), self._round_now()
         head = next((each for each in readings if each.pulse.rank == 0), None)
-        loss = head.pulse.loss if head is not None else math.nan
+        if head is not None and math.isfinite(head.pulse.loss):
+            self._loss = head.pulse.loss
         for saved in (each.notes.get("saved") for each in readings):
             if saved is not None and (self._saved is None or saved["wall"] > self._saved.wall):
                 self._saved = Saved.model_validate(saved)
+        # A worker that has not tried to save says nothing: what the one before it said still holds.
+        told = [each.notes["saves_failing"] for each in readings if "saves_failing" in each.notes]
+        self._saves_failing = max(told, default=self._saves_failing)
         return NodeHealth(
             node=self._node,
             host=self._subject.host,
@@ -265,8 +271,9 @@ class Health:
             round=current.number if current is not None else 0,
             ranks=tuple(row(each, now, self._waiting.get(each.pid)) for each in readings if each.pulse.rank >= 0),
             counters={name: round(value, 3) for name, value in counters.items()},
-            loss=loss if math.isfinite(loss) else None,
+            loss=self._loss,
             saved=self._saved,
+            saves_failing=self._saves_failing,
             save_interval_s=head.pulse.save_interval_s if head is not None else 0.0,
         )
 

@@ -25,10 +25,14 @@ ORDER: Final = ("bad", "warn")
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """``look``: bad (the run does not train, or its state is at risk) or warn."""
+    """``look``: bad (the run does not train, or its state is at risk) or warn.
+
+    ``whole``: whether the page of a run has no more to say of it than these words.
+    """
 
     look: str
     words: str
+    whole: bool = False
 
 
 def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concern, ...]:
@@ -86,8 +90,8 @@ def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
 def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:
     """Failed saves count until one succeeds."""
     every = max((each.save_interval_s for each in documents.health.values()), default=0.0)
-    late = every and seen.saved_s is not None and seen.saved_s > OVERDUE * every
-    failed = documents.counters.get("save.failed", 0.0)
-    if failed and (late or documents.saved is None):
-        return [Concern("bad", "saves fail")]
+    late = bool(every) and seen.saved_s is not None and seen.saved_s > OVERDUE * every
+    if failing := documents.saves_failing:
+        look = "bad" if late or documents.saved is None else "warn"
+        return [Concern(look, "the last save failed" if failing == 1 else f"the last {failing} saves failed", True)]
     return [Concern("warn", "checkpoint late")] if late and seen.state == state.TRAINING else []

@@ -77,6 +77,12 @@ class RunDocuments:
         told = (each.saved for each in self.health.values() if each.saved is not None)
         return max(told, key=lambda saved: saved.step, default=None)
 
+    @property
+    def saves_failing(self) -> int:
+        """Saves of rank 0's node that failed since the last one that succeeded."""
+        first = self.first_health
+        return first.saves_failing if first is not None else 0
+
     def folded(self) -> RunDocuments:
         """The same without the nodes' details, which is kept of a run that is over."""
         total = NodeHealth(node=GONE, wall=0.0, counters=self.counters, saved=self.saved)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from elastic_trainer.monitor.model.attention import OVERDUE
 from elastic_trainer.monitor.page import history, nodes
 from elastic_trainer.monitor.page.nodes import Json
 from elastic_trainer.monitor.page.words import (
@@ -29,8 +30,6 @@ from elastic_trainer.monitor.page.words import (
 from elastic_trainer.wording import counted, fixed
 
 ENDED: Final = ("stopped", "succeeded", "failed")
-OVERDUE: Final = 2.0
-"""A checkpoint this many intervals old is late."""
 MOST_SAMPLES: Final = 12
 """Rows of the table of curves."""
 
@@ -131,7 +130,7 @@ def attention(snapshot: Json) -> list[Note]:
         return []
     every = snapshot.get("nodes") or ()
     found = [*_missing(snapshot, every), *_slow(every), *_late(snapshot.get("checkpoint") or {})]
-    found += [*_unreadable(snapshot), *_aside(every)]
+    found += [*_judged(snapshot), *_unreadable(snapshot), *_aside(every)]
     order = {"bad": 0, "warn": 1, "busy": 2}
     return sorted(found, key=lambda note: order[note.look])
 
@@ -230,13 +229,19 @@ def _ratio(rank: Json) -> str:
 
 def _late(saved: Json) -> list[Note]:
     age, every = number(saved.get("age_s")), number(saved.get("interval_s"))
-    failed = number(saved.get("failed"))
-    found = []
-    if age is not None and every and age > OVERDUE * every:
-        found.append(Note("warn", f"The last checkpoint is {duration(age)} old; one is due every {duration(every)}."))
-    if failed:
-        found.append(Note("warn", f"{counted(int(failed), 'save has', 'saves have')} failed."))
-    return found
+    if age is None or not every or age <= OVERDUE * every:
+        return []
+    return [Note("warn", f"The last checkpoint is {duration(age)} old; one is due every {duration(every)}.")]
+
+
+def _judged(snapshot: Json) -> list[Note]:
+    """What the list of runs says as well, in the same words."""
+    told = (
+        (each.get("look"), text(each.get("words"))) for each in snapshot.get("attention") or () if each.get("whole")
+    )
+    return [
+        Note(look if look in ("bad", "warn") else "warn", f"{words[:1].upper()}{words[1:]}.") for look, words in told
+    ]
 
 
 def _unreadable(snapshot: Json) -> list[Note]:

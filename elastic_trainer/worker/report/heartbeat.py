@@ -300,6 +300,8 @@ class HeartbeatReporter:
     def operated(self, what: str, duration_s: float, *, ok: bool) -> None:
         """Count a ``save`` or ``load`` and its duration."""
         self.count(f"{what}.{'ok' if ok else 'failed'}")
+        if what == "save":
+            self._notes["saves_failing"] = 0 if ok else self._notes.get("saves_failing", 0) + 1
         if ok:
             for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
                 self.count(name, amount)

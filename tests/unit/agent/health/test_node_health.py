@@ -398,6 +398,17 @@ def test_nodes_write_less_often_the_more_there_are(desk: Desk, nodes: int, every
     assert desk.written[-1].every_s == every_s
 
 
+def test_failed_saves_and_the_loss_outlast_the_worker_that_reported_them(desk: Desk) -> None:
+    """A worker that has not tried to save yet says nothing of it, and a run that has ended keeps its last loss."""
+    for notes in ({"saves_failing": 2}, {}, {"saves_failing": 0}):
+        desk.pages.living = [desk.worker(1, rank=0, loss=0.5, notes=notes)]
+        desk.health.publish()
+    desk.pages.living = []
+    desk.health.publish()
+    assert [health.saves_failing for health in desk.written] == [2, 2, 0, 0]
+    assert desk.written[-1].loss == 0.5
+
+
 @pytest.mark.parametrize(
     ("count", "kind"), [("save.failed", "checkpoint_failed"), ("nonfinite_steps", "nonfinite_loss")]
 )

@@ -9,15 +9,17 @@ import pytest
 
 from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Spec
 from elastic_trainer.membership.health import Saved
-from elastic_trainer.monitor.model.attention import Concern, concerns
+from elastic_trainer.monitor.model.attention import concerns
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, summary
 from tests.support.monitored import health, rank, run
 
 TWO = Spec(min_nodes=2, max_nodes=4)
 GAVE_UP = Departure(wall=1.0, node="n0", planned=False, reason="no peer", exit_code=1)
-NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0)}
-LATE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
+NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, saves_failing=2)}
+LATE = {"n0": health("n0", [rank(0)], saves_failing=1, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
+IN_TIME = {"n0": health("n0", [rank(0)], saves_failing=1, saved=Saved(step=1, wall=900.0))}
+BY_NOW = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, saved=Saved(step=1, wall=900.0))}
 STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, 1, still_s=1.0)])}
 HUNG = {
     "n0": health("n0", [rank(0, waits=True, still_s=6.0), rank(1, 1, still_s=6.0)]),
@@ -37,15 +39,17 @@ HUNG = {
         (run(2, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), []),
         (run(2, health=STILL), [("bad", "1 standing still")]),
         (run(2, health=HUNG), [("bad", "rank 1 on n0 holds up the others")]),
-        (run(2, health=NO_SAVE), [("bad", "saves fail")]),
-        (run(2, health=LATE), [("bad", "saves fail")]),
+        (run(2, health=NO_SAVE), [("bad", "the last 2 saves failed")]),
+        (run(2, health=LATE), [("bad", "the last save failed")]),
+        (run(2, health=IN_TIME), [("warn", "the last save failed")]),
+        (run(2, health=BY_NOW), []),
         (replace(run(2), unreadable=("/p/r/spec",)), [("warn", "keys of another version")]),
     ],
 )
 def test_what_needs_attention(documents: Any, found: list[tuple[str, str]]) -> None:
     """In a few words, with how bad it is."""
     seen = Observer().look(documents, 100.0, 1000.0)
-    assert list(concerns(documents, seen, slow=0)) == [Concern(*each) for each in found]
+    assert [(each.look, each.words) for each in concerns(documents, seen, slow=0)] == found
 
 
 @pytest.mark.parametrize(("hours", "found"), [(1, 1), (25, 0)])

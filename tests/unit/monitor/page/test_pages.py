@@ -100,7 +100,7 @@ def test_slow_and_silent_ranks_need_a_look() -> None:
         "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s).",
         "1 rank is slow: rank 2 on node-1 (2.3 times as long).",
         "The last checkpoint is 31 min old; one is due every 5 min.",
-        "2 saves have failed.",
+        "The last 2 saves failed.",
     ]
     assert table(page.run_page(snapshots.straggling()), "Nodes and ranks")[0][0].startswith("node-1")
 

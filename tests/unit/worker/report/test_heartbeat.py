@@ -286,6 +286,7 @@ def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> No
     tracker.operated("save", 5.0, ok=False)
     tracker.operated("load", 2.0, ok=True)
     notes = bench.read().notes
+    assert notes["saves_failing"] == 1
     assert notes["saved"] == {"step": 7, "wall": bench.clock.wall(), "bytes": 123, "duration_s": 1000.0}
     counts = dict(notes["counts"])
     assert counts.pop("save_s.sum") == pytest.approx(1000.05)
