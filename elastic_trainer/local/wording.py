@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 _LONGEST = 300
+_RANK = re.compile(r"\[rank\d+\]: ")
+"""What torch writes before each line of a traceback once a process group is there."""
+_OURS = re.compile(r"(?:error|elastic-trainer): ")
+_TORCHRUNS = ("ChildFailedError", "SignalException")
 
 
 def exit_text(exit_code: int) -> str:
@@ -13,13 +18,14 @@ def exit_text(exit_code: int) -> str:
 
 
 def last_error(lines: Iterable[str]) -> str:
-    """The message of the last traceback or ``error:`` in a process's output, except torchrun's own; "" if none."""
+    """The message of the last traceback or of our own in a process's output, except torchrun's; "" if none."""
     found, inside = "", False
-    for line in lines:
+    for raw in lines:
+        line = _RANK.sub("", raw, count=1) if raw.startswith("[rank") else raw
         if line.startswith(("Traceback (most recent call last)", '  File "')):  # a SyntaxError has no first line
             inside = True
-        elif line.startswith("error: "):
-            found = line.removeprefix("error: ")
+        elif ours := _OURS.match(line):
+            found = line[ours.end() :]
         elif inside and line.strip() and not line[0].isspace():
-            found, inside = found if "ChildFailedError" in line else line, False
+            found, inside = found if any(name in line for name in _TORCHRUNS) else line, False
     return found[:_LONGEST]

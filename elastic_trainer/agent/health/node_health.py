@@ -205,15 +205,18 @@ class Health:
         )
         self._pending.append(incident)
 
-    def note(self, kind: str, reason: str, ranks: tuple[int, ...] = ()) -> None:
-        """Something that people should know of, for the next time that is published."""
+    def note(self, kind: str, reason: str, ranks: tuple[int, ...] = (), number: int | None = None) -> None:
+        """Something that people should know of, for the next time that is published.
+
+        ``number``: the round in which it happened, if that is not the newest.
+        """
         current = self._round_now()
         self._pending.append(
             Incident(
                 wall=self._clock.wall(),
                 by=self._node,
                 kind=kind,
-                round=current.number if current is not None else 0,
+                round=number if number is not None else current.number if current is not None else 0,
                 reason=reason,
                 nodes=(self._node,),
                 ranks=ranks,

@@ -361,13 +361,17 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """Does nothing: this node's round is over, and its next rendezvous ends with this error."""
 
     def _how_workers_died(self, node: ArrivedNode) -> str:
-        """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people."""
+        """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people.
+
+        The note belongs to the round that they were in: here the next one may have been formed.
+        """
         if not (found := failures()):
             return ""
         failed = by_rank(found, node.health.pages.ranks())
         told = self._died = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)
-        node.health.health.note("worker_died", told, tuple(sorted(failed)))
+        number = self._current.number if self._current is not None else 0
+        node.health.health.note("worker_died", told, tuple(sorted(failed)), number)
         return told
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:

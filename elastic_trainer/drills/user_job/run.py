@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -91,11 +92,19 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
     report.write(summary, directory / "summary.json")
     report.show_summary(summary, console)
+    if summary.verdict.exit_code != 0:
+        report.say("log", f"elastic-trainer logs {shlex.quote(str(directory))}{_failed(summary)}", console)
     if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     else:
         report.say("kept", str(directory), console)
     return summary
+
+
+def _failed(summary: Summary) -> str:
+    """The option that chooses the node whose failure decided, if it is one."""
+    failed = [node.name for node in summary.nodes if not node.struck and node.exit_code not in (0, None)]
+    return f" --node {failed[0]}" if len(failed) == 1 else ""
 
 
 def named_directories(words: Sequence[str]) -> list[Path]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.wording import counted
 
 PROGRESS_EVERY_S = 5.0
+SETTLE_S = 0.5
+"""A line is printed this long after what it tells of, since news of one moment come from files and etcd one by one."""
 REFRESH_EVERY_S = 0.25
 _SHOWN = 10
 _KNOWN = {"event", "run", "node", "role", "rank", "round", "level", "timestamp"}
@@ -63,22 +66,29 @@ class PlainDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress_at: float | None = None
+        self._held: list[ShownIncident] = []
+        self._started_at = 0.0
 
     def update(self, picture: Picture, incidents: Sequence[ShownIncident], now: float) -> None:
-        """Print what is new."""
-        for incident in incidents:
-            self._print(incident_line(incident, picture.started_at))
+        """Print what is new, in the order in which it happened."""
+        self._started_at = picture.started_at
+        self._held += incidents
         if self._progress_at is None:
             self._progress_at = now
         elif now - self._progress_at >= PROGRESS_EVERY_S:
             self._progress_at = now
-            self._print(f"{stamp(now - picture.started_at)} {progress_line(picture)}")
+            self._held.append(ShownIncident(now, IncidentKind.METRIC, progress_line(picture)))
+        self._print(now - SETTLE_S)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Print what is held."""
+        self._print(math.inf)
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, until: float) -> None:
+        self._held.sort(key=by_time)
+        while self._held and self._held[0].t <= until:
+            line = incident_line(self._held.pop(0), self._started_at)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveDisplay:
@@ -100,6 +110,11 @@ class LiveDisplay:
     def close(self) -> None:
         """Stop redrawing."""
         self._live.stop()
+
+
+def by_time(incident: ShownIncident) -> float:
+    """What to sort by: news of one moment arrive in any order."""
+    return incident.t
 
 
 def stamp(seconds: float) -> str:
@@ -148,7 +163,7 @@ def readable(line: str) -> str:
 def render(picture: Picture, now: float) -> RenderableType:
     """The whole view."""
     head = Text(f"run {picture.run}  {now - picture.started_at:.0f} s  {progress_line(picture)}", style="bold")
-    shown = picture.incidents[-_SHOWN:]
+    shown = sorted(picture.incidents, key=by_time)[-_SHOWN:]
     told = [Text(incident_line(each, picture.started_at), style=_KINDS[each.kind], no_wrap=True) for each in shown]
     return Group(head, _nodes(picture), *told)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed
+from elastic_trainer.wording import duration
 
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
@@ -18,6 +20,9 @@ OVERDUE: Final = 2.0
 """A checkpoint this many intervals old is late."""
 REGROUP_S: Final = 60.0
 """A run that has not formed its next round after this long needs attention."""
+LOOP: Final = 3
+LOOP_S: Final = 900.0
+"""A run of which so many rounds broke within this time needs attention, even if it recovered each time."""
 OLD_S: Final = 24 * 3600.0
 """A run that failed longer ago needs no attention: it stays among the ended runs until it is forgotten."""
 ORDER: Final = ("bad", "warn")
@@ -41,7 +46,7 @@ def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concer
         return (Concern("bad", "failed"),) if (seen.over_s or 0.0) <= OLD_S else ()
     if seen.state in (state.SUCCEEDED, state.STOPPED):
         return ()
-    found = [*_membership(documents, seen), *_ranks(documents, slow), *_saves(documents, seen)]
+    found = [*_membership(documents, seen), *_ranks(documents, slow), *_saves(documents, seen), *_loop(documents, seen)]
     if documents.unreadable:
         found.append(Concern("warn", "keys of another version"))
     return tuple(sorted(found, key=lambda each: ORDER.index(each.look)))
@@ -85,6 +90,17 @@ def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
         others = f" and {len(awaited) - 1} more hold" if len(awaited) > 1 else " holds"
         found.append(Concern("bad", f"rank {awaited[0]}{others} up the others"))
     return [*found, Concern("warn", f"{slow} slow")] if slow else found
+
+
+def _loop(documents: RunDocuments, seen: Observed) -> list[Concern]:
+    """Walls are those of nodes: good enough for a span of minutes."""
+    broke = [e for e in documents.journal if e.state is RoundState.BROKEN and seen.wall - e.wall < LOOP_S]
+    if len(broke) < LOOP:
+        return []
+    ends = [each.step for each in documents.happened if each.kind == "round" and not each.planned][:LOOP]
+    stuck = len(ends) == LOOP and max(ends) == min(ends) >= (state.current_step(documents) or 0)
+    words = f"{len(broke)} rounds broke in the last {duration(LOOP_S)}{', without a new step between' if stuck else ''}"
+    return [Concern("bad" if stuck else "warn", words, True)]
 
 
 def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:

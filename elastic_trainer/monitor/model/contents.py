@@ -57,6 +57,28 @@ class RunDocuments:
         """The counters summed over all nodes, including those that have left."""
         return added_up(health.counters for health in self.health.values())
 
+    @cached_property
+    def happened(self) -> tuple[Incident, ...]:
+        """The incidents, the newest first. One fault is one: why a worker died goes into the end of its round."""
+        ends = {each.round for each in self.incidents if each.kind == "round" and not each.planned}
+        died: dict[int, list[str]] = {}
+        for each in self.incidents:
+            if each.kind == "worker_died" and each.round in ends:
+                died.setdefault(each.round, []).append(each.reason)
+        told = []
+        for each in sorted(self.incidents, key=lambda each: each.wall, reverse=True):
+            if each.kind == "round" and not each.planned:
+                why = [reason for reason in died.get(each.round, ()) if reason not in each.reason]
+                told.append(each.model_copy(update={"reason": "; ".join([each.reason, *why])}) if why else each)
+            elif each.kind != "worker_died" or each.round not in died:
+                told.append(each)
+        return tuple(told)
+
+    @property
+    def last_fault(self) -> Incident | None:
+        """The newest incident that is no planned change."""
+        return next((each for each in self.happened if not each.planned), None)
+
     @property
     def first_node(self) -> str | None:
         """The node of rank 0, now or in the last round."""

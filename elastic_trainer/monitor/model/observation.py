@@ -17,8 +17,6 @@ from elastic_trainer.monitor.model.curves import Curves, Point, Recorder
 
 RATE_WINDOW_S = 30.0
 """The window of a rate: nodes publish their counts only every few seconds."""
-OVER = (state.STOPPED, state.ABANDONED, state.SUCCEEDED, state.FAILED)
-"""States in which a run has no nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class Observer:
         first = not self._looked
         self._looked = True
         self._note_arrivals(documents, now)
-        step, over = state.current_step(documents), present in OVER
+        step, over = state.current_step(documents), present in state.OVER
         stands = not over and (present not in (state.TRAINING, state.CHANGING) or state.held_up(documents))
         step_s = None if stands else state.typical_step_s(documents)
         counted = documents.counters.get("samples")

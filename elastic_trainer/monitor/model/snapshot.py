@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic_core import to_json, to_jsonable_python
 
 from elastic_trainer.membership import stragglers
-from elastic_trainer.membership.documents import JournalEntry, RoundMember
+from elastic_trainer.membership.documents import JournalEntry, RoundMember, RoundState
 from elastic_trainer.membership.health import RANK_FIELDS, Incident, NodeHealth, RankHealth, goodput
 from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
 from elastic_trainer.monitor.model import state
@@ -78,6 +78,16 @@ class RoundStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LastRound:
+    """The last round that trained. ``duration_s``: from the run's first round to its end; null if that is forgotten."""
+
+    number: int
+    world_size: int
+    nodes: int
+    duration_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatus:
     """Whether the store answers, and the age of the data."""
 
@@ -122,6 +132,8 @@ class RunSnapshot:
     """Nodes that the run lost to faults and that have not been replaced."""
     departure: Mapping[str, Any] | None
     """How the last node left, if no node is present."""
+    last: LastRound | None
+    """Who trained last, if the run has ended or nobody is left."""
     attention: tuple[Concern, ...]
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
@@ -146,6 +158,8 @@ class RunSummary:
     samples_per_s: float | None
     stragglers: int
     last_incident: Mapping[str, Any] | None
+    """The newest that is no planned change."""
+    last: LastRound | None = None
     attention: tuple[Concern, ...] = ()
 
 
@@ -199,11 +213,12 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         limits={"straggler_ratio": stragglers.RATIO, "straggler_least_s": stragglers.LEAST_EXCESS_S},
         nodes=nodes(documents, seen),
         rounds=rounds(documents.journal),
-        incidents=tuple(incident(each) for each in documents.incidents[: -MOST_INCIDENTS - 1 : -1]),
+        incidents=tuple(incident(each) for each in documents.happened[:MOST_INCIDENTS]),
         curves=seen.curves,
         unreadable=documents.unreadable,
         lost=tuple(state.lost_nodes(documents)),
         departure=_departure(documents),
+        last=last_round(documents, seen),
         attention=concerns(documents, seen, len(straggling(documents).ranks)),
         wall=seen.wall,
         store=store,
@@ -215,10 +230,20 @@ def _departure(documents: RunDocuments) -> Mapping[str, Any] | None:
     return None if left is None else left.model_dump(mode="json", exclude={"version"})
 
 
+def last_round(documents: RunDocuments, seen: Observed) -> LastRound | None:
+    """The last round that trained, of a run that has ended or that all have left."""
+    journal = documents.journal
+    found = next((entry for entry in reversed(journal) if entry.state is RoundState.ACTIVE), None)
+    if found is None or seen.state not in state.OVER:
+        return None
+    took_s = max(0.0, journal[-1].wall - journal[0].wall) if journal[0].round <= 1 else None
+    return LastRound(found.round, found.world_size, len(found.nodes), took_s)
+
+
 def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     """The row of a run in the list."""
     spec = documents.spec
-    last = documents.incidents[-1] if documents.incidents else None
+    last = documents.last_fault
     slow = len(straggling(documents).ranks)
     return RunSummary(
         run=documents.run,
@@ -236,6 +261,7 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
         samples_per_s=seen.samples_per_s,
         stragglers=slow,
         last_incident=incident(last) if last is not None else None,
+        last=last_round(documents, seen),
         attention=concerns(documents, seen, slow),
     )
 

@@ -21,6 +21,8 @@ ABANDONED: Final = "abandoned"
 """Its last node gave up: it waits until nodes are started."""
 SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
+OVER: Final = (STOPPED, ABANDONED, SUCCEEDED, FAILED)
+"""States in which a run has no nodes."""
 
 AT_WORK: Final = ("training", "repeated", "data")
 """Phases in which a rank makes progress every few seconds."""

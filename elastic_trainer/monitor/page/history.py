@@ -75,8 +75,13 @@ def moment(wall: Any) -> Moment:
 
 
 def incidents(snapshot: Json) -> list[IncidentRow]:
-    """Newest first."""
-    return [_incident(each) for each in (snapshot.get("incidents") or ())[:SHOWN]]
+    """Newest first, without planned changes, which are among the rounds."""
+    return [_incident(each) for each in faults(snapshot)[:SHOWN]]
+
+
+def faults(snapshot: Json) -> list[Json]:
+    """The incidents that are no planned changes."""
+    return [each for each in snapshot.get("incidents") or () if not each.get("planned")]
 
 
 def what_of(each: Json) -> Mapping[str, str]:

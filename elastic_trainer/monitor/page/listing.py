@@ -57,7 +57,7 @@ def _row(each: Json) -> RunRow:
         look=text(concerns[0].get("look")) if concerns else "",
         step=count(each.get("step")),
         loss=measure(each.get("loss")),
-        ranks=count(each.get("world_size")),
+        ranks=count((each.get("last") or each).get("world_size")),
         nodes=_nodes(each),
         goodput=percent(each.get("goodput")),
         last=what_of(last)["label"] if last else "none",
@@ -67,7 +67,8 @@ def _row(each: Json) -> RunRow:
 
 def _nodes(each: Json) -> str:
     """``3 of 2 to 4``: present and allowed nodes."""
-    there, least, most = (number(each.get(name)) for name in ("nodes", "min_nodes", "max_nodes"))
+    least, most = number(each.get("min_nodes")), number(each.get("max_nodes"))
+    there = number((each.get("last") or each).get("nodes"))  # of a run that has ended those that trained last
     allowed = f"{count(least)} to {count(most)}" if least is not None and most is not None else ""
     if there is None:
         return allowed or NONE

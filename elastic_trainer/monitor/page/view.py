@@ -71,10 +71,19 @@ def headline(snapshot: Json) -> str:
     allowed = f", {count(least)} to {count(most)} nodes allowed" if least is not None and most is not None else ""
     if (size := number(snapshot.get("shard_nodes")) or 1) > 1:
         allowed += f" in shard groups of {count(size)}"
+    if last := snapshot.get("last"):
+        took = number(last.get("duration_s"))
+        after = f" It took {duration(took)} from the first round to the end." if took else ""
+        return f"Round {count(last.get('number'))} was the last: {_size(last)}{allowed}.{after}"
     if not size_now:
         return f"No round at present{allowed}."
     where = f"Round {count(snapshot.get('round'))}: " if number(snapshot.get("round")) is not None else ""
     return f"{where}{counted(int(size_now), 'rank')} on {counted(within, 'node')}{allowed}."
+
+
+def _size(last: Json) -> str:
+    known = (int(number(last.get(name)) or 0) for name in ("world_size", "nodes"))
+    return " on ".join(counted(value, one) for value, one in zip(known, ("rank", "node"), strict=True))
 
 
 def since(snapshot: Json, now: float) -> float | None:
@@ -89,7 +98,7 @@ def since(snapshot: Json, now: float) -> float | None:
 
 def figures(snapshot: Json) -> list[Figure]:
     """The figures in large type: progress, speed, size, and losses."""
-    samples = number(snapshot.get("samples"))
+    samples, last = number(snapshot.get("samples")), snapshot.get("last")
     within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
     return [
         Figure("Step", count(snapshot.get("step"))),
@@ -102,12 +111,12 @@ def figures(snapshot: Json) -> list[Figure]:
         ),
         Figure(
             "Ranks",
-            count(snapshot.get("world_size")),
-            f"on {counted(within, 'node')}" if snapshot.get("world_size") else "",
+            count((last or snapshot).get("world_size")),
+            "at the end" if last else f"on {counted(within, 'node')}" if snapshot.get("world_size") else "",
         ),
         Figure("Goodput", percent(snapshot.get("goodput")), "time in new steps"),
         _checkpoint_figure(snapshot.get("checkpoint")),
-        _lost(snapshot.get("incidents") or ()),
+        _lost(history.faults(snapshot)),
     ]
 
 

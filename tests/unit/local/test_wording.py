@@ -43,6 +43,12 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         (TRACEBACK + TORCHRUN, "ModuleNotFoundError: No module named 'nosuchthing'"),
         ("error: no such key (did you mean 'lr'?)\n" + TORCHRUN, "no such key (did you mean 'lr'?)"),
         (TORCHRUN, ""),
+        (TORCHRUN.replace("errors.ChildFailedError:", "api.SignalException: Process 7 got signal: 15"), ""),
+        (
+            "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines()),
+            "ModuleNotFoundError: No module named 'nosuchthing'",
+        ),
+        ("elastic-trainer: the run is full\n", "the run is full"),
     ],
 )
 def test_the_last_error_is_the_scripts_own(text: str, error: str) -> None:

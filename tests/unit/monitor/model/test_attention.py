@@ -12,7 +12,7 @@ from elastic_trainer.membership.health import Saved
 from elastic_trainer.monitor.model.attention import concerns
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, summary
-from tests.support.monitored import health, rank, run
+from tests.support.monitored import entry, health, incident, rank, run
 
 TWO = Spec(min_nodes=2, max_nodes=4)
 GAVE_UP = Departure(wall=1.0, node="n0", planned=False, reason="no peer", exit_code=1)
@@ -86,3 +86,28 @@ def test_curves_have_a_gap_while_nothing_is_known() -> None:
     assert seen.curves.world_size == [4, None, 4]
     assert seen.curves.loss[1] is None
     assert seen.curves.step[1] is None
+
+
+@pytest.mark.parametrize(
+    ("walls", "steps", "look"),
+    [
+        ((200.0, 210.0), (12, 12), None),
+        ((99.0, 500.0, 900.0), (12, 12, 12), None),
+        ((200.0, 500.0, 900.0), (12, 12, 12), "bad"),
+        ((200.0, 500.0, 900.0), (10, 11, 12), "warn"),
+    ],
+    ids=["twice", "long ago", "without a step", "with steps"],
+)
+def test_a_run_that_breaks_again_and_again_needs_attention(
+    walls: tuple[float, ...], steps: tuple[int, ...], look: str | None
+) -> None:
+    """Also if it has recovered each time; more so if it gets nowhere."""
+    documents = run(
+        2,
+        health={"n0": health("n0", [rank(0)])},
+        journal=tuple(entry(number, RoundState.BROKEN, wall=wall) for number, wall in enumerate(walls)),
+        incidents=tuple(incident(number, step=step) for number, step in enumerate(steps)),
+    )
+    found = concerns(documents, Observer().look(documents, 100.0, 1000.0), slow=0)
+    words = "3 rounds broke in the last 15 min" + (", without a new step between" if look == "bad" else "")
+    assert [(each.look, each.words) for each in found] == ([(look, words)] if look else [])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,10 +13,12 @@ from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.membership.health import GONE, Saved
+from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import (
     MOST_NAMES,
+    LastRound,
     StoreStatus,
     as_json,
     as_values,
@@ -198,3 +202,37 @@ def test_a_folded_run_keeps_its_sums() -> None:
     assert folded.counters == {"samples": 6.0}
     assert (len(folded.nodes), len(folded.health), len(folded.incidents)) == (0, 1, 1)
     assert folded.saved == last
+
+
+def test_one_fault_is_one_incident_and_planned_changes_are_none() -> None:
+    """Why a worker died goes into the end of its round, and the newest is the one that began last, whoever wrote it
+    first. A death that ended no round stays."""
+    died: dict[str, Any] = {"kind": "worker_died", "cause": None}
+    documents = run(
+        incidents=(
+            incident(7, wall=1010.0, reason="n1 is gone"),
+            incident(7, wall=1000.0, kind="straggler", cause=None),
+            incident(7, wall=1011.0, reason="worker 0 was killed", **died),
+            incident(9, wall=1030.0, reason="ValueError", **died),
+            incident(8, wall=1040.0, cause=Cause.NODE_JOINED),
+        )
+    )
+    told = snapshot(documents, SEEN).incidents
+    assert [(each["round"], each["kind"], each["planned"]) for each in told] == [
+        (8, "round", True),
+        (9, "worker_died", False),
+        (7, "round", False),
+        (7, "straggler", False),
+    ]
+    assert told[2]["reason"] == "n1 is gone; worker 0 was killed"
+    assert summary(documents, SEEN).last_incident == told[1]
+
+
+def test_a_run_that_has_ended_keeps_who_trained_last_and_how_long_it_took() -> None:
+    """How long it took is known as far as its journal goes back."""
+    journal = (entry(1, wall=1000.0), entry(1, RoundState.BROKEN, wall=1050.0), entry(2, wall=1060.0, nodes=("a", "b")))
+    closed = run(0, state=RoundState.CLOSED, journal=(*journal, entry(2, RoundState.CLOSED, wall=1100.0)))
+    ended = replace(SEEN, state="succeeded")
+    assert snapshot(closed, ended).last == summary(closed, ended).last == LastRound(2, 2, 2, 100.0)
+    assert snapshot(replace(closed, journal=closed.journal[2:]), ended).last == LastRound(2, 2, 2, None)
+    assert snapshot(run(journal=journal), SEEN).last is None

@@ -32,6 +32,8 @@ STATES = [
      "Node n1 was the last and gave up: fewer than 2 nodes were ready within 600 s (exit code 1).", "is forming"),
     ({"state": "gathering", "min_nodes": 1}, "Needs attention", "nodes are joining", "no node is missing"),
     ({"state": "recovering"}, "Needs attention", "the next round is forming", "no node is missing"),
+    ({"attention": [{"look": "bad", "words": "3 rounds broke in the last 15 min", "whole": True}]}, "Needs attention",
+     "3 rounds broke in the last 15 min.", "Nothing"),
     ({"state": "succeeded"}, "Needs attention", "The run has ended.", "missing"),
     ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "stood still"),
     ({"state": "failed", **ended()}, "Last incident", "Worker lost", "was lost"),
@@ -43,6 +45,16 @@ STATES = [
     (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "No step"),
     (ended(next_round=2, steps_lost=1), "Last incident", "1 step was lost.", "1 steps"),
 ]  # fmt: skip
+
+
+def test_a_run_that_has_ended_still_says_who_trained_and_how_long() -> None:
+    """Not that nothing runs, which everybody knows of a run that has ended."""
+    last = {"number": 7, "world_size": 6, "nodes": 1, "duration_s": 3720.0}
+    html = page.run_page(snapshots.healthy(state="succeeded", last=last, **NOBODY))
+    assert "Round 7 was the last: 6 ranks on 1 node, 2 to 4 nodes allowed. It took 1 h 2 min from" in html
+    assert "at the end" in html
+    row = {"run": "r", "state": "succeeded", "last": last, "world_size": 0, "nodes": 0, "min_nodes": 1, "max_nodes": 4}
+    assert "1 of 1 to 4" in page.runs_page({"runs": [row]})
 
 
 def test_the_rank_that_the_others_wait_for_is_told_from_its_victims() -> None:

@@ -1,0 +1,22 @@
+"""How a local run is shown: line by line, or redrawn in place."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from elastic_trainer.drills.user_job.picture import IncidentKind, Picture, ShownIncident
+from elastic_trainer.drills.user_job.view import SETTLE_S, PlainDisplay
+
+
+def test_lines_come_in_the_order_of_their_times() -> None:
+    """Whichever source tells first: a line waits a moment for those of before, and none is lost at the end."""
+    out, picture = io.StringIO(), Picture("r", 0.0)
+    shown = PlainDisplay(Console(file=out, width=80))
+    for now, t, text in ((1.0, 1.0, "round 1 trains"), (1.1, 0.9, "round 1 formed"), (9.0, 8.9, "done")):
+        shown.update(picture, [ShownIncident(t, IncidentKind.ROUND, text)], now)
+        assert (text in out.getvalue()) == (now - t >= SETTLE_S)
+    shown.close()
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == ["round 1 formed", "round 1 trains", "done", "no step yet (no node)"]
