@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id); without it all runs are listed")
     add("--watch", action="store_true", help="refresh until the run is over or the command is interrupted")
+    add("-o", "--output", choices=("wide",), help="wide: all columns, however narrow the terminal")
     add("--json", action="store_true", help="one JSON object a line, as the monitor's /api has it")
     connection.add_options(parser)
 
@@ -71,8 +72,8 @@ def _shower(arguments: argparse.Namespace) -> Show:
     if arguments.json:
         return JsonShow(arguments.run)
     out = console(140)
-    live = arguments.watch and out.is_terminal and not out.is_dumb_terminal
-    return LiveShow(out, arguments.run) if live else PlainShow(out, arguments.run)
+    live, wide = arguments.watch and out.is_terminal and not out.is_dumb_terminal, arguments.output == "wide"
+    return LiveShow(out, arguments.run) if live and not wide else PlainShow(out, arguments.run, wide=wide)
 
 
 def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) -> None:
@@ -119,8 +120,8 @@ class JsonShow(Show):
 class PlainShow(Show):
     """The whole view, again when something is new but not often."""
 
-    def __init__(self, console: Console, name: str | None) -> None:
-        self._console, self._name = console, name
+    def __init__(self, console: Console, name: str | None, *, wide: bool = False) -> None:
+        self._console, self._name, self._wide = console, name, wide
         self._shown: tuple[object, ...] | None = None
         self._shown_at = 0.0
 
@@ -131,7 +132,7 @@ class PlainShow(Show):
             if self._shown is not None:
                 self._console.print()
             self._shown, self._shown_at = mark, now
-            self._console.print(view_of(reading, self._name))
+            self._console.print(view_of(reading, self._name, wide=self._wide), crop=not self._wide)
 
 
 class LiveShow(Show):
@@ -149,9 +150,11 @@ class LiveShow(Show):
         self._live.stop()
 
 
-def view_of(reading: StoreReading, name: str | None) -> RenderableType:
+def view_of(reading: StoreReading, name: str | None, *, wide: bool = False) -> RenderableType:
     """The view of a reading for people."""
     value = value_of(reading, name)
     if value is None:
         return f"run {name} is gone"
-    return status_view.run_view(value) if isinstance(value, RunSnapshot) else status_view.list_view(value)
+    if isinstance(value, RunSnapshot):
+        return status_view.run_view(value, wide=wide)
+    return status_view.list_view(value, wide=wide)

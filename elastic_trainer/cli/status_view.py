@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -16,10 +18,13 @@ from elastic_trainer.membership.health import Incident
 from elastic_trainer.monitor.model.snapshot import Listing, NodeStatus, RankStatus, RunSnapshot, StoreStatus
 from elastic_trainer.monitor.model.state import IN_WORDS
 from elastic_trainer.telemetry.rank import GAUGES, Unit
+from elastic_trainer.wording import counted
 
 MOST_RANKS = 40
 """With more, a node is one row."""
 MOST_INCIDENTS = 5
+LEAST_WRAPPED = 20
+"""Characters that a column takes at least whose texts may wrap."""
 SILENT_S = 20.0
 """So is a node that wrote nothing for this long: it writes every five seconds."""
 _WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
@@ -39,12 +44,82 @@ STYLES = {
 }
 
 
-def run_view(run: RunSnapshot) -> RenderableType:
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``spare``: where there is no room, columns with the highest go first; those with 0 stay.
+
+    ``wraps``: whether its texts may take several lines, broken between words; where even that has no room, they stand
+    below the table, behind the ``key`` of their row.
+    """
+
+    name: str
+    spare: int = 0
+    wraps: bool = False
+    right: bool = False
+    key: bool = False
+
+
+class Fitted:
+    """A table without the columns for which there is no room; nothing is broken inside a word.
+
+    With ``wide`` it has all, however long its lines are.
+    """
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, wide: bool) -> None:
+        self._columns, self._rows, self._wide = columns, rows, wide
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        places = list(range(len(self._columns)))
+        if not self._wide:
+            while self._width(places) > options.max_width and (spare := self._most_spare(places)) is not None:
+                places.remove(spare)
+        wrapped = [place for place in places if self._columns[place].wraps]
+        below = wrapped if not self._wide and self._width(places) > options.max_width else []
+        places = [place for place in places if place not in below]
+        table = Table()
+        for column in (self._columns[place] for place in places):
+            justify: JustifyMethod = "right" if column.right else "left"
+            table.add_column(column.name, justify=justify, no_wrap=self._wide or not column.wraps)
+        for row in self._rows:
+            table.add_row(*(row[place] for place in places))
+        yield from console.render(
+            table, options.update(width=self._width(places, least=False)) if self._wide else options
+        )
+        for row in self._rows:
+            for text in (row[place] for place in below if row[place].plain):
+                yield Text.assemble(f"{self._key(row)}: ", text)
+        hidden = [column.name for place, column in enumerate(self._columns) if place not in (*places, *below)]
+        if hidden:
+            yield Text(f"no room for: {', '.join(hidden)} (-o wide shows all)", style="dim")
+
+    def _key(self, row: Sequence[Text]) -> str:
+        told = ((column.name, text.plain) for column, text in zip(self._columns, row, strict=True) if column.key)
+        return ", ".join(text if name in ("node", "run") else f"{name} {text}" for name, text in told if text)
+
+    def _most_spare(self, places: Sequence[int]) -> int | None:
+        most = max(places, key=lambda place: self._columns[place].spare)
+        return most if self._columns[most].spare else None
+
+    def _width(self, places: Sequence[int], *, least: bool = True) -> int:
+        """Of the table, frame included; ``least``: with wrapped columns as narrow as can be."""
+        return 1 + sum(3 + self._needs(place, least) for place in places)
+
+    def _needs(self, place: int, least: bool) -> int:
+        texts = [self._columns[place].name, *(row[place].plain for row in self._rows)]
+        widest = max(map(cell_len, texts))
+        if not (least and self._columns[place].wraps):
+            return widest
+        return min(widest, max(LEAST_WRAPPED, *(cell_len(word) for text in texts for word in text.split(" "))))
+
+
+def run_view(run: RunSnapshot, *, wide: bool = False) -> RenderableType:
     """All of a run that fits on a screen."""
-    parts: list[RenderableType] = [*_store(run.store), *_head(run), _ranks(run)]
-    if run.incidents:
+    parts: list[RenderableType] = [*_store(run.store), *_head(run)]
+    if run.nodes:
+        parts.append(_ranks(run, wide))
+    if faults := [each for each in run.incidents if not each["planned"]]:
         parts.append(Text("incidents, the newest first", style="bold"))
-        parts += [Text(as_line(Incident.model_validate(each))) for each in run.incidents[:MOST_INCIDENTS]]
+        parts += [Text(as_line(Incident.model_validate(each))) for each in faults[:MOST_INCIDENTS]]
     elif run.rounds:
         last = run.rounds[-1]
         parts.append(Text(f"{moment(last.wall)}  round {last.number} {last.state}: {last.reason}"))
@@ -53,32 +128,33 @@ def run_view(run: RunSnapshot) -> RenderableType:
     return Group(*parts)
 
 
-def list_view(listing: Listing) -> RenderableType:
+def list_view(listing: Listing, *, wide: bool = False) -> RenderableType:
     """All runs, one row each."""
     if not listing.runs:
         return Group(*_store(listing.store), Text("there are no runs"))
-    table = Table()
-    for column in (
-        "run",
-        "state",
-        "round",
-        "ranks",
-        "nodes",
-        "step",
-        "loss",
-        "samples/s",
-        "goodput",
-        "needs attention",
-    ):
-        table.add_column(column, overflow="fold")
+    rows = []
     for each in listing.runs:
-        limits = f"{each.nodes} of {_limits(each.min_nodes, each.max_nodes)}"
-        rate, needs = number(each.samples_per_s), Text(", ".join(concern.words for concern in each.attention))
+        needs = Text(", ".join(concern.words for concern in each.attention))
         needs.style = "bold red" if each.attention and each.attention[0].look == "bad" else "yellow"
-        numbers = (number(each.round), str(each.world_size), limits, number(each.step), number(each.loss), rate)
-        state = Text(each.state, style=STYLES.get(each.state, ""))
-        table.add_row(Text(each.run), state, *map(Text, numbers), percent(each.goodput), needs)
-    return Group(*_store(listing.store), table)
+        ranks, nodes = (each.last.world_size, each.last.nodes) if each.last else (each.world_size, each.nodes)
+        limits = f"{nodes} of {_limits(each.min_nodes, each.max_nodes)}"
+        numbers = (number(each.step), needs.copy(), number(each.round), str(ranks), limits, number(each.loss))
+        state, rate = Text(each.state, style=STYLES.get(each.state, "")), number(each.samples_per_s)
+        texts = (each if isinstance(each, Text) else Text(each) for each in (*numbers, rate, percent(each.goodput)))
+        rows.append([Text(each.run), state, *texts])
+    return Group(*_store(listing.store), Fitted(_RUNS, rows, wide=wide))
+
+
+_RUNS = (
+    *(Column("run", key=True), Column("state"), Column("step", right=True), Column("needs attention", wraps=True)),
+    *(
+        Column("round", 6, right=True),
+        Column("ranks", 3, right=True),
+        Column("nodes", 2),
+        Column("loss", 1, right=True),
+    ),
+    *(Column("samples/s", 4, right=True), Column("goodput", 5, right=True)),
+)
 
 
 def _store(store: StoreStatus) -> list[RenderableType]:
@@ -92,8 +168,13 @@ def _head(run: RunSnapshot) -> list[RenderableType]:
     first = Text.assemble(
         ("run ", "bold"), (run.run, "bold"), "  ", (run.state, STYLES.get(run.state, "")), since, f"  {_round(run)}"
     )
-    present = sum(node.state != "gone" for node in run.nodes)
-    nodes = f"{run.world_size} ranks, {present} nodes of {_limits(run.min_nodes, run.max_nodes)}"
+    present, ranks = sum(node.state != "gone" for node in run.nodes), run.world_size
+    if run.last is not None:
+        present, ranks = run.last.nodes, run.last.world_size
+    nodes = f"{counted(ranks, 'rank')}, {counted(present, 'node')} of {_limits(run.min_nodes, run.max_nodes)}"
+    if run.last is not None:
+        took = f", {duration(run.last.duration_s)} after the first" if run.last.duration_s is not None else ""
+        nodes = f"last round: {nodes}, ended{took}" if took else f"last round: {nodes}"
     needs = [Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red")]
     head = [first, *(needs if run.attention else []), *_left(run)]
     groups = f", {run.shard_groups} shard groups of {run.shard_nodes}" if (run.shard_nodes or 1) > 1 else ""
@@ -142,23 +223,30 @@ def _limits(low: int | None, high: int | None) -> str:
     return UNKNOWN if low is None else f"{low}:{high}"
 
 
-def _ranks(run: RunSnapshot) -> Table:
+def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
     many = sum(len(node.ranks) for node in run.nodes) > MOST_RANKS
-    table = Table()
-    for column in ("node", "host", "state", "ranks" if many else "rank", "phase"):
-        table.add_column(column, overflow="fold")
-    for gauge in GAUGES:
-        table.add_column(gauge.title.lower(), overflow="fold", justify="right")
-    table.add_column("", overflow="fold")
+    columns = [
+        *(Column("node", key=True), Column("host", 9), Column("state", 1)),
+        *(Column("ranks" if many else "rank", key=True), Column("phase")),
+        *(Column(gauge.title.lower(), _SPARE.get(gauge.name, 8), right=True) for gauge in GAUGES),
+        Column("", wraps=True),
+    ]
+    rows = []
     for node in run.nodes:
-        rows = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
-        for position, (cells, marks) in enumerate(rows):
+        found = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
+        for position, (cells, marks) in enumerate(found):
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
             who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
             texts = (Text(cell) for cell in cells)  # written by others: no markup
-            table.add_row(Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent]))
-    return table
+            rows.append([Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent])])
+    if not any(row[-1].plain for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Fitted(columns, rows, wide=wide)
+
+
+_SPARE = {"step": 0, "step_s": 2, "compute_s": 6}
+"""Of the gauges' columns; others go before these."""
 
 
 def _state(node: NodeStatus) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ from tests.support.monitored import entry, grouped, health, incident, rank, run
 AWAY = StoreStatus(False, 75.0)
 
 
-def printed(view: RenderableType) -> str:
+def printed(view: RenderableType, width: int = 160, *, crop: bool = True) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(view)
+    Console(file=out, width=width).print(view, crop=crop)
     return out.getvalue()
 
 
@@ -117,6 +118,50 @@ def test_the_list_has_a_row_for_each_run() -> None:
     assert "needs attention" in " ".join(text.split())
     assert "there are no runs" in printed(list_view(listing([], AWAY, 0.0)))
     assert "etcd does not answer" in printed(list_view(listing([], AWAY, 0.0)))
+
+
+LONG = "gpu-a100-pool-0017"
+
+
+def pages(*, wide: bool) -> list[RenderableType]:
+    """A run with names as they are, in which a rank holds up another, and the list with it."""
+    told = {"n0": health("n0", [rank(0, waits=True, still_s=42.0), rank(1, 1, still_s=42.0, phase="data")])}
+    documents = replace(run(1, health=told), run="llama-3-8b-pretrain-2026-11-28")
+    view, round_ = documents.nodes["n0"], documents.round
+    assert round_ is not None
+    documents = replace(
+        documents,
+        nodes={LONG: replace(view, id=LONG, record=view.record.model_copy(update={"host": f"{LONG}.eu.example.com"}))},
+        health={LONG: told["n0"]},
+        round=round_.model_copy(update={"members": tuple(each._replace(node=LONG) for each in round_.members)}),
+    )
+    seen = Observer().look(documents, 0.0, 0.0)
+    rows = [summary(documents, seen), summary(run(2), seen)]
+    listed = list_view(listing(rows, StoreStatus(True, 0.0), 0.0), wide=wide)
+    return [run_view(snapshot(documents, seen), wide=wide), listed]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_narrow_terminal_loses_whole_columns_and_no_part_of_a_word(width: int) -> None:
+    """Who, which step and what is wrong stay; what was left out is named."""
+    known = {word.rstrip(":,") for page in pages(wide=True) for word in printed(page, 400).split()}
+    for page in pages(wide=False):
+        text = printed(page, width)
+        assert max(map(len, text.splitlines())) <= width
+        shown = {
+            word.removesuffix(":") for line in text.partition("no room for: ")[0].splitlines() for word in line.split()
+        }
+        assert {word for word in shown if word.isascii()} <= known | {"rank"}, text
+        assert {"12", "holds", "others"} <= shown, text
+        assert "(-o wide shows all)" in " ".join(text.split())
+
+
+def test_wide_shows_all_columns_on_any_terminal() -> None:
+    """Its lines are as long as they are."""
+    shown = [printed(page, 80, crop=False) for page in pages(wide=True)]
+    assert f"{LONG}.eu.example.com" in shown[0]
+    assert "no room for" not in "".join(shown)
+    assert [name in text for text, name in zip(shown, ("threads", "samples/s"), strict=True)] == [True, True]
 
 
 def test_what_people_wrote_is_not_read_as_markup() -> None:
