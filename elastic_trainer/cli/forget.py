@@ -16,6 +16,7 @@ from elastic_trainer.monitor.read.reading import run_names
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry import logs
+from elastic_trainer.wording import counted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,4 +80,4 @@ def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
 
 
 def _tell(name: str, count: int, *, dry: bool) -> None:
-    print(f"{'would forget' if dry else 'forgot'} {name}: {count} keys", flush=True)
+    print(f"{'would forget' if dry else 'forgot'} {name}: {counted(count, 'key')}", flush=True)

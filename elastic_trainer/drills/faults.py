@@ -15,6 +15,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import LocalCluster
 from elastic_trainer.model import checked_name
+from elastic_trainer.wording import counted
 
 
 class FaultKind(StrEnum):
@@ -63,7 +64,7 @@ class Injected:
             return f"node {self.node} started"
         if self.fault.kind is FaultKind.KILL_WORKER:
             return f"worker {self.fault.local_rank} of {self.node} killed (pid {self.pids[0]})"
-        return f"node {self.node} killed ({len(self.pids)} processes)"
+        return f"node {self.node} killed ({counted(len(self.pids), 'process', 'processes')})"
 
 
 def parse_fault(kind: FaultKind, text: str) -> Fault:

@@ -214,7 +214,7 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
         return "no step was recorded"
     if not size:
         return "the steps list no samples"
-    faults = [f"{skipped} steps were never committed"] if skipped else []
+    faults = [f"{counted(skipped, 'step was', 'steps were')} never committed"] if skipped else []
     for epoch in epochs:
         if epoch.repeated:
             faults.append(f"epoch {epoch.epoch}: {epoch.repeated} repeated")
@@ -224,5 +224,6 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
         return "; ".join(faults)
     whole = sum(epoch.ended for epoch in epochs)
     parts = [f"each of {size} samples exactly once in {counted(whole, 'epoch')}"] if whole else []
-    parts += [f"{e.used} samples of epoch {e.epoch} once, then the job stopped in it" for e in epochs if not e.ended]
+    stopped = [(counted(each.used, "sample"), each.epoch) for each in epochs if not each.ended]
+    parts += [f"{used} of epoch {epoch} once, then the job stopped in it" for used, epoch in stopped]
     return "; ".join(parts)

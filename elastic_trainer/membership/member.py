@@ -73,6 +73,7 @@ from elastic_trainer.membership.watch_scope import LEASE_SLACK_S
 from elastic_trainer.store.api import Read, Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.wording import counted
 
 WRITE_TIMEOUT_S = 5.0
 ASK_LIMIT_S = 2.0
@@ -424,10 +425,10 @@ class Member:
         return bool(live_members(view))
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
-        least = self.limits.min_nodes
+        least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
         grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_places(self.limits) else ""
         return JoinTimeoutError(
-            f"fewer than {least} nodes{grouped} were ready within {join_timeout_s:g} s (present: {roll.present})",
+            f"fewer than {least}{grouped} {were} ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
 

@@ -28,6 +28,7 @@ from elastic_trainer.membership.failure_budget import FailureBudget, carried, co
 from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out, names_itself
 from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
 from elastic_trainer.model import Cause, RecoveryMode
+from elastic_trainer.wording import counted
 
 FALSE_STARTS = 2
 """Consecutive lives that failed at startup in the same way on all nodes, after which the run fails."""
@@ -87,20 +88,22 @@ def _first_round(view: ClusterView, now: float) -> Decision:
     if decision := _cannot_begin(view):
         return decision
     if len(ready) >= limits.max_nodes:
-        return _form(view, ready, f"all {limits.max_nodes} nodes are present")
+        every = f"all {limits.max_nodes} nodes are" if limits.max_nodes > 1 else "the only node is"
+        return _form(view, ready, f"{every} present")
     if len(ready) < limits.min_nodes or seen.enough_since is None:
         return _too_few(view, len(ready))
     quiet = seen.candidates_since + limits.last_call_s - now
     bound = seen.enough_since + limits.last_call_limit_s - now
     left = min(quiet, bound)
     if left <= 0.0:
-        return _form(view, ready, f"{len(ready)} nodes are present and the last call is over")
+        return _form(view, ready, f"{counted(len(ready), 'node is', 'nodes are')} present and the last call is over")
     return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
 
 
 def _too_few(view: ClusterView, usable: int) -> Decision:
     grouped = f" in whole groups of {view.limits.shard_nodes}" if has_places(view.limits) else ""
-    return Decision(Action.WAIT, f"{usable} of at least {view.limits.min_nodes} nodes are ready{grouped}")
+    least = counted(view.limits.min_nodes, "node is", "nodes are")
+    return Decision(Action.WAIT, f"{usable} of at least {least} ready{grouped}")
 
 
 def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decision:
@@ -181,10 +184,11 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
         if left > 0.0 and len(current.members) >= view.limits.min_nodes:
             return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
     dropped = [node.id for node in alive if node.id not in leaving and node not in chosen]
+    most = counted(size, "node")
     changes = (
         _verb(leaving, "leave"),
         _verb(joining, "join"),
-        _spare(view, dropped) if has_places(view.limits) else f"a round may have {size} nodes" if spare else "",
+        _spare(view, dropped) if has_places(view.limits) else f"a round may have {most}" if spare else "",
     )
     reason = "; ".join(change for change in changes if change)
     update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, chosen, reason)}
@@ -368,7 +372,7 @@ def _absent(
         why = f"as {named.record.cause}" if names_itself(named) else f"which others cannot reach ({HINT})"
         instead = "" if absent is named else f"instead of node {named.id}, which alone holds the training state, "
         return absent, f"node {absent.id} is excluded, {instead}{why}"
-    tries = f"{current.unformed} rounds in a row did not form and no node is named"
+    tries = f"{counted(current.unformed, 'round')} in a row did not form and no node is named"
     return absent, f"node {absent.id}, which joined last, is left out on trial: {tries}"
 
 

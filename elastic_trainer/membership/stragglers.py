@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from elastic_trainer.wording import counted
+
 RATIO: Final = 1.5
 """A rank is a straggler from this multiple of the median on: the job then takes half as long again."""
 LEAST_RANKS: Final = 3
@@ -36,7 +38,8 @@ def find_stragglers(compute_s: Mapping[int, float]) -> Stragglers:
     """The ranks whose ``compute_s`` (seconds of a step without the wait for others; 0: unknown) is unusually long."""
     known = {rank: seconds for rank, seconds in compute_s.items() if seconds > 0}
     if len(known) < LEAST_RANKS:
-        return Stragglers(frozenset(), None, f"{len(known)} ranks are known, {LEAST_RANKS} are needed")
+        few = counted(len(known), "rank is", "ranks are")
+        return Stragglers(frozenset(), None, f"{few} known, {LEAST_RANKS} are needed")
     middle = median(known.values())
     limit = max(RATIO * middle, middle + LEAST_EXCESS_S)
     slow = frozenset(rank for rank, seconds in known.items() if seconds > limit)

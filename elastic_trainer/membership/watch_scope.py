@@ -7,6 +7,7 @@ import random
 
 from elastic_trainer.membership.effects import AskOldest, ChangeWatch, Looked, Oldest
 from elastic_trainer.membership.leader_priority import is_surplus_watcher, plan
+from elastic_trainer.wording import counted
 
 LEASE_SLACK_S = 1.0
 """How late a lease may end after its TTL (etcd checks twice a second)."""
@@ -74,7 +75,7 @@ class WatchScope:
             return None, left
         self._junior_since = None
         self._forget((seen.round_revision, mine), now)
-        return ChangeWatch(nodes=False, reason=f"{older} nodes are more senior"), math.inf
+        return ChangeWatch(nodes=False, reason=f"{counted(older, 'node is', 'nodes are')} more senior"), math.inf
 
     def _forget(self, news: tuple[int, int], now: float) -> None:
         self._news, self._quiet_since, self._asked, self._asked_at_s = news, now, 0, 0.0

@@ -23,6 +23,7 @@ from elastic_trainer.preflight.network import Neighbor
 from elastic_trainer.store.api import KeyValue, Order, Put, Store, absent, created_at
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import LeaseSession
+from elastic_trainer.wording import counted
 
 TTL_S = 5.0
 LOOK_S = 0.25
@@ -107,7 +108,7 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
 
 def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:
     names = ", ".join(each.place.node for each in waiting)
-    text = f"{len(waiting)} of {count} nodes joined within {waited_s:.3g} s: {names}"
+    text = f"{len(waiting)} of {counted(count, 'node')} joined within {waited_s:.3g} s: {names}"
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
 
 

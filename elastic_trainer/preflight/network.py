@@ -16,6 +16,7 @@ from elastic_trainer.ipc.listening import listen
 from elastic_trainer.ipc.own_address import is_loopback, leads_here
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.settings import gloo_interfaces
+from elastic_trainer.wording import counted
 
 CONNECT_S = 2.0
 AT_ONCE = 32
@@ -89,12 +90,13 @@ def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Fi
         answers = list(pool.map(lambda each: _answers(each, limit_s), asked))
     silent = [each for each, answer in zip(asked, answers, strict=True) if not answer]
     answered = len(asked) - len(silent)
-    text = f"{answered} of {len(asked)} nodes answer"
+    text = f"{answered} of {counted(len(asked), 'node answers', 'nodes answer')}"
     found = Finding(name, Status.OK, text, float(answered), "nodes", float(len(asked)))
     if not silent:
         return found
     who = ", ".join(f"{each.node} ({each.address}:{each.port})" for each in silent[:_NAMED])
-    text = f"{len(silent)} of {len(asked)} nodes do not answer: {who}" + (", ..." if len(silent) > _NAMED else "")
+    more = ", ..." if len(silent) > _NAMED else ""
+    text = f"{len(silent)} of {counted(len(asked), 'node does', 'nodes do')} not answer: {who}{more}"
     # One silent node may be faulty itself; if none of several answers, this one is cut off.
     status = Status.BAD if len(silent) == len(asked) > 1 else Status.WARN
     return found.but(status, "check network, firewall and network policies", text)

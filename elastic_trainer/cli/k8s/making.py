@@ -22,6 +22,7 @@ from elastic_trainer.cli.run import MAX_RESTARTS, opens_session, session_directo
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import validated
+from elastic_trainer.wording import counted
 
 LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
@@ -255,7 +256,7 @@ def _write(directory: Path, files: dict[str, str]) -> None:
     except OSError as error:
         cause = error.strerror or type(error).__name__
         raise ConfigError(f"--output {str(directory)!r} cannot be written: {cause}", hint="check it") from error
-    _say(f"{len(files)} files are in {directory}: kubectl apply -k {directory}")
+    _say(f"{counted(len(files), 'file is', 'files are')} in {directory}: kubectl apply -k {directory}")
 
 
 def _say(sentence: str) -> None:

@@ -12,7 +12,7 @@ from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed
-from elastic_trainer.wording import duration
+from elastic_trainer.wording import counted, duration
 
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
@@ -60,7 +60,7 @@ def _membership(documents: RunDocuments, seen: Observed) -> list[Concern]:
     found = []
     if live < least:
         look = "bad" if round_ is not None else "warn"  # before the first round nodes are still starting
-        found.append(Concern(look, f"{live} of {least} nodes needed"))
+        found.append(Concern(look, f"{live} of {counted(least, 'node')} needed"))
     elif seen.state in (state.GATHERING, state.RECOVERING) and _lasted(seen) > REGROUP_S:
         found.append(Concern("bad", "no round comes"))
     elif lost := state.lost_nodes(documents):

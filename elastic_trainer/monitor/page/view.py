@@ -68,7 +68,10 @@ def headline(snapshot: Json) -> str:
     size_now = number(snapshot.get("world_size"))
     within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
     least, most = number(snapshot.get("min_nodes")), number(snapshot.get("max_nodes"))
-    allowed = f", {count(least)} to {count(most)} nodes allowed" if least is not None and most is not None else ""
+    allowed = ""
+    if least is not None and most is not None:
+        allowed = f", {count(least)} to {count(most)} nodes allowed"
+        allowed = f", {counted(int(most), 'node')} needed" if least == most else allowed
     if (size := number(snapshot.get("shard_nodes")) or 1) > 1:
         allowed += f" in shard groups of {count(size)}"
     if last := snapshot.get("last"):

@@ -21,6 +21,14 @@ def test_first_round_forms_at_once_when_all_of_max_are_there() -> None:
     assert decision.round.nonce == "fresh"
 
 
+def test_one_node_is_spoken_of_as_one() -> None:
+    """Reasons are read by people: not "1 nodes are present"."""
+    one = replace(LIMITS, min_nodes=1, max_nodes=1)
+    assert Scene(limits=one).show(node("a", 1)).decide().reason == "the only node is present"
+    more = Scene(limits=replace(one, max_nodes=4)).show(node("a", 1))
+    assert more.decide(after_s=600.0).reason == "1 node is present and the last call is over"
+
+
 def test_first_round_waits_for_min_nodes() -> None:
     """One node of at least two forms nothing, however long it waits."""
     scene = Scene().show(node("a", 1))

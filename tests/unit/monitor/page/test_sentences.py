@@ -50,6 +50,7 @@ STATES = [
 def test_a_run_that_has_ended_still_says_who_trained_and_how_long() -> None:
     """Not that nothing runs, which everybody knows of a run that has ended."""
     last = {"number": 7, "world_size": 6, "nodes": 1, "duration_s": 3720.0}
+    assert "3 nodes, 1 node needed." in page.run_page(snapshots.healthy(min_nodes=1, max_nodes=1))
     html = page.run_page(snapshots.healthy(state="succeeded", last=last, **NOBODY))
     assert "Round 7 was the last: 6 ranks on 1 node, 2 to 4 nodes allowed. It took 1 h 2 min from" in html
     assert "at the end" in html
