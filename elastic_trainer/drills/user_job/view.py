@@ -25,6 +25,8 @@ SETTLE_S = 0.5
 """A line is printed this long after what it tells of, since news of one moment come from files and etcd one by one."""
 REFRESH_EVERY_S = 0.25
 _SHOWN = 10
+_FRAME = 7
+"""Lines of the heading and of the table's frame."""
 _KNOWN = {"event", "run", "node", "role", "rank", "round", "level", "timestamp"}
 _PHASES = {
     NodePhase.STARTING: "yellow",
@@ -105,7 +107,7 @@ class LiveDisplay:
         elif not incidents and now - self._drawn_at < REFRESH_EVERY_S:
             return
         self._drawn_at = now
-        self._live.update(render(picture, now), refresh=True)
+        self._live.update(render(picture, now, *self._live.console.size), refresh=True)
 
     def close(self) -> None:
         """Stop redrawing."""
@@ -160,11 +162,14 @@ def readable(line: str) -> str:
     return " ".join([str(values.get("event", "")), *(f"{name}={value}" for name, value in told.items())]).strip()
 
 
-def render(picture: Picture, now: float) -> RenderableType:
-    """The whole view."""
+def render(picture: Picture, now: float, width: int = 80, height: int = 24) -> RenderableType:
+    """The whole view on a terminal of this size, with the newest incidents in full."""
     head = Text(f"run {picture.run}  {now - picture.started_at:.0f} s  {progress_line(picture)}", style="bold")
     shown = sorted(picture.incidents, key=by_time)[-_SHOWN:]
-    told = [Text(incident_line(each, picture.started_at), style=_KINDS[each.kind], no_wrap=True) for each in shown]
+    told = [Text(incident_line(each, picture.started_at), style=_KINDS[each.kind]) for each in shown]
+    room = height - len(picture.nodes) - _FRAME
+    while len(told) > 1 and sum(-(-text.cell_len // (width - 10)) for text in told) > room:
+        del told[0]  # what does not fit would be cut at the end, where the newest stands
     return Group(head, _nodes(picture), *told)
 
 

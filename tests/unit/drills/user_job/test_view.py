@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from elastic_trainer.drills.user_job.picture import IncidentKind, Picture, ShownIncident
-from elastic_trainer.drills.user_job.view import SETTLE_S, PlainDisplay
+from elastic_trainer.drills.user_job.view import SETTLE_S, PlainDisplay, render
 
 
 def test_lines_come_in_the_order_of_their_times() -> None:
@@ -20,3 +20,15 @@ def test_lines_come_in_the_order_of_their_times() -> None:
     shown.close()
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
     assert lines == ["round 1 formed", "round 1 trains", "done", "no step yet (no node)"]
+
+
+def test_the_newest_lines_are_whole_on_a_terminal_of_80_columns() -> None:
+    """Older ones go: a line that is cut, or one below the screen, may be the one that matters."""
+    out, picture = io.StringIO(), Picture("local-1234abcd", 0.0)
+    why = "its workers failed: worker 0 (rank 1) ended with exit code 1: ValueError: there are 1000 classes"
+    picture.incidents = [ShownIncident(float(at), IncidentKind.ROUND, f"round {at} broken: {why}") for at in range(20)]
+    console = Console(file=out, width=80, height=24, force_terminal=True, no_color=True)
+    console.print(render(picture, 20.0, *console.size))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert " ".join(" ".join(lines).split()).endswith(f"round 19 broken: {why}")
