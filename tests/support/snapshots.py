@@ -225,6 +225,7 @@ def recovering() -> Json:
             nodes=["node-2"],
             ranks=[4, 5],
             world_after=None,
+            open=True,
             steps_lost=None,
             detect_s=6.2,
             regroup_s=None,
