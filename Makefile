@@ -130,7 +130,7 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
-audit: $(STAMP_ALL) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI does not answer)
+audit: $(STAMP_ALL) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI has no page of a version)
 	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
 
 container-test: $(STAMP_ALL) ## build the image in a Docker engine of its own and break nodes in containers (needs root, docker.io, docker-compose, debootstrap; some 10 minutes)

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from elastic_trainer import variables
 from elastic_trainer.cli.run import MAX_RESTARTS
+from tests.support import audit
 from tests.support.requirements import needs
 from tests.support.tiers import FIRST_TIER, tiers_of
 
@@ -121,6 +122,11 @@ def _closure(distribution: str, extra: str = "", seen: set[tuple[str, str]] | No
             yield need
         for wanted in ("", *need.extras):
             yield from _closure(need.name, wanted, seen)
+
+
+def test_the_images_that_files_name_are_those_of_the_list() -> None:
+    """Each is pinned once, and none is older than the oldest without known holes."""
+    assert audit.complaints(audit.load("images.yaml")["looked_at"]) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
