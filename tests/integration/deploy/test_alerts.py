@@ -10,9 +10,7 @@ import pytest
 from tests.support.deployment import PROMETHEUS, RUNBOOK_URL, RUNBOOKS, asked_in, load, recorded, rules
 from tests.support.promql import mistakes
 from tests.support.rulescenes.firing import FIRING
-from tests.support.rulescenes.silent import SILENT
-from tests.support.rulescenes.texts import TEXTS
-from tests.support.rulescenes.writing import GROUPS, NAMES
+from tests.support.rulescenes.writing import NAMES
 
 ALERTS = rules("alerts.yml")
 EXPECTED = {
@@ -100,34 +98,9 @@ def test_there_is_no_page_without_an_alert() -> None:
 
 
 def test_every_alert_is_shown_to_fire() -> None:
-    """Each one, with each of its severities, fires in a scene, and one scene compares its text."""
+    """Each one, with each of its severities, fires in a scene."""
     fired = {(each.alert, each.severity) for scene in FIRING for each in scene.fires}
     assert fired == {(short(alert), alert["labels"]["severity"]) for alert in ALERTS}
-    said = {(each.alert.alert, each.alert.severity, each.labels.get("window")) for each in TEXTS.values()}
-    assert said == {(short(alert), alert["labels"]["severity"], alert["labels"].get("window")) for alert in ALERTS}
-
-
-def test_what_was_planned_is_shown_to_be_silent() -> None:
-    """Scenes of planned changes, ends and long steps exist, and let no alert fire."""
-    names = {scene.name for scene in SILENT}
-    assert names >= {
-        "scale-down",
-        "handover",
-        "join",
-        "end",
-        "monitor-restart",
-        "two-monitors",
-        "compile",
-        "evaluation",
-    }
-    assert [scene.name for scene in SILENT if scene.fires] == []
-    assert len({*names, *(scene.name for scene in FIRING)}) == len(SILENT) + len(FIRING)
-
-
-def test_scenes_evaluate_all_groups_in_order() -> None:
-    """A group that is not named would be evaluated at any moment, and what alerts say would depend on chance."""
-    named = [group["name"] for name in ("rules.yml", "alerts.yml") for group in load(PROMETHEUS / name)["groups"]]
-    assert named == GROUPS
 
 
 def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
@@ -140,23 +113,3 @@ def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
     assert monitor["honor_labels"]
     assert nodes["honor_labels"]
     assert config["rule_files"] == ["rules.yml", "alerts.yml"]
-
-
-# ---- the checks themselves
-
-
-@pytest.mark.parametrize(
-    ("expression", "wrong"),
-    [
-        ("elastic_trainer_stepp > 0", "no metric elastic_trainer_stepp"),
-        ("elastic_trainer_restarts > 0", "no metric elastic_trainer_restarts"),
-        ('elastic_trainer_step{round="1"}', "elastic_trainer_step has no label round"),
-        ('elastic_trainer_phase{phase="resting"}', 'elastic_trainer_phase has no phase="resting"'),
-        ('x:y{state=~"training|asleep"}', 'x:y has no state="asleep"'),
-        ("sum by (generation) (elastic_trainer_step)", "grouped by generation, which no metric has"),
-        ("elastic_trainer_recovery_seconds", "no metric elastic_trainer_recovery_seconds"),
-    ],
-)
-def test_a_misspelled_name_is_found(expression: str, wrong: str) -> None:
-    """Of metrics, labels and values alike."""
-    assert mistakes(expression, frozenset({"x:y"})) == [wrong]

@@ -13,18 +13,15 @@ from typing import Any
 
 import yaml
 
-from tests.support.deployment import rules
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.job import TICK_S, Key, PlayedJob
 from tests.support.rulescenes.notation import series, values
 from tests.support.rulescenes.scene import Fires, Scene
 from tests.support.rulescenes.silent import SILENT
-from tests.support.rulescenes.texts import TEXTS, Text
 
 NAMES = "ElasticTrainer"
 """What the names of all alerts begin with."""
 RULES = Path(__file__).parents[3] / "deploy/prometheus"
-RUNBOOKS = "https://github.com/elastic-trainer/elastic_trainer/blob/main/deploy/runbooks"
 GROUPS = [
     f"elastic_trainer_{name}"
     for name in ("runs", "ranks", "rates", "progress", "membership", "checkpoints", "services")
@@ -61,29 +58,10 @@ def text(scenes: Sequence[Scene]) -> str:
         f"evaluation_interval: {every_s:.0f}s",
         "tests:",
     ]
-    for batch in _batches(scenes):
+    together = [scene for scene in scenes if not scene.alone]
+    for batch in filter(None, [together, *([scene] for scene in scenes if scene.alone)]):
         lines += _test(batch, every_s)
     return "\n".join(lines) + "\n"
-
-
-def _batches(scenes: Sequence[Scene]) -> list[list[Scene]]:
-    """Scenes that can share one Prometheus. promtool compares a text with those of all alerts of that name."""
-    batches: list[list[Scene]] = []
-    for scene in sorted(scenes, key=lambda each: each.minutes):
-        for batch in batches:
-            if not any(scene.alone or other.alone or _collide(scene, other) for other in batch):
-                batch.append(scene)
-                break
-        else:
-            batches.append([scene])
-    return batches
-
-
-def _collide(one: Scene, other: Scene) -> bool:
-    def says_what_fires(one: Scene, other: Scene) -> bool:
-        return one.name in TEXTS and TEXTS[one.name].alert.alert in {each.alert for each in other.fires}
-
-    return says_what_fires(one, other) or says_what_fires(other, one)
 
 
 def _test(scenes: Sequence[Scene], every_s: float) -> Iterator[str]:
@@ -93,10 +71,8 @@ def _test(scenes: Sequence[Scene], every_s: float) -> Iterator[str]:
     for scene in scenes:
         for key, samples in sorted(_that_matter(scene.play()).items()):
             yield f"      - {{series: '{series(key)}', values: '{values(samples)}'}}"
-    yield from _indented({"promql_expr_test": list(_looks(scenes, every_s))})
-    said = [_alert_test(scene, TEXTS[scene.name]) for scene in scenes if scene.name in TEXTS]
-    if said:
-        yield from _indented({"alert_rule_test": said})
+    looks = yaml.safe_dump({"promql_expr_test": list(_looks(scenes, every_s))}, sort_keys=False, width=1000)
+    yield from (f"    {line}" for line in looks.splitlines())
 
 
 def _that_matter(job: PlayedJob) -> dict[Key, dict[int, float | None]]:
@@ -154,44 +130,6 @@ def _lasting(scene: Scene, every_s: float, begin: float, end: float) -> Iterator
             "eval_time": f"{scene.minutes * 60:.0f}s",
             "exp_samples": [],
         }
-
-
-def _alert_test(scene: Scene, said: Text) -> dict[str, Any]:
-    run = {"run": scene.name} if said.alert.of_run else {}
-    return {
-        "alertname": NAMES + said.alert.alert,
-        "eval_time": f"{said.minute:g}m",
-        "exp_alerts": [
-            {
-                "exp_labels": {"severity": said.alert.severity, "family": said.family, **run, **said.labels},
-                "exp_annotations": {
-                    **_ways_on(scene, said),
-                    "summary": said.summary.replace("RUN", scene.name),
-                    "description": said.description.replace("RUN", scene.name),
-                    "runbook_url": f"{RUNBOOKS}/{NAMES}{said.alert.alert}.md",
-                },
-            }
-        ],
-    }
-
-
-def _ways_on(scene: Scene, said: Text) -> dict[str, str]:
-    """Where to look on, which is alike for all runs, and what it costs, where that has no figures."""
-    labels = {"severity": said.alert.severity, "family": said.family, **said.labels}
-    (rule,) = [
-        each["annotations"]
-        for each in rules("alerts.yml")
-        if each["alert"] == NAMES + said.alert.alert
-        and each["labels"].items() <= labels.items()
-        and ("component" in each["labels"]) == ("component" in labels)
-    ]
-    told = {name: rule[name].replace("{{ $labels.run }}", scene.name) for name in ("cost", "page", "logs")}
-    return told | ({"cost": said.cost} if said.cost else {})
-
-
-def _indented(content: dict[str, Any]) -> Iterator[str]:
-    for line in yaml.safe_dump(content, sort_keys=False, width=1000).splitlines():
-        yield f"    {line}"
 
 
 def write(directory: Path, files: Mapping[str, Sequence[Scene]] = FILES) -> None:
