@@ -430,25 +430,6 @@ def test_the_environment_is_written_only_where_the_decision_says_so() -> None:
     assert found == said
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("os.environ['A'] = '1'", ["A"]),
-        ("os.environ[ENV_NODE] = '1'", ["ELASTIC_TRAINER_NODE"]),
-        ("os.environ.setdefault('A', '1')", ["A"]),
-        ("del os.environ['A']", ["A"]),
-        ("os.environ |= {'A': '1'}", ["all"]),
-        ("os.environ.update(A='1')", ["all"]),
-        ("os.environ.pop('A', None)", ["A"]),
-        ("os.putenv('A', '1')", ["A"]),
-        ("print(os.environ['A'], os.environ.get('B'))", []),
-    ],
-)
-def test_each_way_to_write_the_environment_is_seen(code: str, expected: list[str]) -> None:
-    """Reading is none."""
-    assert list(_written(ast.parse(code))) == expected
-
-
 def test_the_pages_start_long_jobs_with_one_number_of_restarts() -> None:
     """That of ``elastic-trainer run`` and of the manifests."""
     pages = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]

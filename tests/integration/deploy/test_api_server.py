@@ -11,7 +11,6 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import yaml
@@ -124,23 +123,3 @@ def test_a_job_is_scaled_and_one_number_alone_is_refused(namespace: str, monkeyp
         assert (spec["parallelism"], spec["completions"], spec["maxFailedIndexes"]) == (pods, pods, pods - 2)
     alone = kubectl("patch", where, "job", name, "--type=merge", "-p", '{"spec":{"completions":5}}')
     assert alone.returncode != 0
-
-
-FAKE = """#!/usr/bin/env python3
-import sys
-if sys.argv[1] == "api-resources":
-    print("configmaps cm v1 true ConfigMap\\njobs  batch/v1 true Job")
-elif "kind: Job" in sys.stdin.read():
-    sys.exit("Error from server (Invalid): spec.completions: field is immutable")
-"""
-
-
-def test_what_the_server_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a kubectl that knows two kinds and refuses Jobs."""
-    (tmp_path / "kubectl").write_text(FAKE)
-    (tmp_path / "kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.chdir(ROOT)
-    (said,) = refusals(run_of("--nodes", "2:8"), "somewhere")
-    assert said.startswith("Job kube-test: ")
-    assert "field is immutable" in said

@@ -12,7 +12,7 @@ import pytest
 from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 from tests.bench.capacity import fitted
-from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, SCRAPE_S, Costs, costs, figure, need, table
+from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, SCRAPE_S, Costs, costs, need, table
 from tests.support.deployment import DEPLOY, PROMETHEUS, load
 
 PUBLISHED: dict[str, Any] = json.loads((DEPLOY / "capacity.json").read_text(encoding="utf-8"))
@@ -68,13 +68,3 @@ def test_a_round_of_each_size_fits_into_a_request(nodes: int) -> None:
     draining = active.model_copy(update={"state": RoundState.DRAINING, "next": active})
     assert len(draining.encode()) < REQUEST_LIMIT
     assert len(active.encode()) < 2.0 * need(nodes, COSTS).round_document + 1000.0
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0.0, "0"), (0.5432, "0.54"), (9.96, "10"), (12.4, "12"), (126.0, "130"), (1860.0, "1,900"), (1.7e6, "1,700,000")],
-)
-def test_figures_have_two_digits_that_count(value: float, words: str) -> None:
-    """More would claim an accuracy that nobody measured."""
-    assert figure(value) == words
-    assert not math.isnan(value)

@@ -64,12 +64,6 @@ def test_everything_else_is_refused(source: str, target: str, port: int) -> None
     assert not may_connect(policies, HERE, known[source], known[target], port)
 
 
-def test_without_policies_everything_may_connect() -> None:
-    """So it is the policies that refuse."""
-    _, own = policies_and_pods()
-    assert may_connect([], HERE, own["gpt"], own["other"], 29500)
-
-
 def test_policies_name_ports_that_somebody_listens_on() -> None:
     """Each port in a policy is one of a container, or that of names."""
     policies, _ = policies_and_pods()

@@ -172,15 +172,11 @@ def test_a_node_of_the_run_is_let_in_and_sees_no_other_run(
         store.close()
 
 
-@pytest.mark.parametrize("spoiled", [False, True])
-def test_prometheus_accepts_the_rules_of_the_manifest(spoiled: bool, tmp_path: Path) -> None:
+def test_prometheus_accepts_the_rules_of_the_manifest(tmp_path: Path) -> None:
     """`promtool check rules` on the spec, since the operator's own schema takes any text for an expression."""
     promtool = needs("promtool", "checks the alerting rules (Debian: prometheus)")
-    spec = yaml.safe_load(prometheus_rule())["spec"]
-    if spoiled:
-        spec["groups"][0]["rules"][0]["expr"] += ")"
     file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    file.write_text(yaml.safe_dump(yaml.safe_load(prometheus_rule())["spec"]), encoding="utf-8")
     command = [promtool, "check", "rules", str(file)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == (1 if spoiled else 0), ran.stdout + ran.stderr
+    assert ran.returncode == 0, ran.stdout + ran.stderr

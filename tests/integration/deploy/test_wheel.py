@@ -191,8 +191,3 @@ def test_who_installs_the_wheel_can_run_the_commands_of_the_readme(
             ran.append(command)
             shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # each is a run of its own
     assert len(ran) >= 8, ran
-
-
-def test_commands_that_are_not_run_are_in_the_pages() -> None:
-    shown = [*readme_commands(), *commands_of(DOCS / "tutorial.md")]
-    assert [begin for begin in NOT_RUN if not any(why_not_run(each) == NOT_RUN[begin] for each in shown)] == []
