@@ -14,7 +14,7 @@ from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster
-from tests.support.kubelet.job_rules import Condition
+from tests.support.kubelet.jobs import Condition
 from tests.support.kubelet.pods import PodStatus
 from tests.support.manifests import Manifest, named
 from tests.support.requirements import needs
@@ -86,7 +86,7 @@ class Scene:
 
     def await_over(self) -> Condition | None:
         """Wait until the Job is Complete or Failed."""
-        self.wait_for(lambda: self.cluster.job(JOB).over, "the Job is never over")
+        self.wait_for(lambda: self.cluster.job(JOB).condition is not None, "the Job is never over")
         return self.cluster.job(JOB).condition
 
     # ---- steps

@@ -14,7 +14,7 @@ from tests.drills.kubernetes import paced
 from tests.drills.kubernetes.scene import JOB, OWNER, Scene, add_options, change_job_file, check_left, rendered
 from tests.support.kubelet import images
 from tests.support.kubelet.cluster import Cluster, check_possible
-from tests.support.kubelet.job_rules import Condition
+from tests.support.kubelet.jobs import Condition
 from tests.support.kubelet.pods import DISRUPTED
 
 TRAINING_SAMPLES = 4000

@@ -20,8 +20,8 @@ from tests.drills.kubernetes.scene import (
     rendered,
 )
 from tests.support.kubelet.cluster import Cluster, check_possible
-from tests.support.kubelet.job_rules import Condition, Phase
-from tests.support.kubelet.pods import PodStatus
+from tests.support.kubelet.jobs import Condition
+from tests.support.kubelet.pods import Phase, PodStatus
 from tests.support.manifests import Manifest, named
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
@@ -87,7 +87,7 @@ def test_pods_on_unfit_machines_are_replaced(scene: Scene) -> None:
     assert {pod.exit_code for pod in first} == {EXIT_UNFIT}, first
     data.chmod(0o777)
     assert scene.await_over() is Condition.COMPLETE
-    assert scene.cluster.job(JOB).failed == frozenset()
+    assert scene.cluster.job(JOB).failed == set()
 
 
 def test_pods_are_evicted_before_they_train(scene: Scene) -> None:

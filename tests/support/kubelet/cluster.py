@@ -2,7 +2,7 @@
 
 *Runs in* a thread named ``node``, which lives in a network of its own; tests call from theirs.
 *Owns* that thread, the network, all pods and their directories below the one that it is given.
-*Fails by* ConfigError for objects that it does not know; what goes wrong in the thread is raised to whoever waits.
+*Fails by* raising to whoever waits what goes wrong in the thread.
 *Invariant*: after exit no process of a pod is left.
 """
 
@@ -13,11 +13,11 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
@@ -26,19 +26,9 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.hosts import Segment
-from tests.support.kubelet import job_rules
-from tests.support.kubelet.job_rules import ENDED, OVER, Condition, PodView, Tally
-from tests.support.kubelet.objects import (
-    Claim,
-    ConfigMap,
-    Controller,
-    Deployment,
-    Job,
-    Service,
-    StatefulSet,
-    parsed,
-)
-from tests.support.kubelet.pods import DISRUPTED, Identity, Pod, PodStatus, Surroundings
+from tests.support.kubelet.jobs import JobState
+from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, Pod, PodStatus, Process, Surroundings
+from tests.support.manifests import Manifest
 from tests.support.requirements import missing, needs, needs_hosts
 
 TICK_S = 0.05
@@ -57,52 +47,23 @@ def check_possible() -> None:
         missing(str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """What ``kubectl get job`` would say."""
-
-    condition: Condition | None
-    reason: str
-    succeeded: frozenset[int]
-    failures: Mapping[int, int]
-    failed: frozenset[int]
-
-    @property
-    def over(self) -> bool:
-        """Whether it is Complete or Failed."""
-        return self.condition in OVER
-
-
-def identity(thing: Controller, number: int, suffix: str) -> Identity:
-    """Who the pod ``number`` of ``thing`` is; ``suffix`` differs from that of the pod before it."""
-    name, labels = thing.metadata.name, thing.spec.template.metadata.labels
-    numbered = f"{name}-{number}"
-    if isinstance(thing, Job):
-        return Identity(f"{numbered}-{suffix}", owner(thing), numbered, number, labels)
-    if isinstance(thing, Deployment):
-        return Identity(f"{name}-{suffix}", owner(thing), f"{name}-{suffix}", number, labels)
-    claims = {claim.metadata.name: f"{claim.metadata.name}-{numbered}" for claim in thing.spec.volume_claim_templates}
-    return Identity(numbered, owner(thing), numbered, number, labels, claims)
-
-
-def owner(thing: Controller) -> str:
+def owner(thing: Manifest) -> str:
     """The name of a controller among all."""
-    return f"{thing.kind}/{thing.metadata.name}"
+    return f"{thing['kind']}/{thing['metadata']['name']}"
 
 
 class Cluster:
-    """See the module. ``replacement_delay_s``: see job_rules.decide; clusters have 10."""
+    """See the module. ``replacement_delay_s``: how long a failed pod's replacement waits; clusters have 10."""
 
     def __init__(self, directory: Path, *, replacement_delay_s: float = 10.0) -> None:
         self.directory = directory
         self._delay_s = replacement_delay_s
-        self._objects: dict[tuple[str, str], Any] = {}
+        self._objects: dict[tuple[str, str], Manifest] = {}
         self._pods: dict[str, Pod] = {}
         self._past: dict[str, PodStatus] = {}
         self._logs: dict[str, Path] = {}
         self._lives = itertools.count(1)
-        self._tallies: dict[str, Tally] = {}
-        self._jobs: dict[str, JobStatus] = {}
+        self._jobs: defaultdict[str, JobState] = defaultdict(JobState)
         self._segment = Segment()
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -127,32 +88,26 @@ class Cluster:
 
     # ---- what kubectl does
 
-    def apply(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Create these objects."""
+    def apply(self, documents: Sequence[Manifest]) -> None:
+        """Create these objects; those of kinds that change nothing for processes have no effect."""
         with self._lock:
-            for document in documents:
-                found = parsed(document)
-                if found is not None:
-                    self._objects[str(document["kind"]), found.metadata.name] = found
+            self._objects |= {(each["kind"], each["metadata"]["name"]): each for each in documents}
 
     def scale(self, name: str, size: int) -> None:
         """Change the size of a Job, as ``kubectl patch`` does it."""
         with self._lock:
-            job = self._objects["Job", name]
-            spec = job.spec.model_copy(update={"parallelism": size, "completions": size})
-            self._objects["Job", name] = job.model_copy(update={"spec": spec})
+            self._objects["Job", name]["spec"] |= {"parallelism": size, "completions": size}
 
     def evict(self, name: str) -> None:
         """Ask for its end as a drain does: no fault of the pod's."""
         with self._lock:
             self._pods[name].conditions |= {DISRUPTED}
-            self._pods[name].delete()
+            self._pods[name].deleting = True
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Signal process 1 of a pod, as something on its machine could."""
         with self._lock:
-            process = self._pods[name].process
-            if process is None or not process.send(number):
+            if not self._process(name).send(number):
                 raise ConfigError(f"pod {name} has no process")
 
     def processes(self, name: str) -> list[psutil.Process]:
@@ -164,13 +119,16 @@ class Cluster:
     def execute(self, name: str, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command in a pod, as ``kubectl exec`` does."""
         with self._lock:
-            process = self._pods[name].process
-            if process is None:
-                raise ConfigError(f"pod {name} has no process")
-            inside, environment = process.inside(words)
+            inside, environment = self._process(name).inside(words)
         return subprocess.run(
             inside, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
+
+    def _process(self, name: str) -> Process:
+        process = self._pods[name].process
+        if process is None:
+            raise ConfigError(f"pod {name} has no process")
+        return process
 
     # ---- what there is to see
 
@@ -195,10 +153,10 @@ class Cluster:
             past = [status for status in self._past.values() if status.owner == owner]
         return past + self.pods(owner)
 
-    def job(self, name: str) -> JobStatus:
+    def job(self, name: str) -> JobState:
         """A Job."""
         with self._lock:
-            return self._jobs.get(name, JobStatus(None, "", frozenset(), {}, frozenset()))
+            return self._jobs[name]
 
     def log(self, name: str) -> str:
         """What a pod has printed."""
@@ -208,22 +166,21 @@ class Cluster:
         """The directory of a PersistentVolumeClaim."""
         return self.directory / "claims" / name
 
-    def describe(self) -> str:
-        """Everything, for the message of a failure."""
-        with self._lock:
-            past = [*self._past.values(), *(pod.status() for pod in self._pods.values())]
-            lines = [f"{name}: {status}" for name, status in self._jobs.items()]
-        for status in past:
-            lines += [f"--- {status}", *self.log(status.name).splitlines()[-15:]]
-        return "\n".join(lines)
-
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float) -> None:
         """Wait until ``condition()``; fail with ``what`` and all that there is to see."""
         deadline = Deadline.after(limit_s)
         while not condition():
             self._check()
-            assert not deadline.expired, f"{what}:\n{self.describe()}"
+            assert not deadline.expired, f"{what}:\n{self._described()}"
             pause(TICK_S)
+
+    def _described(self) -> str:
+        with self._lock:
+            past = [*self._past.values(), *(pod.status() for pod in self._pods.values())]
+            lines = [f"{name}: {state}" for name, state in self._jobs.items()]
+        for status in past:
+            lines += [f"--- {status}", *self.log(status.name).splitlines()[-15:]]
+        return "\n".join(lines)
 
     def _check(self) -> None:
         if self._trouble is not None:
@@ -241,7 +198,9 @@ class Cluster:
                             self._tick(SYSTEM.monotonic())
                         pause(TICK_S, self._stop)
                 finally:
-                    self._end()
+                    for pod in self._pods.values():
+                        if pod.process is not None:
+                            pod.process.end()
         except BaseException as error:  # noqa: BLE001 - raised to whoever waits
             self._trouble = error
         finally:
@@ -250,77 +209,61 @@ class Cluster:
     def _tick(self, now: float) -> None:
         for pod in self._pods.values():
             pod.tick(now)
-        for job in self._all(Job):
-            self._tick_job(job, now)
-        for thing in (*self._all(Deployment), *self._all(StatefulSet)):
-            present = {pod.index for pod in self._of(owner(thing))}
-            for number in set(range(thing.spec.replicas)) - present:
+        for job in self._all("Job"):
+            state = self._jobs[job["metadata"]["name"]]
+            create, delete = state.look(job["spec"], self.pods(owner(job)), now, self._delay_s)
+            for index in create:
+                self._create(job, index)
+            for name in delete:
+                self._pods[name].deleting = True
+        for thing in (*self._all("Deployment"), *self._all("StatefulSet")):
+            present = {pod.index for pod in self.pods(owner(thing))}
+            for number in set(range(thing["spec"]["replicas"])) - present:
                 self._create(thing, number)
-        self._forget()
-        found = [
-            (pod.address, service.names(pod.identity.hostname, pod.container))
-            for service in self._all(Service)
-            for pod in self._pods.values()
-            if pod.process is not None and service.spec.selector.items() <= pod.identity.labels.items()
-        ]
-        for pod in self._pods.values():
-            pod.resolve(found)
-
-    def _tick_job(self, job: Job, now: float) -> None:
-        name = job.metadata.name
-        views = [
-            PodView(each.name, each.index, each.phase, each.exit_code, each.conditions, each.deleting)
-            for each in self._of(owner(job))
-        ]
-        decision = job_rules.decide(job.spec, self._tallies.get(name, Tally()), views, now, self._delay_s)
-        self._tallies[name] = tally = decision.tally
-        self._jobs[name] = JobStatus(
-            tally.verdict, tally.reason, tally.completed, dict(tally.failures), tally.failed(job.spec)
-        )
-        for index in decision.create:
-            self._create(job, index)
-        for pod in decision.delete:
-            self._pods[pod].delete()
-
-    def _create(self, thing: Controller, number: int) -> None:
-        who = identity(thing, number, "".join(random.choices(_LETTERS, k=5)))
-        # A pod of a StatefulSet has the name of the one before it, and a network of its own.
-        life = f"{who.name}.{next(self._lives)}"
-        host = self._segment.attach(life)
-        configs = {found.metadata.name: found for found in self._all(ConfigMap)}
-        directory = self.directory / "pods" / life
-        cut = partial(self._segment.cut, life)
-        around = Surroundings(host.inside, cut, host.address, directory, self._claims(), configs)
-        self._pods[who.name] = Pod(who, thing.spec.template.spec, around)
-        self._logs[who.name] = self._pods[who.name].log
-
-    def _forget(self) -> None:
-        """Pods that have ended and were to be deleted are gone, and their network with them."""
         for name, pod in list(self._pods.items()):
             if pod.deleting and pod.phase in ENDED:
                 self._past[name] = pod.status()
                 del self._pods[name]
-
-    def _end(self) -> None:
+        found = [
+            (pod.address, _names(service, pod.identity.hostname))
+            for service in self._all("Service")
+            for pod in self._pods.values()
+            if pod.process is not None and service["spec"]["selector"].items() <= pod.identity.labels.items()
+        ]
         for pod in self._pods.values():
-            if pod.process is not None:
-                pod.process.end()
+            pod.resolve(found)
 
-    # ---- what pods refer to
+    def _create(self, thing: Manifest, number: int) -> None:
+        name, template = thing["metadata"]["name"], thing["spec"]["template"]
+        numbered, suffixed = f"{name}-{number}", "".join(random.choices(_LETTERS, k=5))
+        claims = {
+            each["metadata"]["name"]: f"{each['metadata']['name']}-{numbered}"
+            for each in thing["spec"].get("volumeClaimTemplates", ())
+        }
+        called = {"Job": f"{numbered}-{suffixed}", "Deployment": f"{name}-{suffixed}"}.get(thing["kind"], numbered)
+        hostname = called if thing["kind"] == "Deployment" else numbered
+        who = Identity(called, owner(thing), hostname, number, template["metadata"]["labels"], claims)
+        # A pod of a StatefulSet has the name of the one before it, and a network of its own.
+        life = f"{called}.{next(self._lives)}"
+        host = self._segment.attach(life)
+        known = [each["metadata"]["name"] for each in self._all("PersistentVolumeClaim")]
+        around = Surroundings(
+            host.inside,
+            partial(self._segment.cut, life),
+            host.address,
+            self.directory / "pods" / life,
+            {claim: self.claim(claim) for claim in (*known, *claims.values())},
+            {each["metadata"]["name"]: each["data"] for each in self._all("ConfigMap")},
+        )
+        self._pods[called] = Pod(who, template["spec"], around)
+        self._logs[called] = self._pods[called].log
 
-    def _all(self, kind: type[Any]) -> list[Any]:
-        return [found for found in self._objects.values() if isinstance(found, kind)]
+    def _all(self, kind: str) -> list[Manifest]:
+        return [found for (known, _), found in self._objects.items() if known == kind]
 
-    def _of(self, owner: str) -> list[PodStatus]:
-        return [status for pod in self._pods.values() if (status := pod.status()).owner == owner]
 
-    def _claims(self) -> dict[str, Path]:
-        """All claims, those of StatefulSets too."""
-        names = [claim.metadata.name for claim in self._all(Claim)]
-        for thing in self._all(StatefulSet):
-            names += [
-                f"{claim.metadata.name}-{thing.metadata.name}-{number}"
-                for claim in thing.spec.volume_claim_templates
-                for number in range(thing.spec.replicas)
-            ]
-        return {name: self.claim(name) for name in names}
+def _names(service: Manifest, hostname: str) -> list[str]:
+    """By which names a pod of it is found, ready or not."""
+    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+    own = [name, *([f"{hostname}.{name}"] if service["spec"].get("clusterIP") == "None" else [])]
+    return [each + suffix for each in own for suffix in ("", f".{namespace}", f".{namespace}.svc")]

@@ -69,8 +69,12 @@ def build(root: str, description: dict[str, Any]) -> None:
         os.chmod(root + target, mode)
     _devices(root)
     # What lies deeper comes later: this project may lie below /tmp, where pods mount a volume.
-    for each in sorted(description["mounts"], key=lambda each: len(Path(each["target"]).parts)):
-        _mount_one(root, each)
+    for target, source, read_only, options in sorted(description["mounts"], key=lambda each: len(Path(each[0]).parts)):
+        if source is not None:
+            bind(source, root + target, read_only)
+        else:
+            Path(root + target).mkdir(parents=True, exist_ok=True)
+            mount("memory", root + target, "tmpfs", MS_NOSUID | MS_NODEV, options)
     Path(root + "/proc").mkdir()
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
     mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
@@ -83,15 +87,6 @@ def _devices(root: str) -> None:
         bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False)
     for name, aim in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(aim, f"{root}/dev/{name}")
-
-
-def _mount_one(root: str, each: dict[str, Any]) -> None:
-    target = root + each["target"]
-    if each["source"] is not None:
-        bind(each["source"], target, each["read_only"])
-        return
-    Path(target).mkdir(parents=True, exist_ok=True)
-    mount("memory", target, "tmpfs", MS_NOSUID | MS_NODEV, each["options"])
 
 
 def become(description: dict[str, Any]) -> NoReturn:

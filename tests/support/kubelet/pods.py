@@ -8,28 +8,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from elastic_trainer.errors import ConfigError
-from tests.support.kubelet.images import image
-from tests.support.kubelet.job_rules import ENDED, Phase
-from tests.support.kubelet.objects import ConfigMap, Container, PodSpec
-from tests.support.kubelet.probing import Prober
-from tests.support.kubelet.process import Process, Sandbox
-from tests.support.kubelet.volumes import Volumes
-from tests.support.manifests import container
+from tests.support import manifests
+from tests.support.kubelet import container
+from tests.support.kubelet.images import HOME, image
+from tests.support.manifests import Manifest
 
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 10.0, 300.0
+BACKOFF_S = 10.0
+"""How long a container that ended again waits for its next start; the first one follows at once."""
 DISRUPTED = "DisruptionTarget"
 """The condition of a pod that has to make room."""
 
 
-def backoff_s(restarts: int) -> float:
-    """How long a container that ended waits before its next start: the first one follows at once."""
-    return min(FIRST_BACKOFF_S * 2 ** (restarts - 1), LONGEST_BACKOFF_S) if restarts else 0.0
+class Phase(StrEnum):
+    """How far a pod is."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +100,194 @@ class Surroundings:
     address: str
     directory: Path
     claims: Mapping[str, Path]
-    configs: Mapping[str, ConfigMap]
+    configs: Mapping[str, Mapping[str, str]]
+
+
+class Prober:
+    """Asks the probes of one life of a container, each when it is due, in a thread of the question's own."""
+
+    def __init__(self, container: Manifest, process: Process, address: str) -> None:
+        self._container, self._process, self._address = container, process, address
+        self._due: dict[str, float] = {}
+        self._answers: dict[str, str | None] = {}
+        """What is wrong, by probe; None while it is asked."""
+        self._bad: dict[str, int] = {}
+        self.started = self.ready = self.unfit = False
+        self.trouble = ""
+
+    def tick(self, now: float) -> None:
+        """Take the answers that have come, and ask what is due."""
+        for kind in ("readiness", "liveness") if self.started else ("startup",):
+            probe = self._container[f"{kind}Probe"]
+            if self._answers.get(kind) is not None:
+                self._judge(kind, str(self._answers.pop(kind)), probe["failureThreshold"])
+            if kind not in self._answers and now >= self._due.get(kind, 0.0):
+                self._due[kind], self._answers[kind] = now + probe["periodSeconds"], None
+                threading.Thread(target=self._ask, args=(kind, probe), daemon=True).start()
+
+    def _judge(self, kind: str, why: str, limit: int) -> None:
+        self._bad[kind] = self._bad.get(kind, 0) + 1 if why else 0
+        if not why:
+            self.started, self.ready = True, self.ready or kind == "readiness"
+            return
+        self.trouble = f"{kind}: {why}"
+        if self._bad[kind] >= limit:
+            self.ready = self.ready and kind != "readiness"
+            self.unfit = self.unfit or kind != "readiness"
+
+    def _ask(self, kind: str, probe: Manifest) -> None:
+        try:
+            self._answers[kind] = self._complaint(probe)
+        except (OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
+            self._answers[kind] = f"{type(error).__name__}: {error}"
+
+    def _complaint(self, probe: Manifest) -> str:
+        """What is wrong; empty if nothing is."""
+        limit_s = probe["timeoutSeconds"]
+        if "exec" in probe:
+            words, environment = self._process.inside(probe["exec"]["command"])
+            ran = subprocess.run(words, env=environment, capture_output=True, timeout=limit_s, check=False)
+            return "" if ran.returncode == 0 else f"exit code {ran.returncode}"
+        port = {each["name"]: each["containerPort"] for each in self._container["ports"]}[probe["httpGet"]["port"]]
+        with contextlib.closing(http.client.HTTPConnection(self._address, port, timeout=limit_s)) as connection:
+            connection.request("GET", probe["httpGet"]["path"], headers={"User-Agent": "kube-probe/1.32"})
+            status = connection.getresponse().status
+            return "" if 200 <= status < 400 else f"status {status}"
+
+
+class Process:
+    """A running container: process 1 and what it started, which dies with the node's thread (see container.py)."""
+
+    def __init__(self, spec: Manifest, identity: Identity, around: Surroundings, hosts: Path, log: Path) -> None:
+        (manifest,), who = spec["containers"], spec["securityContext"]
+        found = image(manifest["image"])
+        started = manifests.container({"spec": spec}, around.configs, pod=identity.name, ip=around.address)
+        if started.unresolved:
+            raise ConfigError(f"pod {identity.name}: variables {started.unresolved} have no value")
+        self._privileges = ["--pdeathsig=KILL", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+        if not found.unreadable:
+            numbers = (who["runAsUser"], who["runAsGroup"], who["fsGroup"])
+            self._privileges += map("--{}={}".format, ("reuid", "regid", "groups"), numbers)
+        self._environment = {**found.environment, "HOSTNAME": identity.hostname, **started.environment}
+        self._pid_file, root = around.directory / "pid", around.directory / "root"
+        self._pid_file.unlink(missing_ok=True)
+        root.mkdir(exist_ok=True)
+        user, group = who["runAsUser"], who["runAsGroup"]
+        description = {
+            "root": str(root),
+            "hostname": identity.hostname,
+            "files": {
+                "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\ntrainer:x:{user}:{group}::{HOME}:/usr/sbin/nologin\n",
+                "/etc/group": f"root:x:0:\ntrainer:x:{group}:\n",
+                "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+                "/etc/host.conf": "multi on\n",
+                "/etc/resolv.conf": "",
+            },
+            "links": dict(found.links),
+            "directories": {"/tmp": (0o1777, 0), "/var/tmp": (0o1777, 0), "/root": (0o755, 0), HOME: (0o755, user)},
+            "mounts": [
+                *((target, source, True, "") for target, source in found.trees.items()),
+                ("/etc/hosts", str(hosts), False, ""),
+                *_mounts(spec, identity, around),
+            ],
+            "directory": found.directory,
+            "privileges": self._privileges,
+            "words": list(started.command),
+            "env": self._environment,
+            "pid_file": str(self._pid_file),
+        }
+        written = around.directory / "container.json"
+        written.write_text(json.dumps(description), encoding="utf-8")
+        with log.open("ab") as out:
+            if found.unreadable:
+                out.write(f"stand-in: not as user {user}, who could not read {found.unreadable}\n".encode())
+                out.flush()
+            self._launcher = subprocess.Popen(
+                [*around.enter, sys.executable, "-I", "-S", str(container.__file__), str(written)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended (128 + signal where one ended it); None while it runs."""
+        return self._launcher.poll()
+
+    @property
+    def pid(self) -> int | None:
+        """Its first process as this machine numbers it; None before it is there."""
+        return int(self._pid_file.read_text(encoding="ascii")) if self._pid_file.exists() else None
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal its first process; False while that is not there yet. With its end all others in the container end."""
+        pid = self.pid
+        if pid is None or self.exit_code is not None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return True
+
+    def inside(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """The words that run ``words`` in the container, as its user, and their environment."""
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd"]
+        return [*enter, "--", "setpriv", *self._privileges, *words], self._environment
+
+    def end(self) -> None:
+        """End it at once, and all that it started."""
+        self._launcher.kill()  # the container ends with it
+        self._launcher.wait()
+
+
+def _mounts(spec: Manifest, identity: Identity, around: Surroundings) -> Iterator[tuple[str, str | None, bool, str]]:
+    """Target, source (None: memory, with the options that come last) and whether it is read-only, of each volume; with
+    the owners and modes that the kubelet gives them."""
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
+    group = spec["securityContext"]["fsGroup"]
+    for mount in spec["containers"][0]["volumeMounts"]:
+        name, target, read_only = mount["name"], mount["mountPath"], mount.get("readOnly", False)
+        volume, place = volumes.get(name, {}), around.directory / "volumes" / name
+        claim = identity.claims.get(name) or volume.get("persistentVolumeClaim", {}).get("claimName")
+        if claim is not None:
+            if claim not in around.claims:
+                raise ConfigError(f"there is no PersistentVolumeClaim {claim!r}: the pod would wait for it for ever")
+            yield target, str(_owned(around.claims[claim], group, 0o2775)), read_only, ""
+        elif "configMap" in volume:
+            for path, text in around.configs[volume["configMap"]["name"]].items():
+                file = _owned(place, group, 0o755) / path
+                file.write_text(text, encoding="utf-8")
+                file.chmod(0o644)
+            yield target, str(place), True, ""
+        elif volume["emptyDir"].get("medium") == "Memory":
+            size = volume["emptyDir"]["sizeLimit"].removesuffix("i")  # tmpfs counts in powers of two anyway
+            yield target, None, False, f"mode=1777,gid={group},size={size}"
+        else:
+            yield target, str(_owned(place, group, 0o2777)), read_only, ""
+
+
+def _owned(place: Path, group: int, mode: int) -> Path:
+    """The directory, which belongs to root and the pod's group since it was made."""
+    if not place.exists() or place.stat().st_gid != group:
+        place.mkdir(parents=True, exist_ok=True)
+        os.chown(place, 0, group)
+        place.chmod(mode)
+    return place
 
 
 class Pod:
     """See the module."""
 
-    def __init__(self, identity: Identity, spec: PodSpec, around: Surroundings) -> None:
+    def __init__(self, identity: Identity, spec: Manifest, around: Surroundings) -> None:
         self.identity, self.spec, self._around = identity, spec, around
         self.phase = Phase.PENDING
         self.exit_code: int | None = None
         self.conditions: frozenset[str] = frozenset()
         self.deleting = False
-        self.leaving: Leaving | None = None
-        self._restarts = 0
-        self._process: Process | None = None
+        self.process: Process | None = None
+        self._leaving: Leaving | None = None
         self._prober: Prober | None = None
-        self._start_at = 0.0
+        self._restarts, self._start_at = 0, 0.0
         self._asked_at: float | None = None
         self._killed = False
         around.directory.mkdir(parents=True)
@@ -115,21 +299,6 @@ class Pod:
     @property
     def address(self) -> str:
         return self._around.address
-
-    @property
-    def container(self) -> Container:
-        return self.spec.container
-
-    @property
-    def ready(self) -> bool:
-        """Whether it serves: a pod that is being ended does not."""
-        serving = self._process is not None and not self.deleting
-        return serving and self._prober is not None and self._prober.health.ready
-
-    @property
-    def process(self) -> Process | None:
-        """The container that runs."""
-        return self._process
 
     def resolve(self, records: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Write these names to its hosts file, which stays the same one, since it is mounted. Its own name comes
@@ -143,83 +312,58 @@ class Pod:
                 file.truncate()
 
     def status(self) -> PodStatus:
-        """How it is now."""
+        """How it is now; one that is being ended is not ready."""
+        asked = self._prober
         return PodStatus(
             name=self.identity.name,
             owner=self.identity.owner,
             index=self.identity.index,
             phase=self.phase,
-            ready=self.ready,
+            ready=self.process is not None and not self.deleting and asked is not None and asked.ready,
             address=self.address,
             exit_code=self.exit_code,
             restarts=self._restarts,
             conditions=self.conditions,
             deleting=self.deleting,
-            leaving=self.leaving,
-            trouble=self._prober.last_bad if self._prober is not None else "",
+            leaving=self._leaving,
+            trouble=asked.trouble if asked is not None else "",
         )
-
-    # ---- its life
-
-    def delete(self) -> None:
-        """Ask for its end."""
-        self.deleting = True
 
     def tick(self, now: float) -> None:
         """Do what is due."""
         if self.phase in ENDED:
             return
-        if self._process is None:
-            self._without_container(now)
-        elif (code := self._process.exit_code) is not None:
+        if self.process is None:
+            if self.deleting:  # it was never started, or waits to be started again: there is no process to signal
+                self.exit_code = 128 + signal.SIGKILL if self.exit_code is None else self.exit_code
+                self._over(Phase.FAILED)
+            elif now >= self._start_at:
+                self.process = Process(self.spec, self.identity, self._around, self._hosts, self.log)
+                self._prober = Prober(self.spec["containers"][0], self.process, self.address)
+                self._asked_at, self._killed, self.phase = None, False, Phase.RUNNING
+        elif (code := self.process.exit_code) is not None:
             self._ended(code, now)
-        elif self._prober is not None and self._process.pid is not None:
-            health = self._prober.tick(now)
-            if self.deleting or health.unfit:
-                self._press(now)
+        elif self._prober is not None and self.process.pid is not None:
+            self._prober.tick(now)
+            if self.deleting or self._prober.unfit:
+                self._press(self.process, now)
 
-    def _without_container(self, now: float) -> None:
-        if self.deleting:
-            # One that was never started, or waits to be started again: there is no process to signal.
-            self.exit_code = 128 + signal.SIGKILL if self.exit_code is None else self.exit_code
-            self._over(Phase.FAILED)
-        elif now >= self._start_at:
-            self._start()
-
-    def _start(self) -> None:
-        around, manifest = self._around, self.container.model_dump(by_alias=True, exclude_none=True)
-        settings = {name: config.data for name, config in around.configs.items()}
-        started = container({"spec": {"containers": [manifest]}}, settings, pod=self.identity.name, ip=self.address)
-        if started.unresolved:
-            raise ConfigError(f"pod {self.identity.name}: variables {started.unresolved} have no value")
-        volumes = Volumes(around.directory / "volumes", around.claims, self.identity.claims, around.configs)
-        sandbox = Sandbox(around.enter, self.identity.hostname, self._hosts, around.directory, self.log)
-        found, mounts = image(self.container.image), volumes.mounts(self.spec)
-        self._process = Process(self.spec, found, sandbox, started.command, started.environment, mounts)
-        self._prober = Prober(self.container, self.address, self._process.inside)
-        self._asked_at, self._killed = None, False
-        self.phase = Phase.RUNNING
-
-    def _press(self, now: float) -> None:
+    def _press(self, process: Process, now: float) -> None:
         """Ask it to end, and end it when it had its time."""
-        if self._process is None:
-            return
         if self._asked_at is None:
-            if self._process.send(signal.SIGTERM):
-                self._asked_at = now
-        elif not self._killed and now >= self._asked_at + self.spec.termination_grace_period_seconds:
-            self._killed = self._process.send(signal.SIGKILL)
+            self._asked_at = now if process.send(signal.SIGTERM) else None
+        elif not self._killed and now >= self._asked_at + self.spec["terminationGracePeriodSeconds"]:
+            self._killed = process.send(signal.SIGKILL)
 
     def _ended(self, code: int, now: float) -> None:
-        self.exit_code = code
+        self.exit_code, self.process = code, None
         if self._asked_at is not None:
-            self.leaving = Leaving(now - self._asked_at, self._killed)
-        self._process = None
-        if self.spec.restart_policy == "Always" and not self.deleting:
-            self._start_at = now + backoff_s(self._restarts)
+            self._leaving = Leaving(now - self._asked_at, self._killed)
+        if self.spec.get("restartPolicy", "Always") == "Always" and not self.deleting:
+            self._start_at = now + BACKOFF_S * (self._restarts > 0)
             self._restarts += 1
-            return
-        self._over(Phase.SUCCEEDED if code == 0 else Phase.FAILED)
+        else:
+            self._over(Phase.SUCCEEDED if code == 0 else Phase.FAILED)
 
     def _over(self, phase: Phase) -> None:
         self.phase = phase
