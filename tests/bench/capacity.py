@@ -1,16 +1,20 @@
 """Capacity: what nodes cost etcd in keys, bytes, requests and memory, and what 10 to 10,000 of them need.
 
-The nodes are those of the benchmark of the rendezvous: real members, each with a connection, lease, key and watch; what
-their agents would tell of 8 ranks each is written beside them. Bytes, keys and requests are counted, by etcd itself, so
-that a busy machine changes nothing; memory is etcd's own. The plan for more nodes is computed (capacity_plan).
+The nodes are real members (capacity_nodes), each with a connection, lease, key and watch, without workers, all on this
+machine; what their agents would tell of 8 ranks each is written beside them. Bytes, keys and requests are counted, by
+etcd itself, so that a busy machine changes nothing; memory is etcd's own. How soon all agree after the last has joined
+is an upper bound, since they share the machine's cores. The plan for more nodes is computed (capacity_plan).
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Self
 from urllib.request import urlopen
 
 from elastic_trainer.clock import Deadline, pause
@@ -22,13 +26,17 @@ from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES
+from tests.bench.capacity_nodes import LOCAL_WORLD_SIZE
 from tests.bench.capacity_plan import NODES, Costs, costs, need
 from tests.bench.health import _series_of_node
 from tests.bench.health_store import health
-from tests.bench.rendezvous import LAST_CALL_S, NODES_PER_PROCESS, Hosts, _hosts
-from tests.bench.report import Options, Report, at_most, emit, note, parse
+from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
 
+ROOT = Path(__file__).parents[2]
 SIZES, QUICK_SIZES = (10, 100, 1000), (4, 12)
+NODES_PER_PROCESS = 128
+LAST_CALL_S = 120.0
+"""The first round is that of all nodes, however long this machine takes to start them."""
 WRITES_PER_NODE, LEAST_WRITES, QUICK_WRITES = 4, 1000, 100
 SETTLE_S = 0.5
 """etcd brings what was written into its database ten times a second."""
@@ -47,7 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cost = costs(fitted(measured))
     plan = {str(nodes): asdict(need(nodes, cost)) for nodes in NODES}
     database = need(1000, cost).database / (1 << 20)
-    musts = [at_most("database of 1,000 nodes with compaction, MiB", database, QUOTA_MIB)]
+    musts = [
+        at_most("database of 1,000 nodes with compaction, MiB", database, QUOTA_MIB),
+        at_most_time(
+            f"{max(sizes)} nodes join: last join to agreement, s", measured[max(sizes)]["join_to_agreement_s"], 2.0
+        ),
+    ]
     figures = {"measured": {str(size): each for size, each in measured.items()}, "costs": asdict(cost), "plan": plan}
     return emit(Report(options, figures=figures, musts=musts))
 
@@ -76,6 +89,48 @@ def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
+class Hosts:
+    """The processes with the nodes in them."""
+
+    def __init__(self, count: int, job: Mapping[str, Any]) -> None:
+        command = [sys.executable, "-m", "tests.bench.capacity_nodes"]
+        pipe = subprocess.PIPE
+        self._processes = [
+            subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
+        ]
+        for process in self._processes:
+            self._send(process, job)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+
+    def ask(self, do: str, nodes: Sequence[str] = (), **more: Any) -> list[dict[str, Any]]:
+        """Give a command to all processes, each with its share of ``nodes``; their answers."""
+        for index, process in enumerate(self._processes):
+            mine = [name for name in nodes if int(name[1:]) % len(self._processes) == index]
+            self._send(process, {"do": do, "nodes": mine, **more})
+        return [self._answer(process) for process in self._processes]
+
+    @staticmethod
+    def _send(process: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+
+    @staticmethod
+    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+        line = process.stdout.readline() if process.stdout is not None else ""
+        if not line:
+            raise RuntimeError(f"a process of simulated nodes ended with {process.wait()}")
+        return dict(json.loads(line))
+
+
 def measure(size: int, options: Options) -> dict[str, float]:
     """All figures of ``size`` nodes on an etcd of their own."""
     with EtcdServer() as server:
@@ -86,11 +141,10 @@ def measure(size: int, options: Options) -> dict[str, float]:
             "max_nodes": size,
             "ttl_s": QUICK_TTL_S if options.quick else TTL_S,
             "last_call_s": LAST_CALL_S,
-            "transport": "aio",
         }
         store = connect(StoreSettings(endpoints=parse_endpoints(server.endpoint)))
         try:
-            with _hosts(max(1, size // NODES_PER_PROCESS), job) as hosts:
+            with Hosts(max(1, size // NODES_PER_PROCESS), job) as hosts:
                 return Scene(server, store, hosts, size, options.quick).play()
         finally:
             store.close()
@@ -116,9 +170,22 @@ class Scene:
         self._hosts.ask("connect", self._names)
         before = self._counted()
         self._hosts.ask("begin", self._names)
-        self._hosts.ask("await", size=self._size, after=0)
+        agreed_s = self._agreed(self._names, after=0)
         spent = self._since(before)
-        return {"join_requests": (spent["requests"] - spent["keep_alives"]) / self._size}
+        return {
+            "join_to_agreement_s": agreed_s,
+            "join_requests": (spent["requests"] - spent["keep_alives"]) / self._size,
+        }
+
+    def _agreed(self, names: Sequence[str], after: int) -> float:
+        """Seconds from the last join until all take part in one round later than ``after``, with ranks in a row."""
+        told = [each for answer in self._hosts.ask("await", size=len(names), after=after) for each in answer["nodes"]]
+        errors = [each["error"] for each in told if each["error"]]
+        rounds = {(each["round"], each["nonce"], each["store"], each["nodes"]) for each in told}
+        ranks = sorted(int(each["first_rank"]) for each in told if each["first_rank"] is not None)
+        if errors or len(rounds) != 1 or ranks != [LOCAL_WORLD_SIZE * place for place in range(len(names))]:
+            raise RuntimeError(f"{len(names)} nodes did not agree in time: {len(rounds)} rounds, errors: {errors[:1]}")
+        return float(max(each["agreed_at"] for each in told) - max(each["joined_at"] for each in told))
 
     def _idle(self) -> dict[str, float]:
         """Keep-alives alone."""
@@ -182,7 +249,7 @@ class Scene:
         note(f"one of {self._size} nodes leaves")
         before = self._counted()
         self._hosts.ask("leave", self._names[-1:])
-        self._hosts.ask("await", size=self._size - 1, after=1)
+        self._agreed(self._names[:-1], after=1)
         spent = self._since(before)
         return {"change_sent_per_pair": spent["sent"] / self._size**2, "change_requests": spent["requests"]}
 

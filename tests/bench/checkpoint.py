@@ -1,4 +1,4 @@
-"""Checkpoints: stall, time lost, durable save, four ranks, loads, SIGKILL, flipped bits, against raw I/O and torch's.
+"""Checkpoints: stall, time lost, durable save, four ranks and loads, against raw I/O and torch's.
 
 The state is that of a transformer with AdamW (parameters and two moments, tensors of many sizes). Raw is one file with
 as many bytes: written from memory in pieces and synced, or read into fresh memory. Cold means that the file's pages
@@ -23,20 +23,16 @@ import numpy as np
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, Live, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Live, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
 from tests.bench.checkpoint_loading import measure_loading
 from tests.bench.checkpoint_training import measure_training
 from tests.bench.checkpoint_writers import measure_writers
-from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, note, parse, ratio
-from tests.drills.checkpoint.flipping import unnoticed, unnoticed_by_torch
-from tests.drills.checkpoint.killing import Casualties, kill_overwriters, kill_savers
+from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, parse, ratio
 
 MB = 1 << 20
 PIECE = 8 * MB
 WIDTH = 512
-KILLS, QUICK_KILLS = 200, 2
-FLIPS, QUICK_FLIPS = 200, 20
 LEAST_REPEATS = 5
 SIZES, QUICK_SIZES = (100, 1200), (8,)
 
@@ -46,21 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse("checkpoint", __doc__, argv, repeats=LEAST_REPEATS, quick_repeats=1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torch.set_num_threads(1)
-    kills, flips = (QUICK_KILLS, QUICK_FLIPS) if options.quick else (KILLS, FLIPS)
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as directory:
         place = Path(directory)
         sizes = {f"{size}_MB": _at_size(place, size, options.repeats) for size in sizes_of(options)}
         shared = measure_writers(place / "writers", training_state(sizes_of(options)[0]), options.repeats)
         loading = measure_loading(place / "loading", training_state(sizes_of(options)[0]), options.repeats)
-        killed, killed_torch = measure_kills(place, kills)
-        missed, missed_torch = measure_flips(place / "flips", flips)
-    figures = {
-        "sizes": sizes,
-        "writers": shared,
-        "loading": loading,
-        "sigkill": {"elastic_trainer": _as_json(killed), "torch_save_in_place": _as_json(killed_torch)},
-        "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
-    }
+    figures = {"sizes": sizes, "writers": shared, "loading": loading}
     musts = [
         *(must for size, figures_of_it in sizes.items() for must in _musts(size, figures_of_it)),
         at_least("four writers on slow disks: one writer's durable time over theirs", shared["faster"], 3.0),
@@ -69,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             loading["slow_links"]["one_over_all"],
             2.5,
         ),
-        at_most(f"broken newest checkpoints after {killed.kills} SIGKILLs", len(killed.broken), 0),
-        at_most(f"silent ones of {flips} single bit flips", missed, 0),
     ]
     return emit(Report(options, figures, musts))
 
@@ -99,16 +84,6 @@ def _musts(size: str, figures: dict[str, Any]) -> list[Must]:
         at_most(f"{size}: memory of a load beyond the state over it", figures["load_beyond_state"], 0.05),
         at_most(f"{size}: memory of a load into live tensors over the state", figures["live_load_beyond_state"], 0.05),
     ]
-
-
-def _as_json(casualties: Casualties) -> dict[str, Any]:
-    return {
-        "kills": casualties.kills,
-        "saves": casualties.saves,
-        "kills_within_a_save": casualties.interrupted,
-        "broken": len(casualties.broken),
-        "examples": casualties.broken[:3],
-    }
 
 
 def training_state(megabytes: int) -> dict[str, Any]:
@@ -296,24 +271,6 @@ def _cold(act: Callable[[], object], size: int, files: Iterable[Path]) -> float:
         finally:
             os.close(descriptor)
     return _clocked(act, size)
-
-
-def measure_kills(place: Path, kills: int) -> tuple[Casualties, Casualties]:
-    """Kill savers of ours, and a tenth as many (at least 3) of the peer's."""
-    note(f"SIGKILL: {kills} times")
-    ours = kill_savers(place / "kills", kills, seed=1)
-    (place / "peer").mkdir()
-    return ours, kill_overwriters(place / "peer", max(3, kills // 10), seed=2)
-
-
-def measure_flips(place: Path, flips: int) -> tuple[int, int]:
-    """How many of ``flips`` went unnoticed, here and by torch.load."""
-    note(f"bit flips: {flips}")
-    state = training_state(1)
-    checkpoints = CheckpointManager(place)
-    entry: Entry = checkpoints.save(state, SaveInfo(1)).entry
-    torch.save(state, place / "torch.pt")
-    return len(unnoticed(checkpoints, entry, flips, seed=3)), len(unnoticed_by_torch(place / "torch.pt", flips, seed=4))
 
 
 if __name__ == "__main__":

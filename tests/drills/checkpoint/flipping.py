@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from elastic_trainer.checkpoint import CheckpointManager, DamagedError, Entry
 
 
@@ -60,18 +58,5 @@ def unnoticed(checkpoints: CheckpointManager, entry: Entry, count: int, seed: in
                 checkpoints.load(entry)
                 missed.append(f"{file.name} bit {bit}")
             except DamagedError:
-                continue
-    return missed
-
-
-def unnoticed_by_torch(path: Path, count: int, seed: int) -> list[str]:
-    """The same for a file of torch.save."""
-    missed = []
-    for file, bit in random_bits(path, count, random.Random(seed)):
-        with flipped(file, bit):
-            try:
-                torch.load(file, weights_only=True)
-                missed.append(f"{file.name} bit {bit}")
-            except Exception:  # noqa: BLE001  # the peer may fail in any way: that counts as noticed
                 continue
     return missed

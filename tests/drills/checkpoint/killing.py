@@ -87,17 +87,6 @@ def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
             say.send(save.manifest.step)
 
 
-def overwrite_for_ever(directory: Path, say: Connection) -> None:
-    """The peer: torch.save over one file, in place."""
-    torch.set_num_threads(1)
-    step = 0
-    say.send(step)
-    while True:
-        step += 1
-        torch.save(content(step), directory / "latest.pt")
-        say.send(step)
-
-
 @dataclass(slots=True)
 class Casualties:
     """What the kills did. ``interrupted`` counts those that hit a save half-way."""
@@ -151,7 +140,7 @@ def one_life(saver: Saver, directory: str | Path, saves: int, part: float, longe
 
 
 def _live(saver: Saver, directory: str | Path, say: Connection, environment: Mapping[str, str]) -> None:
-    """The process that forks has the environment of its own start; benchmarks have stdout for their figures."""
+    """The process that forks has the environment of its own start."""
     os.environ.update(environment)
     logs.configure(level="error")
     saver(directory, say)
@@ -203,25 +192,3 @@ def problem_with(directory: str | Path, said: int, ahead: int) -> str:
     if any(kind_of(name) is Kind.QUARANTINED for name in names):
         return f"something was quarantined: {names}"
     return "" if holds(found.state, step) else f"step {step} holds something else"
-
-
-def kill_overwriters(directory: Path, kills: int, seed: int, longest_s: float = 0.15) -> Casualties:
-    """The same for the peer; broken is what torch.load refuses or what holds another content."""
-    draw = random.Random(seed)
-    result = Casualties()
-    path = directory / "latest.pt"
-    for _ in range(kills):
-        path.unlink(missing_ok=True)
-        first, said = one_life(overwrite_for_ever, directory, draw.randrange(SAVES), draw.random(), longest_s)
-        result.kills += 1
-        result.saves += said - first
-        if not said:
-            continue
-        try:
-            state = torch.load(path, weights_only=True)
-            good = holds(state, state["step"])
-        except (RuntimeError, EOFError, OSError, KeyError):
-            good = False
-        if not good:
-            result.broken.append(f"after step {said}")
-    return result

@@ -1,4 +1,4 @@
-"""The store port over grpc.aio: what lets one machine hold a thousand members, for the rendezvous benchmark alone.
+"""The store port over grpc.aio: what lets one machine hold a thousand members, for the capacity benchmark alone.
 
 The synchronous gRPC of the product wakes each thread that waits for it ten times a second, which is nothing for one
 node and a core for a thousand. Here one event loop serves all connections of a process. Requests, messages, watches and

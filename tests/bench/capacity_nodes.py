@@ -1,7 +1,7 @@
-"""Nodes for the rendezvous benchmark: many real members in one process, each with a connection of its own to etcd.
+"""Nodes for the capacity benchmark: many real members in one process, each with a connection of its own to etcd.
 
 A node is what an agent has in restart mode (admission, lease, key, Member); its workers alone are missing: they are
-free the moment that their round is over. ``python -m tests.bench.rendezvous_nodes`` reads one command a line from its
+free the moment that their round is over. ``python -m tests.bench.capacity_nodes`` reads one command a line from its
 input, JSON, and answers each with a line. Times are monotonic seconds, which the processes of one host share.
 """
 
@@ -12,10 +12,9 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TextIO
 
@@ -28,23 +27,10 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.round_write import RoundFailure
-from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import (
-    Compare,
-    Lease,
-    Operation,
-    Order,
-    Snapshot,
-    Store,
-    TransactionResult,
-    Watch,
-    WatchEvent,
-    WatchListener,
-)
+from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import LeaseSession
+from tests.bench.capacity_transport import AioStore, EventLoop
 
 LIMIT_S = 300.0
 """Nothing takes so long on a working machine."""
@@ -59,86 +45,6 @@ def soon() -> Deadline:
     return Deadline.after(LIMIT_S)
 
 
-class CountingStore:
-    """A store that counts what it sends, by kind; a watch is two requests: the stream and the read of what is there.
-
-    ``keep_alive`` and ``connect`` (the one read that tests a new connection) have kinds of their own.
-    """
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-        self._lock = threading.Lock()
-        self._closed = False
-        self.sent: Counter[str] = Counter(connect=1)
-        self.events = 0
-
-    def _count(self, *kinds: str) -> None:
-        with self._lock:
-            if not self._closed:
-                self.sent.update(kinds)
-
-    def saw(self, events: int) -> None:
-        """A watch delivered so many."""
-        with self._lock:
-            self.events += events
-
-    def get(self, key: str, deadline: Deadline) -> Snapshot:
-        self._count("range")
-        return self._inner.get(key, deadline)
-
-    def range(
-        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
-    ) -> Snapshot:
-        self._count("range")
-        return self._inner.range(prefix, deadline, limit=limit, order=order, keys_only=keys_only)
-
-    def transact(
-        self,
-        guards: Sequence[Compare],
-        success: Sequence[Operation],
-        failure: Sequence[Operation] = (),
-        *,
-        deadline: Deadline,
-    ) -> TransactionResult:
-        self._count("transaction")
-        return self._inner.transact(guards, success, failure, deadline=deadline)
-
-    def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
-        self._count("lease_grant")
-        return self._inner.grant(ttl_s, deadline)
-
-    def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
-        self._count("keep_alive")
-        return self._inner.keep_alive(lease_id, deadline)
-
-    def revoke(self, lease_id: int, deadline: Deadline) -> None:
-        self._count("lease_revoke")
-        self._inner.revoke(lease_id, deadline)
-
-    def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
-        self._count("watch", "range")
-        return self._inner.watch(prefix, _CountingListener(listener, self), exact=exact)
-
-    def version(self, deadline: Deadline) -> str:
-        self._count("status")
-        return self._inner.version(deadline)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._inner.close()
-
-
-class _CountingListener:
-    def __init__(self, inner: WatchListener, store: CountingStore) -> None:
-        self._inner, self._store = inner, store
-        self.on_snapshot, self.on_connected = inner.on_snapshot, inner.on_connected
-
-    def on_events(self, events: Sequence[WatchEvent]) -> None:
-        self._store.saw(len(events))
-        self._inner.on_events(events)
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """What all nodes of the run share."""
@@ -149,8 +55,6 @@ class Job:
     max_nodes: int
     ttl_s: float
     last_call_s: float
-    transport: str
-    """``product``: the store as it is. ``aio``: the benchmark's own, see ``rendezvous_transport``."""
 
     @property
     def keys(self) -> RunKeys:
@@ -159,11 +63,6 @@ class Job:
 
     def connector(self) -> Callable[[], Store]:
         """What makes one node's connection, tested as a node's is."""
-        if self.transport == "product":
-            settings = StoreSettings(endpoints=parse_endpoints(self.endpoint), prefix="/bench")
-            return lambda: connect_checked(settings, soon())
-        from tests.bench.rendezvous_transport import AioStore, EventLoop
-
         loop = EventLoop()
 
         def connect() -> Store:
@@ -174,26 +73,12 @@ class Job:
         return connect
 
 
-@dataclass
-class Notes:
-    """What the nodes of this process tell: when a round document was first seen by any, and that something changed."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    first_seen: dict[str, float] = field(default_factory=dict)
-
-    def see(self, document: RoundDocument) -> None:
-        """Some node has seen this version."""
-        now = SYSTEM.monotonic()
-        with self.changed:
-            self.first_seen.setdefault(f"{document.number} {document.state}", now)
-
-
 class SimulatedNode:
     """One node: connected at once, part of the run after :meth:`begin`."""
 
-    def __init__(self, name: str, job: Job, notes: Notes, store: Store) -> None:
-        self.name, self._job, self._notes = name, job, notes
-        self.store = CountingStore(store)
+    def __init__(self, name: str, job: Job, changed: threading.Condition, store: Store) -> None:
+        self.name, self._job, self._changed = name, job, changed
+        self.store = store
         self.joined_at = 0.0
         self.agreed: RoundDocument | None = None
         self.agreed_at = 0.0
@@ -209,29 +94,11 @@ class SimulatedNode:
 
     def leave(self) -> None:
         """Go in an orderly way: the lease is revoked."""
-        self._end()
-        self.store.close()
-
-    def kill(self) -> None:
-        """Fall silent: the connection is cut, and the lease runs out."""
-        self.store.close()
-        self._end()
-
-    def fail_workers(self) -> None:
-        """What an agent does when its workers' collective fails."""
-        if self._member is not None and self.agreed is not None:
-            self._member.break_round(RoundFailure(self.agreed.number, f"workers of {self.name} lost a peer"), soon())
-
-    @property
-    def follows_nodes(self) -> bool:
-        """Whether it is one of those that watch the nodes."""
-        return self._member is not None and self._member.look().follows_nodes
-
-    def _end(self) -> None:
         self.gone = True
         if self._member is not None:
             self._member.leave()
         self._moved.set()
+        self.store.close()
 
     def _run(self) -> None:
         try:
@@ -258,7 +125,6 @@ class SimulatedNode:
         return member
 
     def _hear(self, document: RoundDocument) -> None:
-        self._notes.see(document)
         if self.agreed is not None and is_over(self.agreed, document):
             self._moved.set()
 
@@ -291,8 +157,8 @@ class SimulatedNode:
             self._moved.wait()
 
     def _notify(self) -> None:
-        with self._notes.changed:
-            self._notes.changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     def as_json(self) -> dict[str, Any]:
         """For the benchmark."""
@@ -308,9 +174,6 @@ class SimulatedNode:
             "store": agreed.store if agreed is not None else "",
             "nodes": len(agreed.members) if agreed is not None else 0,
             "first_rank": entry.first_rank if entry is not None else None,
-            "follows_nodes": self.follows_nodes,
-            "sent": dict(self.store.sent),
-            "events": self.store.events,
         }
 
 
@@ -325,7 +188,7 @@ class NodeServer:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._notes = Notes()
+        self._changed = threading.Condition()
         self._nodes: dict[str, SimulatedNode] = {}
         self._hands = ThreadPoolExecutor(HANDS)
         self._connect = job.connector()
@@ -340,18 +203,11 @@ class NodeServer:
             return {}
         if name == "await":
             return self._await(command["size"], command["after"])
-        act = {
-            "begin": SimulatedNode.begin,
-            "leave": SimulatedNode.leave,
-            "kill": SimulatedNode.kill,
-            "fail": SimulatedNode.fail_workers,
-        }[name]
-        began = SYSTEM.monotonic()
-        self._all(act, mine)
-        return {"began": began, "ended": SYSTEM.monotonic()}
+        self._all(SimulatedNode.begin if name == "begin" else SimulatedNode.leave, mine)
+        return {}
 
     def _made(self, name: str) -> SimulatedNode:
-        return SimulatedNode(name, self._job, self._notes, self._connect())
+        return SimulatedNode(name, self._job, self._changed, self._connect())
 
     def _all(self, act: Callable[[Any], Any], subjects: Sequence[Any]) -> list[Any]:
         return list(self._hands.map(act, subjects))
@@ -366,14 +222,9 @@ class NodeServer:
                 for node in alive
             )
 
-        with self._notes.changed:
-            self._notes.changed.wait_for(together, LIMIT_S)
-            first_seen = dict(self._notes.first_seen)
-        return {
-            "nodes": [node.as_json() for node in self._nodes.values() if not node.gone],
-            "gone": [node.as_json() for node in self._nodes.values() if node.gone],
-            "first_seen": first_seen,
-        }
+        with self._changed:
+            self._changed.wait_for(together, LIMIT_S)
+        return {"nodes": [node.as_json() for node in self._nodes.values() if not node.gone]}
 
 
 def serve(commands: TextIO, answers: TextIO) -> None:
