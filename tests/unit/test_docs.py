@@ -29,7 +29,6 @@ from elastic_trainer.tasks.language import gpt
 from elastic_trainer.tasks.pose import keypoints
 from elastic_trainer.tasks.scripts import __path__ as scripts
 from elastic_trainer.tasks.vision import imagefolder, mnist
-from elastic_trainer.training import export
 from elastic_trainer.training.__main__ import _parser as training_parser
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import measurable
@@ -40,7 +39,7 @@ from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
 from elastic_trainer.worker.steps.step import Step
 from tests.support.commands import understand
-from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section, spoken
+from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section
 from tests.support.requirements import missing
 
 API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
@@ -128,14 +127,6 @@ def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
     with written_files(block.page, tmp_path, monkeypatch):
         config = load_job(str(block.file))
         find_task(config.task)(config)
-
-
-def test_the_sentences_of_errors_are_those_of_the_code() -> None:
-    """Where the tutorial cannot make the mistake on one machine, its words are at least those that the code says."""
-    told = [row for row in rows(section(DOCS / "tutorial.md", "What goes wrong, and what to do")) if len(row) == 2]
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "elastic_trainer").rglob("*.py"))
-    assert told
-    assert [sentence for row in told for sentence in codes(row[0]) if sentence not in code] == []
 
 
 # ---- completeness
@@ -230,14 +221,6 @@ def test_the_reference_has_a_part_for_every_public_name() -> None:
     shown = documented(API, "Datasets and Exhibits")
     for kind in (Datasets, Exhibits):
         assert set(codes(shown[kind.__name__][1])) == set(kind.__slots__)
-
-
-def test_what_the_trainer_reports_is_listed() -> None:
-    """The keys of the report are those that ``Run.report`` and ``Trainer.run`` put there."""
-    source = inspect.getsource(importlib.import_module("elastic_trainer.training.trainer"))
-    made = source.partition("def report(self)")[2].partition("def _batches")[0]
-    wanted = [*re.findall(r'^            "(\w+)":', made, re.MULTILINE), "seconds"]
-    assert codes(documented(API, "Trainer")["run"][1]) == wanted
 
 
 def test_the_errors_of_a_session_have_their_exit_codes() -> None:
@@ -398,15 +381,3 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 def _takes_value(action: argparse.Action) -> bool:
     return bool(action.option_strings) and action.nargs != 0 and action.metavar is not None
-
-
-def test_the_files_of_a_run_have_the_names_in_the_code() -> None:
-    """Those that modules name; that a run leaves no others is shown where the tutorial is followed."""
-    from elastic_trainer.training import history, step_log, tensorboard, trainer
-
-    told = documented(API, "Files of a run directory")
-    named = {tensorboard.DIRECTORY, history.FILE_NAME, step_log.FILE_NAME, trainer.CONFIG_FILE}
-    assert named | {export.BEST_FILE, export.FINAL_FILE} <= set(told)
-    notes = {"world_size", "round", "wall"}
-    assert set(codes(told[history.FILE_NAME][1])) == set(history.Record.__slots__) | notes
-    assert spoken(None) == "null"
