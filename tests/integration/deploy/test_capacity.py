@@ -11,9 +11,8 @@ import pytest
 
 from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from tests.bench.capacity import fitted
-from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, SCRAPE_S, Costs, costs, need, table
-from tests.support.deployment import DEPLOY, PROMETHEUS, load
+from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, Costs, costs, need, table
+from tests.support.deployment import DEPLOY
 
 PUBLISHED: dict[str, Any] = json.loads((DEPLOY / "capacity.json").read_text(encoding="utf-8"))
 COSTS: Costs = costs(PUBLISHED["costs"])
@@ -36,21 +35,6 @@ def test_what_one_of_each_costs_is_said_once() -> None:
     operations = (DEPLOY / "operations.md").read_text(encoding="utf-8")
     assert "](capacity.md)" in operations
     assert re.findall(r"[\d.]+ [KM]iB", operations.partition("### What it costs")[2].partition("###")[0]) == []
-
-
-def test_the_costs_are_those_that_were_measured() -> None:
-    """The published file agrees with itself, and says how it came about."""
-    measured = {int(size): figures for size, figures in PUBLISHED["measured"].items()}
-    assert costs(fitted(measured)) == COSTS
-    assert sorted(measured) == [10, 100, 1000]
-    assert PUBLISHED["command"].startswith("python -m tests.bench.capacity")
-    assert "--quick" not in PUBLISHED["command"]
-    assert PUBLISHED["versions"]["etcd"] in PAGE
-
-
-def test_scrapes_are_as_often_as_prometheus_is_configured() -> None:
-    """The samples of the table are those of our own configuration."""
-    assert load(PROMETHEUS / "prometheus.yml")["global"]["scrape_interval"] == f"{SCRAPE_S:g}s"
 
 
 def test_all_nodes_together_write_no_more_than_etcd_likes() -> None:

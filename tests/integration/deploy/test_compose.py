@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.deployment import DEPLOY, PROMETHEUS, load
-from tests.support.dockerfile import DOCKERFILE, arguments, values, words
 
 COMPOSE: dict[str, Any] = load(DEPLOY / "compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -18,18 +17,6 @@ OWN = "elastic-trainer:latest"
 
 def binds(service: dict[str, Any]) -> list[dict[str, Any]]:
     return [mount for mount in service.get("volumes", ()) if mount["type"] == "bind"]
-
-
-def test_all_that_watches_is_there() -> None:
-    """The five services, and a volume for each that keeps data."""
-    assert set(SERVICES) == {"etcd", "monitor", "prometheus", "alertmanager", "grafana"}
-    named = {
-        mount["source"]
-        for each in SERVICES.values()
-        for mount in each.get("volumes", ())
-        if mount["type"] == "volume"
-    }  # fmt: skip
-    assert named == set(COMPOSE["volumes"])
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -50,16 +37,6 @@ def test_what_is_mounted_exists_and_cannot_be_written(name: str) -> None:
     for mount in binds(SERVICES[name]):
         assert (DEPLOY / mount["source"]).exists(), mount
         assert mount["read_only"] is True
-
-
-def test_the_image_is_built_from_this_repository() -> None:
-    """Its Dockerfile is where ``build`` looks, knows the arguments, and has the program that asks for its health."""
-    build = SERVICES["monitor"]["build"]
-    assert (DEPLOY / build["context"] / "Dockerfile").samefile(DOCKERFILE)
-    assert set(build["args"]) <= set(arguments())
-    asked = SERVICES["monitor"]["healthcheck"]["test"]
-    assert asked[1:3] == words(values("HEALTHCHECK")[0])
-    assert asked[3].removeprefix("--port=") == SERVICES["monitor"]["command"][-1].rpartition(":")[2]
 
 
 def test_services_find_each_other_by_name() -> None:

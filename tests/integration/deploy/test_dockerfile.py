@@ -5,21 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
-from itertools import pairwise
 
 import pytest
 from packaging.requirements import Requirement
 
-from elastic_trainer import __version__
 from elastic_trainer.cli import health
 from elastic_trainer.cli.main import COMMANDS
 from elastic_trainer.monitor.serve.service import DEFAULT_PORT
-from tests.drills.containers.fleet import documented
-from tests.support.deployment import DEPLOY, ROOT, load
+from tests.support.deployment import ROOT
 from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
 from tests.support.requirements import needs
 
-PAGE = (DEPLOY / "image.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -60,13 +56,6 @@ def test_every_package_is_one_of_constraints_txt() -> None:
         for word in value.partition(" --find-links /wheels ")[2].split():
             named = not word.startswith(("$", "-", '"'))
             assert not named or word in pinned or re.fullmatch(r"[\w-]+==[\d.]+", word), word
-
-
-def test_the_texts_are_those_that_developers_train_on() -> None:
-    """One version in the image and in the Makefile."""
-    texts = re.search(r"^TEXTS \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert texts is not None
-    assert any(texts.group(1) in value.split() for value in values("RUN"))
 
 
 def test_it_is_small_unless_cuda_is_asked_for() -> None:
@@ -110,15 +99,6 @@ def test_nothing_is_cached_outside_of_tmp() -> None:
     assert variables()["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
-def test_the_labels_say_what_it_is() -> None:
-    """The names of the OCI's specification; the version is the package's unless a build says otherwise."""
-    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', " ".join(values("LABEL"))))
-    assert {"title", "source", "licenses", "version", "revision"} <= set(labels)
-    assert labels["licenses"] == PROJECT["license"]
-    assert arguments()["VERSION"] == __version__
-    assert {re.sub(r"\W", "", value) for value in labels.values() if value.startswith("$")} <= set(arguments())
-
-
 def test_dockerignore_lets_through_what_is_copied_and_nothing_else() -> None:
     """A list of what goes in: a new folder, a password or a run of gigabytes stays out by itself."""
     lines = [line for line in IGNORE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
@@ -133,25 +113,3 @@ def test_what_is_copied_is_in_the_repository(name: str) -> None:
     git = needs("git", "knows which files belong to the repository")
     call = [git, "-C", str(ROOT), "ls-files", "--", name]
     assert subprocess.run(call, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
-
-
-def test_every_argument_of_the_build_is_explained() -> None:
-    """deploy/image.md has a row for each, and none that there is not."""
-    table = PAGE.partition("| argument | default | meaning |")[2].partition("\n\n")[0]
-    rows = {
-        name: default.strip().strip("`")
-        for name, default in re.findall(r"^\| `(\w+)` \|([^|]*)\|", table, re.MULTILINE)
-    }
-    assert rows == arguments()
-
-
-def test_the_page_runs_a_node_with_no_more_than_it_needs_and_lets_it_leave() -> None:
-    """What Docker waits for after SIGTERM is longer than what torchrun does; 10 s is its own default."""
-    options, command = documented()
-    given = dict(pairwise(options))
-    assert "--read-only" in options
-    assert (given["--cap-drop"], given["--security-opt"], given["--tmpfs"]) == ("ALL", "no-new-privileges", "/tmp")
-    words = dict(pairwise(command))
-    assert int(given["--stop-timeout"]) > int(words["--shutdown-timeout"])
-    assert given["--network"] == "deploy_default"  # compose's name for the folder of compose.yaml
-    assert words["--rdzv-endpoint"].partition(":")[0] in load(DEPLOY / "compose.yaml")["services"]

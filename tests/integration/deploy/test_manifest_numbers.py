@@ -9,7 +9,6 @@ import pytest
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import find_task
 from tests.support.agreement import Training, disagreements
-from tests.support.deployment import ROOT
 from tests.support.manifests import (
     jobs,
     of_kind,
@@ -60,26 +59,3 @@ def test_the_job_in_the_map_can_be_loaded_and_saves_where_all_pods_see_it(folder
     files = [str(value) for value in config.data.values() if str(value).startswith("/")]
     mounts = [mount["mountPath"] for mount in it.trainer.manifest["volumeMounts"]]
     assert all(any(each.startswith(f"{mount}/") for mount in mounts) for each in files)
-
-
-def test_the_job_of_production_is_the_ready_made_one() -> None:
-    """gpt2 as it is shipped, but for where its files lie and what it prints."""
-    shipped = load_job("gpt2").model_dump()
-    ours = load_job(str(ROOT / "k8s/jobs/gpt/gpt.yaml")).model_dump()
-    differing = {key for key in shipped if shipped[key] != ours[key]}
-    assert differing == {"compile", "checkpoint", "data", "logging"}
-    assert ours["data"] == shipped["data"] | {"files": "/data/train.bin", "validation_files": "/data/val.bin"}
-
-
-def test_the_script_in_the_map_is_the_one_that_is_tested() -> None:
-    """`jobs/script/train.py` is the annotated script of the package, which trains in other tests."""
-    ours = settings_of(rendered("jobs/script"))["script"]["train.py"]
-    assert ours == (ROOT / "elastic_trainer/tasks/scripts/session_script.py").read_text(encoding="utf-8")
-
-
-def test_the_dev_job_can_grow_to_four() -> None:
-    """`kubectl patch` to four pods and back to three stays within the limits of the dev job."""
-    it = training("overlays/dev")
-    assert it.nodes == (1, 4)
-    assert it.spec["parallelism"] == 2
-    assert "k8s scale mnist 4" in (ROOT / "k8s/README.md").read_text(encoding="utf-8")

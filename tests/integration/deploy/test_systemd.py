@@ -13,7 +13,7 @@ from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_UNFIT
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.commands import understand
 from tests.support.requirements import needs
-from tests.support.units import SYSTEMD, UNITS, Unit, environment_file, unit
+from tests.support.units import SYSTEMD, UNITS, environment_file, unit
 
 NODE = unit(SYSTEMD / "elastic-trainer@.service")
 MONITOR = unit(SYSTEMD / "elastic-trainer-monitor.service")
@@ -121,14 +121,6 @@ def test_the_monitor_is_the_command_at_its_port() -> None:
     assert option(words, "--listen").endswith(":9470")
 
 
-def test_etcd_forgets_and_has_room() -> None:
-    """The same compaction as in compose.yaml, the largest quota that etcd advises, and its data where it may write."""
-    words = ETCD.words(environment_file(SYSTEMD / "etcd.env.example"))
-    assert option(words, "--auto-compaction-retention") == "1h"
-    assert int(option(words, "--quota-backend-bytes")) == 8 << 30
-    assert option(words, "--data-dir").startswith(f"/var/lib/{ETCD.one('StateDirectory')}/")
-
-
 def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
     """The script keeps the newest ones; one that fails leaves what there was, and no file that looks like a backup."""
     (tmp_path / "bin").mkdir()
@@ -151,11 +143,3 @@ def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
     etcdctl.write_text('#!/bin/sh\n[ "$2" = save ] && echo part > "$3"\nexit 1\n')
     assert back_up() != 0
     assert sorted(path.name for path in kept.glob("*.db")) == names
-
-
-def test_timers_start_units_that_are_there() -> None:
-    """A timer without its service would do nothing for ever."""
-    for path in UNITS:
-        if path.suffix == ".timer":
-            assert path.with_suffix(".service") in UNITS
-            assert isinstance(unit(path), Unit)

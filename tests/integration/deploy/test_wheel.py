@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from tests.support.environments import SITE, Environment, needed_by
 from tests.support.pages import DOCS, blocks
@@ -92,16 +91,6 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(source: Path, wheel:
     assert {name for name in names if ".dist-info/" not in name} == wanted
     assert "elastic-trainer = elastic_trainer.cli.main:main" in about["entry_points.txt"]
     assert "etcd3 = elastic_trainer.agent.plugin:handler" in about["entry_points.txt"]
-
-
-def test_the_wheel_is_for_the_pythons_of_its_classifiers(wheel: Path) -> None:
-    """From the first on; without those that cannot start a thread while they exit."""
-    about = metadata(wheel)
-    pythons = [each.rpartition(" ")[2] for each in about.get_all("Classifier", []) if "Python :: 3." in each]
-    needed = SpecifierSet(about["Requires-Python"])
-    assert all(needed.contains(f"{python}.{patch}") for python in pythons for patch in (3, 9))
-    assert not any(needed.contains(python) for python in ("3.10.9", "3.12.0", "3.12.1", "3.12.2"))
-    assert needed.contains(f"{pythons[0]}.0")
 
 
 @pytest.fixture(scope="module")
