@@ -1,4 +1,4 @@
-"""Goodput by a model: against nodes and failure rates, and held against the storm that was measured.
+"""Goodput by a model: against nodes and failure rates.
 
 What is assumed stands in ``Assumptions`` and ``MODES``. With ``n`` nodes the mean time to a failure is
 ``M = 1 / (n * rate)``; after each one the job stands still for ``R`` seconds, and begins to do so anew if another comes
@@ -6,18 +6,15 @@ meanwhile. A mode that loses work saves every ``tau`` seconds of training, for w
 Time to make communicators of thousands of GPUs is measured nowhere here, and left out for all modes alike; a switch or
 a power failure that takes many nodes at once is, too.
 
-The check adds up what ``deploy/report.md`` records of the storm, without a new measurement: it shows whether anything
-that costs goodput is missing. ``--write`` puts section and picture into ``deploy``, as ``make report`` does.
+``--write`` puts section and picture into ``deploy``, as ``make report`` does.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,16 +24,12 @@ import numpy as np
 
 from elastic_trainer.training.drawing import FAULT, LINE, save
 from tests.bench.page import table, with_section
-from tests.bench.report import Must, Report, at_most, emit, parse
-from tests.drills.cluster.schedule import STORM, Blow, poisson
+from tests.bench.report import Report, emit, parse
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 REPORT, PICTURE = "report.md", "images/goodput-model.svg"
 TICKS = (10, 100, 1000, 10_000)
 SIZES, RATES = (8, 100, 1000, 10_000), (1.0, 3.0, 10.0)
-ERROR_LIMIT = 0.04
-CROWDED = "in_place_sharded"
-"""Its ranks share this machine's cores: without the step in the storm nothing says how much slower it was there."""
 DAY_S = 86_400.0
 
 
@@ -56,8 +49,6 @@ class Mode:
     session: bool = True
     group_nodes: int = 1
     """A lost node takes those that hold its model's other shards out of training."""
-    rejoins: tuple[Blow, ...] = (Blow.FREEZE, Blow.NODE_KILL)
-    """After these a node comes back to a job that trains. c10d waits for them: its timeout is longer than a freeze."""
 
 
 MODES = {
@@ -70,7 +61,7 @@ MODES = {
     # report.md: Goodput, join, for both: in the storm its two kills came together
     "restart_cold": Mode(8.6, 8.6, loads=1.0),
     # report.md: Recovery, tuned, node_kill and node_join; loading takes as long as saving
-    "c10d": Mode(6.2, 4.3, saves=39.0, loads=39.0, session=False, rejoins=()),
+    "c10d": Mode(6.2, 4.3, saves=39.0, loads=39.0, session=False),
 }
 
 
@@ -137,58 +128,6 @@ def goodput(mode: Mode, nodes: float, rate: float = 1.0, given: Assumptions | No
     return steady * without_loss(stall_s + known.step_s / 2.0, mean_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Storm:
-    """What the report records of one mode: stalls, with the steps made again, by kind of fault."""
-
-    length_s: float
-    goodput: float
-    stalls_s: Mapping[Blow, float]
-    counts: Mapping[Blow, int]
-    beyond: float
-    """Steps longer than the median, as a part of it: checkpoints."""
-    slower: float | None
-    """Steps in the storm over those before it; None in reports that do not say."""
-
-    def predicted(self, mode: Mode) -> float:
-        """Each stall once (equal ones are one, which two faults share), joins, and steps that took longer."""
-        shared: dict[float, int] = {}
-        for blow, stall_s in self.stalls_s.items():
-            shared[stall_s] = max(shared.get(stall_s, 0), self.counts[blow])
-        rejoins = sum(self.counts[blow] for blow in mode.rejoins)
-        stalled_s = sum(stall_s * count for stall_s, count in shared.items())
-        stalled_s += rejoins * self.stalls_s.get(Blow.JOIN, 0.0)
-        return (1.0 - stalled_s / self.length_s) / ((1.0 + self.beyond) * (self.slower or 1.0))
-
-
-def recorded(text: str) -> dict[str, Storm]:
-    """The storm in a report's text, by mode; empty if it was not measured."""
-    part = text.partition("## Goodput\n")[2].partition("\n## ")[0]
-    told = re.search(r"A fault every\s+(\d+)\s+s\s+for\s+(\d+)\s+s\s+\(seed\s+(\d+)\)", part)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line[:1] == "|"]
-    if told is None:
-        return {}
-    names = [name.replace(" ", "_") for name in rows[0][1:]]
-    cells = {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
-    mean_s, length_s, seed = (int(each) for each in told.groups())
-    stalls = {blow: cells.get(f"{blow.replace('-', ' ')}: stall, s", {}) for blow in Blow}
-    kinds = [blow for blow in Blow if any(stalls[blow].values())]
-    weights = {blow: weight for blow, weight in STORM.items() if blow in kinds}
-    counts = Counter(each.blow for each in poisson(seed, length_s, round(length_s / mean_s), weights))
-    found = {}
-    for name in (each for each in names if each in MODES):
-        storm_ms, calm_ms = cells.get("step in the storm, ms", {}).get(name), cells["step undisturbed, ms"][name]
-        found[name] = Storm(
-            length_s,
-            float(cells["goodput"][name]),
-            {blow: float(stalls[blow][name]) for blow in kinds if stalls[blow].get(name)},
-            counts,
-            float(cells["beyond the median step, %"][name]) / 100.0,
-            float(storm_ms) / float(calm_ms) if storm_ms else None,
-        )
-    return found
-
-
 def extrapolated() -> dict[str, dict[str, dict[str, float]]]:
     """By nodes, rate and mode."""
     return {
@@ -197,49 +136,23 @@ def extrapolated() -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def checked(storms: Mapping[str, Storm]) -> dict[str, dict[str, float]]:
-    """By mode: measured, predicted, and how far these are apart."""
-    found = {
-        name: {"measured": storm.goodput, "predicted": storm.predicted(MODES[name])} for name, storm in storms.items()
-    }
-    return {name: each | {"error": abs(each["predicted"] - each["measured"])} for name, each in found.items()}
-
-
-def musts(storms: Mapping[str, Storm]) -> list[Must]:
-    """What is promised of the check."""
-    return [
-        at_most(f"{name}: error of the predicted goodput", each["error"], ERROR_LIMIT)
-        for name, each in checked(storms).items()
-        if name != CROWDED or storms[name].slower is not None
-    ]
-
-
-def section(storms: Mapping[str, Storm]) -> str:
+def section() -> str:
     """The model's part of the page."""
-    known, check, promised = Assumptions(), checked(storms), musts(storms)
+    known = Assumptions()
     rows = [
         (f"{int(nodes):,} nodes, failures x {rate}", [f"{each:.4f}" for each in by_mode.values()])
         for nodes, by_rate in extrapolated().items()
         for rate, by_mode in by_rate.items()
     ]
-    verdicts = {must.name.partition(":")[0]: "kept" if must.ok else "missed" for must in promised}
-    lines = [
-        *((what, [f"{each[what]:.3f}" for each in check.values()]) for what in ("measured", "predicted", "error")),
-        (f"at most {ERROR_LIMIT:g}", [verdicts.get(name, "no promise") for name in check]),
-    ]
     cheap = goodput(replace(MODES["c10d"], saves=1.4, loads=1.0), SIZES[-1])
     per_year, rest = 365 * DAY_S * known.failures_per_node_s, (known.step_s, known.copy_s, known.replace_s)
-    model = TEXT.format(per_year, *rest, cheap, SIZES[-1])
-    return "\n\n".join(
-        [
-            HEADING,
-            textwrap.fill(model, width=118),
-            table(["", *map(_words, MODES)], rows),
-            f"![Goodput by the model, against nodes, and against the rate of failures]({PICTURE})",
-            textwrap.fill(CHECK_TEXT + ("" if len(promised) == len(check) else UNSAID_TEXT), width=118),
-            table(["", *map(_words, check)], lines),
-        ]
-    )
+    parts = [
+        HEADING,
+        textwrap.fill(TEXT.format(per_year, *rest, cheap, SIZES[-1]), width=118),
+        table(["", *map(_words, MODES)], rows),
+        f"![Goodput by the model, against nodes, and against the rate of failures]({PICTURE})",
+    ]
+    return "\n\n".join(parts)
 
 
 def _words(name: str) -> str:
@@ -254,11 +167,6 @@ the formulas (Young, Daly), are in that module. Modes that lose work save at Dal
 communicators of thousands of GPUs, starts slower than here, failures of many nodes at once. Ten times the failures do
 what recoveries and saves ten times as long would do. Most of what c10d loses is torch.save's: with saves and loads as
 cheap as restart mode's it would come to {:.4f} at {:,} nodes."""
-CHECK_TEXT = """The check adds up what the storm above recorded: stalls (equal ones are one, which two faults share), a
-join more for each node that came back to a job that trained, steps beyond the median, and steps that took longer in the
-storm. It is bookkeeping that finds what the model leaves out, no proof of what it says of larger runs."""
-UNSAID_TEXT = """ In place sharded, ranks share this machine's cores, and this report does not say how long a step took
-in the storm."""
 
 
 def draw(output: Path) -> None:
@@ -289,24 +197,19 @@ def draw(output: Path) -> None:
 LINES = (("#1e8449", "-"), ("#2e86c1", "--"), ("#b7950b", "-"), (FAULT, "-"), (LINE, ":"))
 
 
-def write(deploy: Path) -> bool:
-    """Put section and picture there; False where the report has no storm."""
+def write(deploy: Path) -> None:
+    """Put section and picture there."""
     report = deploy / REPORT
-    text = report.read_text(encoding="utf-8")
-    if not (storms := recorded(text)):
-        return False
-    report.write_text(with_section(text, HEADING, section(storms)), encoding="utf-8")
+    report.write_text(with_section(report.read_text(encoding="utf-8"), HEADING, section()), encoding="utf-8")
     draw(deploy / PICTURE)
-    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute and report."""
     options = parse("goodput_model", __doc__, argv, repeats=1, extend=_own_options)
-    storms = recorded((DEPLOY / REPORT).read_text(encoding="utf-8"))
     if options.extra.write:
         write(DEPLOY)
-    return emit(Report(options, {"check": checked(storms), "goodput": extrapolated()}, musts(storms)))
+    return emit(Report(options, {"goodput": extrapolated()}))
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
