@@ -1,17 +1,12 @@
-"""History: thirty days of a run with 2,000 incidents, made at speed: etcd's size, the page; and a crowd at the door.
+"""History: thirty days of a run with 2,000 incidents, made at speed: etcd's size and the page.
 
 Rounds and incidents are written into a real etcd by the functions of the agents, and read by the monitor's own reader.
-The crowd is more slow connections than a server has places; each comes back as soon as it is cut.
 """
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
-
-from prometheus_client import REGISTRY
 
 from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import SYSTEM, Deadline
@@ -27,21 +22,17 @@ from elastic_trainer.monitor.model.curves import LIMIT as MOST_POINTS
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import as_values, snapshot
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from tests.bench.health_store import LIMIT_S, SimulatedRun, name
-from tests.bench.report import Must, Options, Report, at_least, at_most, at_most_time, emit, median, note, parse
-from tests.support.crowd import crowding
+from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 
 RUN, NODES, DAYS = "long", 8, 30
 INCIDENTS, QUICK_INCIDENTS = 2000, 100
 LOOK_EVERY_S = 300.0
-ETCD_LIMIT_MB, PAGE_LIMIT_MS, PROBE_LIMIT_S = 50.0, 100.0, 1.0
-CROWD, PROBES, QUICK_PROBES = 300, 200, 20
+ETCD_LIMIT_MB, PAGE_LIMIT_MS = 50.0, 100.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,10 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = connect(StoreSettings(endpoints=parse_endpoints(etcd.endpoint)))
         try:
             figures, musts = _history(etcd, store, count, options)
-            crowd, more = _crowd(store, QUICK_PROBES if options.quick else PROBES)
         finally:
             store.close()
-    return emit(Report(options, figures={"incidents": count, **figures, **crowd}, musts=[*musts, *more]))
+    return emit(Report(options, figures={"incidents": count, **figures}, musts=musts))
 
 
 def _history(etcd: EtcdServer, store: Store, count: int, options: Options) -> tuple[dict[str, Any], list[Must]]:
@@ -134,41 +124,6 @@ def _observed(documents: RunDocuments) -> Observer:
 
 def _size_mb(etcd: EtcdServer, field: str) -> float:
     return int(etcd.call("maintenance/status")[field]) / 1e6
-
-
-def _crowd(store: Store, probes: int) -> tuple[dict[str, Any], list[Must]]:
-    """What a probe gets and how long it takes while the crowd presses on the monitor, and on a node's endpoint."""
-    prefix = str(StoreSettings.model_fields["prefix"].default)
-    node = EndpointOptions("127.0.0.1", 0, None, None, None)
-    figures: dict[str, Any] = {}
-    musts: list[Must] = []
-    with Monitor(store, MonitorOptions(prefix, port=0)) as monitor, closing(NodeEndpoint(node, REGISTRY)) as endpoint:
-        for who, port in (("monitor", monitor.port), ("node", endpoint.port)):
-            note(f"{CROWD} connections press on the {who}")
-            with crowding(port, CROWD) as crowd:
-                answered, seconds = zip(*(_probed(port) for _ in range(probes)), strict=True)
-                returned = crowd.returned
-            slowest = {"probe_slowest_s": max(seconds), "probe_median_s": median(seconds)}
-            figures[who] = {**slowest, "cut_and_returned": returned}
-            musts += [
-                at_least(f"{who}: probes answered, %", 100.0 * sum(answered) / probes, 100.0),
-                at_most_time(f"{who}: slowest probe, s", max(seconds), PROBE_LIMIT_S),
-            ]
-    return figures, musts
-
-
-def _probed(port: int) -> tuple[bool, float]:
-    """Whether a probe was answered, and after how many seconds."""
-    answered, began = False, SYSTEM.monotonic()
-    asking = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-    try:
-        asking.request("GET", "/healthz")
-        answered = asking.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        pass
-    finally:
-        asking.close()
-    return answered, SYSTEM.monotonic() - began
 
 
 if __name__ == "__main__":

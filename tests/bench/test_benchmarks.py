@@ -1,4 +1,4 @@
-"""Every benchmark still runs: at toy size, with a report of the published shape."""
+"""Every benchmark still runs: at toy size, with a report of the published shape; and the page of them is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.bench.page import BEGIN, END
 from tests.bench.themes import Theme, themes
 from tests.integration.training.launch import ran
 
@@ -24,3 +26,15 @@ def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
     assert set(shape) == {"benchmark", "machine", "versions", "command", "figures", "musts"}
     assert shape["figures"]
     assert [must for must in shape["musts"] if "samples lost" in must["name"] and not must["ok"]] == []
+
+
+def test_a_report_is_written(tmp_path: Path) -> None:
+    """The page with what was measured, and README's part of it; what there was no time for is named."""
+    (tmp_path / "deploy/images").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"{BEGIN}\nold\n{END}\n", encoding="utf-8")
+    words = ["report", "scale", "goodput_model", "--minutes", "2", "--directory", str(tmp_path)]
+    done = ran(["-m", "tests.bench", *words], ROOT, LIMIT_S)
+    assert done.code == 0, done.err[-4000:]
+    page = (tmp_path / "deploy/report.md").read_text(encoding="utf-8")
+    assert {"## Promises", "## Goodput by a model", "| torch | " + torch.__version__ + " |"} <= set(page.splitlines())
+    assert "old" not in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """What is published: the source archive and the wheel that is built from it, and what who installs that can do.
 
-The wheel is installed in a fresh environment that has what it, its extras and the tutorial ask for, and nothing else of
-this one. There, in an empty directory, the commands of the README and the tutorial are run.
+The wheel is installed in a fresh environment that has what it and its extras ask for, and nothing else of
+this one. There, in an empty directory, the commands of the README are run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.environments import SITE, Environment, needed_by
-from tests.support.pages import DOCS, blocks
+from tests.support.pages import blocks
 from tests.support.requirements import missing
 
 ROOT = Path(__file__).parents[3]
@@ -36,12 +36,9 @@ NOT_RUN = {
     "pip install": "it needs a clone or the network; the wheel is installed here",
     "python -m build": "it needs a clone; the wheel is built here",
     "elastic-trainer monitor": "it serves until it is stopped; tests/integration/monitor ask it",
-    "elastic-trainer checkpoints": "the name of a group of commands, of which the tutorial runs three",
-    "tensorboard": "it serves until it is stopped",
-    "torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 100 --rdzv-backend etcd3 --rdzv-endpoint "
-    "etcd.example:2379 --rdzv-id spirals-7": "it needs /shared; the README's torchrun on two nodes is run",
+    "elastic-trainer checkpoints": "the name of a group of commands",
 }
-"""Commands of the two pages, by how they begin, and why they are not run here."""
+"""Commands of the README, by how they begin, and why they are not run here."""
 TWICE = ("torchrun --nnodes 2:4", "elastic-trainer run --nodes 2:4")
 """Commands of each of at least two nodes."""
 LIMIT_S = 240.0
@@ -128,21 +125,6 @@ def run_in(fresh: Environment, command: str, directory: Path, endpoint: str = ""
     with ThreadPoolExecutor(nodes) as pool:
         for done in pool.map(node, range(nodes)):
             assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-
-
-@pytest.mark.timeout(900)
-def test_who_installs_the_wheel_can_follow_the_tutorial(fresh: Environment, tmp_path: Path) -> None:
-    """Also what the test of the pages leaves out to save time."""
-    for block in blocks(DOCS / "tutorial.md"):
-        if block.file is not None:
-            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
-        elif block.language == "python":
-            (tmp_path / "block.py").write_text(block.text, encoding="utf-8")
-            run_in(fresh, "python block.py", tmp_path)
-        elif block.language == "sh":
-            for command in block.text.replace("\\\n", " ").splitlines():
-                if why_not_run(" ".join(command.split())) is None:
-                    run_in(fresh, command, tmp_path)
 
 
 def readme_commands() -> list[str]:
