@@ -194,11 +194,6 @@ class Watch:
 
         return self.wait(f"a message that {name} is {status}", look, within_s)
 
-    def stays_silent(self, for_s: float, run: str | None = None, except_for: Sequence[str] = ()) -> None:
-        """Pass ``for_s`` seconds in which no alert fires, nor has fired since the start (those named aside)."""
-        pause(for_s)
-        assert self.fired(run) <= set(except_for), f"fired: {self.fired(run)}; now: {self.alerts()}"
-
     # ---- the two processes
 
     def _start(self) -> None:
