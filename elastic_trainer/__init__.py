@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic_trainer.training.task import Task as Task
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.worker.session import Session as Session
-    from elastic_trainer.worker.steps.step import Step as Step
+    from elastic_trainer.worker.steps.engine import Step as Step
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ _LAZY = {
     "TarShards": "elastic_trainer.data.tar_shards",
     "RunLog": "elastic_trainer.training.run_log",
     "Session": "elastic_trainer.worker.session",
-    "Step": "elastic_trainer.worker.steps.step",
+    "Step": "elastic_trainer.worker.steps.engine",
     "launch": "elastic_trainer.local.launch",
     "Task": "elastic_trainer.training.task",
     "Trainer": "elastic_trainer.training.trainer",

@@ -74,7 +74,8 @@ class BackgroundSaves:
         self._changed = threading.Condition()
         self._unsealed: list[tuple[Save, Held]] = []
         self._waiting: list[tuple[Save, Held]] = []
-        self._unread: list[Save] = []
+        self.unread: list[Save] = []
+        """Those that have ended since :meth:`finished` was called."""
         self._under_way: list[Save] = []
         self._neighbour: Neighbour | None = None
         self._copied_to: Neighbour | None = None
@@ -235,11 +236,9 @@ class BackgroundSaves:
         return save
 
     def finished(self) -> Sequence[Save]:
-        """The saves that have ended since the last call."""
-        if not self._unread:
-            return ()
+        """The saves that have ended since the last call, taken from ``unread``."""
         with self._changed:
-            ended, self._unread = self._unread, []
+            ended, self.unread = self.unread, []
         return ended
 
     def wait(self) -> None:
@@ -389,7 +388,7 @@ class BackgroundSaves:
 
     def _report(self, save: Save) -> None:
         if save.purpose is SnapshotPurpose.COMMIT or save.error is not None:
-            self._unread.append(save)
+            self.unread.append(save)
         save.done.set()
 
 

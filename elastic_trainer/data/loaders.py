@@ -28,9 +28,8 @@ from torch.utils.data import Sampler as TorchSampler
 from elastic_trainer import torch_internals
 from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.placing import placed, versions
-from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.plan import Course, EpochPlan, SampleRequest
 from elastic_trainer.data.reader import Drawn
-from elastic_trainer.data.requests import Course, SampleRequest
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.seeds import key, seed_host, undisturbed
 from elastic_trainer.data.workers import Upcoming, alike

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.data.bad_samples import Missing
 from elastic_trainer.data.placing import pinned
-from elastic_trainer.data.requests import SampleRequest
+from elastic_trainer.data.plan import SampleRequest
 from elastic_trainer.data.seeds import SEEDED, SampleSeeds
 from elastic_trainer.data.sources import StreamEndedError, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import DataError

@@ -17,9 +17,8 @@ from elastic_trainer import torch_internals
 from elastic_trainer.data.bad_samples import Tally, limit
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import pinned, placed
-from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece
+from elastic_trainer.data.plan import Course, EpochPlan, GlobalBatch, Ids, Piece, SampleRequest, asked, spanning
 from elastic_trainer.data.reader import Collate, Drawn, SampleReader
-from elastic_trainer.data.requests import Course, SampleRequest, asked, spanning
 from elastic_trainer.data.seeds import undisturbed
 from elastic_trainer.data.sources import plain_tensors
 from elastic_trainer.data.streams import Streams

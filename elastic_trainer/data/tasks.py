@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from elastic_trainer.data.placing import leaves
+from elastic_trainer.data.plan import SampleRequest
 from elastic_trainer.data.reader import Cancelled, Drawn, SampleReader
-from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.errors import DataError
 
 _ENDING = -1

@@ -32,8 +32,8 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import versions
+from elastic_trainer.data.plan import Place, SampleRequest
 from elastic_trainer.data.reader import Drawn, SampleReader
-from elastic_trainer.data.requests import Place, SampleRequest
 from elastic_trainer.data.tasks import Failure, FetchTask, Tasks, unchanged
 from elastic_trainer.errors import DataError
 from elastic_trainer.telemetry.logs import logger

@@ -28,7 +28,7 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.integrations.loading import Advanced, SessionLoader, Still, require_hidden, train
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.engine import Step
 
 _log = logging.get_logger(__name__)
 _KEPT = (

@@ -41,8 +41,8 @@ from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_l
 from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.worker.comm.placement import Hardware, choose
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.engine import LaterLoss
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, OnChanged, SavingOptions
-from elastic_trainer.worker.steps.step import LaterLoss
 
 CONFIG_FILE = "config.yaml"
 

@@ -28,9 +28,8 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.transfer import packed, unpacked
-from elastic_trainer.worker.steps.boundary import Turn
+from elastic_trainer.worker.steps.engine import Turn, Workplace
 from elastic_trainer.worker.steps.training import Training
-from elastic_trainer.worker.steps.workplace import Workplace
 
 Result = TypeVar("Result")
 _TREE = Codec(packed, unpacked)

@@ -36,28 +36,34 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
-from elastic_trainer.data.sampler import Collate
+from elastic_trainer.data.loaders import LoaderSource, SessionSampler
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import EpochPlan, LrRule
+from elastic_trainer.data.sampler import Batch, Collate
+from elastic_trainer.data.sources import checked_length, is_stream
+from elastic_trainer.data.streams import Streams
 from elastic_trainer.errors import ConfigError, last_line
-from elastic_trainer.model import Phase
+from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import complaints, logs
 from elastic_trainer.worker import alone, evaluation, forks
+from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.comm.round_place import self_started
-from elastic_trainer.worker.feeding import SessionData
 from elastic_trainer.worker.model.local import Apart
-from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.model.replica import Reduction, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
-from elastic_trainer.worker.model.wrapped import WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
+from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
 from elastic_trainer.worker.steps.driven import DrivenStep
+from elastic_trainer.worker.steps.engine import Step, Workplace
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.replicas import Wrapped
-from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.training import Training
 
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
@@ -66,7 +72,7 @@ LEAVING_S = 10.0
 _OPEN: list[Session] = []
 
 
-class Session(SessionData):
+class Session:
     """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
 
     Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
@@ -108,7 +114,15 @@ class Session(SessionData):
             checks=checks,
             group=group,
         )
-        super().__init__(options, self_started(settings.worker_environment(), init_method, rank, world_size))
+        self._options = options
+        self.environment = self_started(settings.worker_environment(), init_method, rank, world_size)
+        self._position = Position()
+        self._process: Process | None = None
+        self._training: Training | None = None
+        """None before the model is wrapped."""
+        self._foreign = False
+        """Whether this process was forked from the one that trains."""
+        self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._meshes = Meshes()
         self._driven: DrivenStep | None = None
@@ -220,6 +234,94 @@ class Session(SessionData):
         if self._training is not None:
             fn()
 
+    # ---- where this process is: asks no other rank
+
+    def _require_open(self) -> Process:
+        """ConfigError unless this process has opened the session."""
+        if self._foreign:
+            raise ConfigError(
+                "this process was forked from the one that trains, and has no part in its session",
+                hint="use the session in the process that opened it",
+            )
+        if self._process is None:
+            raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
+        return self._process
+
+    @property
+    def _here(self) -> Workplace:
+        return self._require_open().place
+
+    @property
+    def _all(self) -> Collectives:
+        return Collectives(self._here, self._training)
+
+    @property
+    def _trained(self) -> Training:
+        if self._training is None:
+            self._require_open()
+            raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
+        return self._training
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self._here.present.control.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self.environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._here.present.control.world_size
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is the process that saves and reports."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        return self._here.placement.device
+
+    @property
+    def round(self) -> int:
+        """The generation of the state: grows each time the job resumes, and is at least the launcher's round."""
+        return self._position.generation
+
+    @property
+    def round_reason(self) -> str:
+        """Why the present round was formed ("node n2 was lost", say); empty where that is not known."""
+        return self._here.present.group.formation.reason
+
+    @property
+    def step_number(self) -> int:
+        """Committed steps."""
+        return self._position.step
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far the job has come in the data."""
+        return self._position.cursor
+
+    @property
+    def within_epochs(self) -> bool:
+        """Whether the body of ``session.epochs()`` is running."""
+        return self._here.feed.within_epochs
+
+    @property
+    def best_metrics(self) -> Mapping[str, float]:
+        """The metrics of the last state saved as best."""
+        return dict(self._position.best)
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The checkpoint that this life of the job began from."""
+        return self._training.origin.name if self._training is not None else None
+
     # ---- the model
 
     def init_device_mesh(
@@ -313,6 +415,152 @@ class Session(SessionData):
         if averaged is None:
             raise ConfigError("no average is kept", hint="say session.wrap(..., average=0.999)")
         return averaged.module
+
+    def register(self, name: str, part: Stateful) -> None:
+        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be the same on all ranks.
+
+        In place a rank may receive the state of another that is one collective ahead: change ``part`` only after the
+        collectives that follow a step (``step.loss``, ``save``, ...).
+        """
+        if self._training is not None:
+            self._training.state.register(name, part)
+        else:
+            check_part(name, part, self._user)
+            self._user[name] = part
+
+    # ---- data
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends.
+
+        A life that resumes behind the last step of an epoch runs what is left of the body, with no batch; behind a
+        :meth:`save` there, it begins with the next epoch.
+        """
+        return self._here.feed.epochs(total)
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        passes: int | None = None,
+        shuffle: bool = True,
+        scale_from: int | None = None,
+        lr_rule: str = LrRule.NONE,
+        collate: Collate | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        bad_samples: str = "raise",
+        max_bad_fraction: float = 0.01,
+        multiprocessing_context: str | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
+
+        With ``steps`` as many epochs as it takes until the run, with all its lives, has made that many steps.
+
+        A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
+        ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
+        sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
+        draws none, one with ``generators = ("random",)`` draws from that one alone (of "random", "numpy", "torch") and
+        costs less; ``set_epoch(epoch)`` is called for each epoch, in every process, if the data set has it.
+
+        The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
+        ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
+        ``lr_rule`` says ("linear", "sqrt", "none") for each update. Both are kept in the checkpoint.
+
+        With ``passes`` each rank computes its part in that many micro-batches, whatever the number of ranks.
+
+        The last global batch of an epoch is smaller if the samples do not fill it. With ``drop_last`` they are left
+        out (with ``passes``: those that do not fill a pass of ``global_batch_size / passes`` samples).
+
+        With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
+        are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
+        ``pin_memory`` None: when the device is CUDA.
+
+        ``bad_samples="skip"`` leaves out samples that raise: they are logged and counted (``skipped_samples``), and
+        the gradient is that of the sum over the samples present, divided by the planned size of the global batch.
+        DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
+        all of a micro-batch.
+        """
+        change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
+        length, seed = checked_length(dataset), self._options.seed
+        size, micro = global_batch_size, micro_batch_size
+        plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
+        loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
+        if isinstance(dataset, Streams):
+            change = self._reading(dataset, plan, loading, epochs)
+        return self._here.feed.batches(dataset, plan, collate, epochs, steps, loading, change)
+
+    def _reading(self, streams: Streams, plan: EpochPlan, loading: Loading, epochs: int | None) -> Callable[[], bool]:
+        """Keep where ``streams`` are with the state; what is to be called before a batch is drawn."""
+        if epochs is not None or self.within_epochs:
+            raise ConfigError("streams have no end, and so no epochs", hint="say steps=N")
+        for option, given in (
+            ("scale_from", plan.scale_from is not None),
+            ("workers", loading.workers > 0),
+            ("bad_samples='skip'", loading.bad_samples != "raise"),
+            ("reduction='local_sgd' or 'diloco'", self._trained.replica.apart),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{option} does not go with Streams",
+                    hint="leave it out; a stream may read ahead itself, as torchdata's StatefulDataLoader does",
+                )
+        if self._trained.state.user.get(streams.name) is not streams:
+            self.register(streams.name, streams)
+        streams.begin(plan.global_batch)
+        change, everyone, position = self._trained.round_end.change, self._all, self._position
+
+        def changed() -> bool:
+            if change():
+                return True
+            if streams.due(position.step):
+                everyone.exchange(streams)
+            return False
+
+        return changed
+
+    def sampler(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        passes: int | None = None,
+        shuffle: bool = True,
+        scale_from: int | None = None,
+        lr_rule: str = LrRule.NONE,
+        drop_last: bool = False,
+    ) -> SessionSampler:
+        """The batch sampler of a DataLoader of your own, or of torchdata's StatefulDataLoader.
+
+        ``DataLoader(dataset, batch_sampler=sampler, ...)``, then ``for batch in sampler.batches(loader, epochs=N)``.
+        The arguments are those of :meth:`batches`; ``dataset`` is map-style.
+        """
+        if is_stream(dataset):
+            raise ConfigError(
+                f"{type(dataset).__name__} is a stream, whose samples have no numbers for a sampler",
+                hint="give it to session.batches(..., shuffle=False)",
+            )
+        training, rule = self._trained, one_of(LrRule, lr_rule, "lr_rule")
+        length, seed, feed = checked_length(dataset), self._options.seed, self._here.feed
+        size, micro = global_batch_size, micro_batch_size
+        plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
+
+        def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
+            return feed.batches(dataset, plan, None, epochs, steps, source, training.round_end.change)
+
+        return SessionSampler(dataset, plan, self.device, begin)
+
+    @property
+    def skipped_samples(self) -> int:
+        """How many samples this process has left out because they raise."""
+        return self._here.feed.tally.total
 
     # ---- steps
 

@@ -36,8 +36,8 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
-from elastic_trainer.worker.steps.step import Step
 from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section
 from tests.support.requirements import missing

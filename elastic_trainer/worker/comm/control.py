@@ -91,6 +91,7 @@ class Control:
         transfer_limit: timedelta = timedelta(0),
     ) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
+        self.alone = world_size == 1
         self.begun = 0
         """Collectives of all ranks; equal on ranks that have come equally far."""
         self.newest = ""
@@ -103,10 +104,6 @@ class Control:
     def group(self) -> Any:
         """The process group; None without one, or after :meth:`close`."""
         return self._group
-
-    @property
-    def alone(self) -> bool:
-        return self.world_size == 1
 
     # ---- sums
 

@@ -31,7 +31,7 @@ from elastic_trainer.worker.inplace.shortage import MemoryShortage
 from elastic_trainer.worker.state.heal import heal, identity
 from elastic_trainer.worker.state.restore import Origin
 from elastic_trainer.worker.state.storage_check import check_storage
-from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.training import Training
 
 _LASTING = (Phase.CHECKPOINT, Phase.EVALUATION)

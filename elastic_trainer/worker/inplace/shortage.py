@@ -20,8 +20,8 @@ from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import chain
+from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import OnShortage
-from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Training
 
 

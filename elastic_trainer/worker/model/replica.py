@@ -1,38 +1,232 @@
-"""This rank's copy of the model: the bare module, and the wrapper that averages gradients while ranks train together.
+"""This rank's copy of the model: the bare module, what the script calls in its place, and which parameters are trained.
 
-DistributedDataParallel is built with ``init_sync=False``: states are already equal, and its broadcast would overwrite a
-rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass after a
-synchronised one, so once per step at any number of micro-batches; rank 0's buffers are the ones that count and are
-saved. Rank 0 always has samples of its own, never a filler.
+While ranks train together, a wrapper averages gradients. DistributedDataParallel is built with ``init_sync=False``:
+states are already equal, and its broadcast would overwrite a rank that is ahead. It sends rank 0's buffers (BatchNorm
+statistics) to all ranks in the first forward pass after a synchronised one, so once per step at any number of
+micro-batches; rank 0's buffers are the ones that count and are saved. Rank 0 always has samples of its own, never a
+filler.
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError for a change of the script that cannot be followed, naming the first parameter.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer import torch_internals
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.buffers import Buffers, share
 from elastic_trainer.worker.model.ddp_sums import Gradients
 from elastic_trainer.worker.model.sync_batchnorm import Company, share_batchnorm
-from elastic_trainer.worker.model.trainable import check_members
 from elastic_trainer.worker.model.tree import TreeReduction
-from elastic_trainer.worker.model.wrapped import WrappedModel, bare
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+
+Call = Callable[[Callable[..., Any], Any, Any], Any]
+"""Makes a call in place of the runner; gets what to call, and the arguments."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class WrappedModel(nn.Module):
+    """What ``session.wrap`` returns: one type for the whole life of a script, alone, on many ranks and across rounds.
+
+    Calling it goes through what averages gradients in the present round. All else is the bare model's: its attributes
+    and methods (``wrapped.generate()``), its parameters under their own names, its state dict.
+
+    ``module`` is the bare model; ``called`` the compiled one, if it was compiled, else the same.
+    """
+
+    module: nn.Module
+    called: nn.Module
+
+    def __init__(self, module: nn.Module, called: nn.Module) -> None:
+        own, training = self.__dict__, module.training
+        own.update(module=module, called=called, _through=called, _call=None)
+        super().__init__()
+        module.training = training
+        own.update({name: module.__dict__[name] for name in _TABLES})  # shared, so that names are the bare model's
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        through, call = self.__dict__["_through"], self.__dict__["_call"]
+        return through(*inputs, **named) if call is None else call(through, inputs, named)
+
+    def go_through(self, parallel: Callable[..., Any] | None) -> None:
+        """Call ``parallel``, which calls the model, from now on; None: the model itself."""
+        self.__dict__["_through"] = self.called if parallel is None else parallel
+
+    def intercept(self, call: Call | None) -> None:
+        """Route each call through ``call`` from now on; None: call directly."""
+        self.__dict__["_call"] = call
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in here only add up locally, as in DistributedDataParallel."""
+        through = self.__dict__["_through"]
+        return through.no_sync() if isinstance(through, DistributedDataParallel) else nullcontext()
+
+    @property
+    def training(self) -> bool:
+        """Of the bare model."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        module: Any = self.module
+        return module[key]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["module"], name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy is of the bare model: a round's groups cannot be copied."""
+        return copy.deepcopy(self.module, memo)
+
+
+def refuse_ddp(module: nn.Module) -> None:
+    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
+    if isinstance(module, WrappedModel) or not dist.is_initialized():
+        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
+
+
+def check_bare(model: nn.Module) -> None:
+    """ConfigError if ``model`` sums gradients by itself."""
+    for each in model.modules():
+        if isinstance(each, DistributedDataParallel | nn.DataParallel):
+            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
+
+
+_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, if ``module`` is compiled."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+_required = attrgetter("requires_grad")
+
+
+class Trainable:
+    """The parameters of ``module``, and which of them are in the groups of ``optimizer``.
+
+    The reduction over ranks is built for the parameters that require a gradient. If another one is unfrozen later, each
+    rank would use its own gradient, and the models would drift apart: changes by the script are noticed before.
+    Checking all flags takes 30 ns per parameter, about as long as dropping a gradient.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._names, self.parameters = _listed(module)
+        self.look()
+
+    def look(self) -> None:
+        """Take the present flags and groups as what is trained. ConfigError if a parameter is not the model's."""
+        groups = self._optimizer.param_groups
+        check_members(self._optimizer, self._module)
+        names, parameters = _listed(self._module)
+        if list(map(id, parameters)) != list(map(id, self.parameters)):
+            raise ConfigError(
+                f"parameter {_first_new(self, names, parameters)!r} is not the one that session.wrap() was given",
+                hint="make all parameters before wrap(), and freeze those that are to be trained later",
+            )
+        self._flags, self._groups = list(map(_required, parameters)), len(groups)
+        held = {id(each) for group in groups for each in group["params"]}
+        self.outside = [each for each in parameters if id(each) not in held]
+        """Those in no group of the optimizer."""
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether the optimizer has a new group."""
+        return len(self._optimizer.param_groups) != self._groups
+
+    @property
+    def switched(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since :meth:`look`."""
+        return list(map(_required, self.parameters)) != self._flags
+
+    def switch(self) -> str:
+        """The first such parameter and its change, in words."""
+        pairs = zip(self._names, self.parameters, self._flags, strict=True)
+        name, now = next((name, each.requires_grad) for name, each, flag in pairs if each.requires_grad != flag)
+        return f"parameter {name!r} was {'unfrozen' if now else 'frozen'}"
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters that must be equal on all ranks (a model can exclude some from DDP)."""
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        pairs = zip(self._names, self.parameters, strict=True)
+        return [(name, local(each)) for name, each in pairs if name not in ignored and not each.is_meta]
+
+    # ---- between ranks
+
+    def agree(self, control: Control) -> None:
+        """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""
+        flags = bytes(self._flags)
+        if control.alone or EqualityCheck(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
+            return
+        rows = control.gather_bytes(flags)
+        if len({len(row) for row in rows}) > 1:
+            raise ConfigError("ranks train models of different sizes", hint="make the same model on all ranks")
+        rank, place = next(
+            (rank, place) for rank, row in enumerate(rows) for place, flag in enumerate(row) if flag != rows[0][place]
+        )
+        raise ConfigError(
+            f"parameter {self._names[place]!r} is trained on rank {rank if rows[rank][place] else 0} and frozen on"
+            f" rank {0 if rows[rank][place] else rank}",
+            hint="freeze and unfreeze parameters at the same step on all ranks",
+        )
+
+
+def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that trains what is not in the model."""
+    known = set(map(id, module.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
+                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
+            )
+
+
+def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    named = list(module.named_parameters())
+    return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter]) -> str:
+    """The first parameter name that was added or removed."""
+    before = set(map(id, known.parameters))
+    added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
+    return [*added, *sorted(set(known._names) - set(names)), *names][0]
 
 
 class Reduction(StrEnum):

@@ -24,8 +24,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.buffers import share, unflatten
-from elastic_trainer.worker.model.replica import Replica
-from elastic_trainer.worker.model.wrapped import bare
+from elastic_trainer.worker.model.replica import Replica, bare
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 BUCKET_BYTES = 32 * 2**20

@@ -236,6 +236,7 @@ class HeartbeatReporter:
     def committed(self, step: int, samples: int, cursor: Cursor = _START) -> None:
         """``step`` was committed with ``samples`` samples of this rank; the data goes on at ``cursor``."""
         pulse, now = self.pulse, self._monotonic()
+        pulse.stepped_wall = self._clock.wall()
         self.page.inside(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
         pulse.phase_at = pulse.moved_at = pulse.stepped_at = now
@@ -257,7 +258,6 @@ class HeartbeatReporter:
         pulse.steps += 1
         pulse.fresh += 1
         pulse.samples += samples
-        pulse.stepped_wall = self._clock.wall()
         if step > self.reached:
             self.reached = step
         if now - self._sampled_at > _SAMPLE_EVERY_S:

@@ -41,6 +41,8 @@ class Ledger:
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
         self._directory = environment.ledger_dir
+        self.enabled = environment.ledger_dir is not None
+        """Whether lines are written at all."""
         self._path: Path | None = None
         self._descriptor: int | None = None
         self._waiting = bytearray()
@@ -53,11 +55,6 @@ class Ledger:
         if self._refused and not environment.midway:
             where = environment.ledger_dir
             raise StorageError(f"the ledger cannot be written in {where}: {self._refused}", hint="check the path")
-
-    @property
-    def enabled(self) -> bool:
-        """Whether lines are written at all."""
-        return self._path is not None
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
         """Set the identity of the writer that every later line carries."""

@@ -184,7 +184,7 @@ class Saver:
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
-        if self.alone and self._copy_due():
+        if self._memory.files and self.alone and self._copy_due():
             self._copy(SnapshotPurpose.KEEP)
 
     def wants_copy(self) -> bool:
@@ -365,7 +365,7 @@ class Saver:
 
     def look(self) -> None:
         """Note what has become of saves since the last look."""
-        for save in self._saves.finished() if self._saves is not None else ():
+        for save in self._saves.finished() if self._saves is not None and self._saves.unread else ():
             if save.purpose is not SnapshotPurpose.COMMIT:
                 logger().warning("snapshot.failed", step=save.manifest.step, reason=str(save.error))
                 self._refused |= isinstance(save.error, NonFiniteError)

@@ -8,7 +8,7 @@ decide.
 All ranks come to the same verdicts, and rank 0 reports them. A rank may leave the round, to repeat the step, before
 rank 0 has heard the last result; so the next round begins with what the ranks have heard, and rank 0 reports the rest.
 
-Parameters are compared at the end of the step before (:mod:`elastic_trainer.worker.steps.comparison`), so no state that
+Parameters are compared at the end of the step before (:mod:`elastic_trainer.worker.steps.engine`), so no state that
 differs is audited, trained on, or adopted by others.
 
 *Runs in* the worker's main thread of all ranks at once. *Owns* a hook of the optimizer.

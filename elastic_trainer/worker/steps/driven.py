@@ -17,8 +17,7 @@ import torch
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RejoinError, TransientError
-from elastic_trainer.worker.steps.commit import Steps
-from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.engine import Step, Steps
 
 Result = TypeVar("Result")
 

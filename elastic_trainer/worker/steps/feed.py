@@ -1,16 +1,26 @@
-"""What a session trains on next: epochs and batches from the job's position in the data.
+"""What a session trains on next: epochs and batches from the job's position in the data, cut alike by all ranks.
 
 The position moves when a step commits, not when a batch is drawn; so a batch is repeated until it is committed.
 
-*Runs in* the worker's main thread. *Owns* the source of samples, with its data worker processes.
-*Fails by* DataError for an unusable data set, ConfigError for one that differs from the resumed one or from other
-ranks'.
+Ranks that cut the data differently would miss or repeat samples, so they compare their plans (:class:`Accord`): at the
+first step of each round, and of each epoch for which no rank has promised the same plan (``batches(epochs=5)`` promises
+five, and a script may make another plan after them), by one sum, before anything is computed, as ranks that differ in
+micro-batches would wait for each other in SyncBatchNorm. And they compare behind steps by a number that travels with
+what they agree on anyway. So nothing depends on how often a rank calls ``batches()``, and all other steps cost nothing.
+
+*Runs in* the worker's main thread, the comparison on all ranks at once. *Owns* the source of samples, with its data
+worker processes.
+*Fails by* DataError for an unusable data set; ConfigError for one that differs from the resumed one, or from other
+ranks': on the ranks that differ from those that have trained already, which go on without them; where nobody has
+trained yet, on all. RoundBrokenError when a peer is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,21 +28,122 @@ import torch
 from elastic_trainer.data.bad_samples import Tally
 from elastic_trainer.data.loaders import LoaderSource
 from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.plan import EpochPlan, SampleRequest
 from elastic_trainer.data.reader import Drawn
-from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
 from elastic_trainer.data.sources import is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.plan_agreement import Accord, Plan
+
+Fields = Mapping[str, Any]
+Plan = tuple[Fields, int]
+"""The fields, and the epoch before which they stay as they are; 0: nothing is promised beyond the present epoch."""
+_ADVICE = "start all nodes with the same script, arguments and data"
+_MARK_BYTES = 5
+"""A float64 sums marks of 40 bits exactly over 8,192 ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one rank cuts the data (``fields`` of its plan, empty if it has none), and whether it has trained so."""
+
+    rank: int
+    node: str
+    fields: Fields
+    trained: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" (node {self.node})" if self.node != UNNAMED else "")
+
+
+def refusals(cuts: Sequence[Cut]) -> dict[int, str]:
+    """What is wrong with each rank that cannot go on. Pure; ``cuts`` are in rank order.
+
+    Ranks that have trained are right. Where there are none, nobody knows who is right, and all are refused.
+    """
+    right = next((cut for cut in cuts if cut.trained), cuts[0])
+    found = {cut.rank: sentence for cut in cuts if (sentence := _difference(cut, right))}
+    if found and not right.trained:
+        first = next(iter(found.values()))
+        return {cut.rank: found.get(cut.rank, first) for cut in cuts}
+    return found
+
+
+def _difference(cut: Cut, right: Cut) -> str:
+    for name in sorted({*cut.fields, *right.fields}):
+        mine, other = (each.fields.get(name, "not set") for each in (cut, right))
+        if mine != other:
+            return f"ranks cut the data differently: '{name}' is {mine} on {cut} and {other} on {right}"
+    return ""
+
+
+def mark(fields: Fields) -> int:
+    """A hash of ``fields``: other fields almost certainly give another number."""
+    text = json.dumps(dict(fields), sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_MARK_BYTES).digest())
+
+
+class Accord:
+    """Compares how ranks cut the data. ``plan()`` is the one that the batch at hand was drawn by."""
+
+    def __init__(self, node: str, plan: Callable[[], Plan]) -> None:
+        self._node, self._plan = node, plan
+        self._control = Control()
+        self._given: Fields = {}
+        self._compared_until = 0
+        """The epoch before which no rank of this round will make another plan, by what they said when they compared."""
+        self._trained = False
+
+    def bind(self, control: Control, given: Fields) -> None:
+        """A round begins. ``given``: the plan of the rank whose state was just taken over, if it had one."""
+        self._control, self._given, self._compared_until = control, given, 0
+
+    def check(self, fields: Fields) -> None:
+        """Before the first batch: ConfigError unless the plan is that of the ranks that this one has joined."""
+        for name, value in fields.items():
+            if not self._trained and self._given.get(name, value) != value:
+                here = Cut(self._control.rank, self._node, fields, trained=False)
+                raise ConfigError(
+                    f"ranks cut the data differently: '{name}' is {value} on {here} and {self._given[name]} on the"
+                    " ranks that train already",
+                    hint=_ADVICE,
+                )
+
+    def at_step(self, epoch: int) -> None:
+        """A step begins: compare if it is the first of the round, or of an epoch that may have another plan."""
+        if epoch >= self._compared_until:
+            self._compared_until = max(self.compare(), epoch + 1)
+            self._trained = True
+
+    def mark(self) -> int:
+        """What all ranks must have in common, as one number."""
+        return mark(self._plan()[0])
+
+    def compare(self) -> int:
+        """Look at the plans of all ranks; all call it alike. The epoch before which none of them changes."""
+        fields, until = self._plan()
+        if self._control.alone:
+            return until
+        mine = mark({**fields, "until": until})
+        if self._control.sum(Purpose.PLAN, [mine])[0] == mine * self._control.world_size:
+            return until
+        text = json.dumps({"node": self._node, "fields": dict(fields), "trained": self._trained, "until": until})
+        rows = [json.loads(each) for each in self._control.gather_bytes(text.encode())]
+        common = min(int(row.pop("until")) for row in rows)
+        refused = refusals([Cut(rank, **row) for rank, row in enumerate(rows)])
+        if self._control.rank in refused:
+            raise ConfigError(refused[self._control.rank], hint=_ADVICE)
+        for sentence in refused.values():
+            logger().warning("rank.refused", reason=sentence)
+        return common
+
 
 ENDLESS = 2**31
 """Epochs, where the number of steps ends the training."""
@@ -71,6 +182,8 @@ class DataFeed:
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._part = DataPart(0, 1)
+        self.lr_factor = 1.0
+        """Factor for the learning rate at the present number of ranks."""
         self._even = self._fixed = False
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
@@ -105,6 +218,7 @@ class DataFeed:
         one was healed from, if any. ``fixed``: nothing drawn may depend on the number of ranks.
         """
         self._part, self._resumed, self._even, self._fixed = part, resumed, even, fixed
+        self._look_up_lr()
         self.accord.bind(control, given)
 
     def redraw(self) -> None:
@@ -135,9 +249,8 @@ class DataFeed:
     def _cut(self) -> Plan:
         return (asdict(self._sampler.plan) if self._sampler is not None else {}), self._same_until
 
-    def lr_factor(self) -> float:
-        """Factor for the learning rate at the present number of ranks."""
-        return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._part.world)
+    def _look_up_lr(self) -> None:
+        self.lr_factor = 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._part.world)
 
     @property
     def within_epochs(self) -> bool:
@@ -222,6 +335,7 @@ class DataFeed:
     ) -> Iterator[Batch]:
         position = self._position
         self._sampler, self._same_until, self._most_steps = sampler, epochs or 0, steps
+        self._look_up_lr()
         while (epochs is None or position.cursor.epoch < epochs) and not self._made:
             while not sampler.plan.ended(position.cursor) and not self._made:
                 if change():

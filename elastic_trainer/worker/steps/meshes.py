@@ -16,7 +16,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.steps.workplace import Workplace
+from elastic_trainer.worker.steps.engine import Workplace
 
 
 class Meshes:

@@ -12,9 +12,10 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.state.cadence import Cadence, WhenBehind
 from elastic_trainer.worker.state.shares import Writers
-from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
 
 STOP_TIMEOUT_S = 10.0
+EVERY_STEPS = 100
+"""How often ranks compare their parameters."""
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -47,6 +48,14 @@ class SavingOptions:
         every_s = self.snapshot_every_s
         if every_s not in (None, AUTO) and (isinstance(every_s, str) or every_s <= 0):
             raise ConfigError(f"snapshot_every_s is {every_s!r}", hint="give seconds, 'auto', or None")
+
+
+class OnDifference(StrEnum):
+    """What happens to ranks that differ."""
+
+    STOP = "stop"
+    HEAL = "heal"
+    """They adopt the state that most ranks hold."""
 
 
 class OnMismatch(StrEnum):

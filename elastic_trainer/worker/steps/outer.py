@@ -20,9 +20,7 @@ from typing import Any
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.model.local import LocalReplica
-from elastic_trainer.worker.steps.one_round import RoundEnd
-from elastic_trainer.worker.steps.step import Step
-from elastic_trainer.worker.steps.workplace import Workplace
+from elastic_trainer.worker.steps.engine import RoundEnd, Step, Workplace
 
 
 class OuterSteps:

@@ -21,8 +21,8 @@ from elastic_trainer.worker.model.replica import Reduction, Replica, is_sharded
 from elastic_trainer.worker.model.several import SeveralReplica
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet
 from elastic_trainer.worker.state.training_state import Stateful
+from elastic_trainer.worker.steps.engine import Workplace
 from elastic_trainer.worker.steps.options import OnShortage
-from elastic_trainer.worker.steps.workplace import Workplace
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.state.optimizer_set import parameters_of
-from elastic_trainer.worker.steps.commit import Steps
+from elastic_trainer.worker.steps.engine import Steps
 
 
 class SecondOptimizers:

@@ -42,16 +42,22 @@ from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_sh
 from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
 from elastic_trainer.worker.state.training_state import TrainingState, reseed
 from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
-from elastic_trainer.worker.steps.boundary import BoundaryWork, StepBoundaries, Turn
-from elastic_trainer.worker.steps.commit import Steps, StepT
-from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
-from elastic_trainer.worker.steps.one_round import RoundEnd
-from elastic_trainer.worker.steps.options import OnChanged, OnMismatch
+from elastic_trainer.worker.steps.engine import (
+    Comparison,
+    Difference,
+    RankContext,
+    RoundEnd,
+    Step,
+    StepBoundaries,
+    Steps,
+    StepT,
+    Turn,
+    Workplace,
+)
+from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch
 from elastic_trainer.worker.steps.outer import OuterSteps
 from elastic_trainer.worker.steps.replicas import Wrapped, replica_of
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
-from elastic_trainer.worker.steps.step import Step
-from elastic_trainer.worker.steps.workplace import RankContext, Workplace
 
 _DOING = {
     Phase.ENDING: "has left its training loop",
@@ -312,16 +318,18 @@ class Training:
             checks.audit_every,
             place.environment.node,
         )
-        work = BoundaryWork(
-            self.saver,
-            self.steps,
-            place.feed.accord,
-            comparison,
-            place.tracker,
-            checks.nonfinite == "raise",
-            self.round_end,
+        return StepBoundaries(
+            control,
+            place.signals,
+            saver=self.saver,
+            steps=self.steps,
+            accord=place.feed.accord,
+            comparison=comparison,
+            tracker=place.tracker,
+            fatal=checks.nonfinite == "raise",
+            round_end=self.round_end,
+            rare=self.outer is not None,
         )
-        return StepBoundaries(control, place.signals, work, rare=self.outer is not None)
 
     # ---- steps
 

@@ -21,7 +21,7 @@ from elastic_trainer.training.history import FILE_NAME as HISTORY_FILE
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import CONFIG_FILE, Trainer
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.step import LaterLoss
+from elastic_trainer.worker.steps.engine import LaterLoss
 from tests.integration.training.launch import QUICK, records
 
 pytestmark = pytest.mark.timeout(900)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.data.plan import EpochPlan
-from elastic_trainer.data.requests import Course, Place, asked, spanning
+from elastic_trainer.data.plan import Course, EpochPlan, Place, asked, spanning
 from elastic_trainer.model import Cursor
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from elastic_trainer.data.plan import EpochPlan, Piece
-from elastic_trainer.data.requests import Course
+from elastic_trainer.data.plan import Course, EpochPlan, Piece
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.integrations.loading import SessionLoader
 from elastic_trainer.model import Cursor

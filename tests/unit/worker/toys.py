@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.engine import Step
 
 
 def data(count: int = 60) -> TensorDataset:

@@ -13,7 +13,7 @@ from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.steps.step import LaterLoss
+from elastic_trainer.worker.steps.engine import LaterLoss
 
 
 class Operation:

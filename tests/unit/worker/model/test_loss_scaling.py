@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.worker.model.loss_scaling import Scaling
+from elastic_trainer.worker.steps.engine import Scaling
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, kind_of, load_exactly
-from elastic_trainer.worker.steps.closures import Before
+from elastic_trainer.worker.steps.engine import Before
 
 
 def trained(steps: int, seed: int = 0) -> tuple[nn.Module, OptimizerSet]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.steps.agreement import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval, smoothed
+from elastic_trainer.worker.steps.engine import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval, smoothed
 from tests.support.memory_backend import ManualClock
 from tests.unit.worker.ranks import run_ranks
 

@@ -12,8 +12,7 @@ from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.steps.boundary import BoundaryWork, StepBoundaries
-from elastic_trainer.worker.steps.one_round import OneRound
+from elastic_trainer.worker.steps.engine import OneRound, StepBoundaries
 from tests.support.memory_backend import ManualClock
 
 
@@ -22,7 +21,15 @@ def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Step
     steps: Any = SimpleNamespace(nonfinite=lambda: not finite, position=SimpleNamespace(step=7))
     none: Any = None
     return StepBoundaries(
-        Control(), none, BoundaryWork(none, steps, none, none, tracker, fatal, OneRound(lambda: None))
+        Control(),
+        none,
+        saver=none,
+        steps=steps,
+        accord=none,
+        comparison=none,
+        tracker=tracker,
+        fatal=fatal,
+        round_end=OneRound(lambda: None),
     )
 
 
@@ -71,9 +78,17 @@ class Two:
             wants_copy=lambda: False,
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
-        tracker = HeartbeatReporter()
-        work = BoundaryWork(saver, steps, quiet, quiet, tracker, True, OneRound(lambda: None))
-        self.boundaries = StepBoundaries(control, self.signals, work)
+        self.boundaries = StepBoundaries(
+            control,
+            self.signals,
+            saver=saver,
+            steps=steps,
+            accord=quiet,
+            comparison=quiet,
+            tracker=HeartbeatReporter(),
+            fatal=True,
+            round_end=OneRound(lambda: None),
+        )
 
     def _start(self, purpose: object, values: list[float]) -> Both:
         self.wishes.append(bool(values[1]))

@@ -16,8 +16,8 @@ from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import CheckOptions
-from elastic_trainer.worker.steps.step import Step
 from tests.unit.worker.toys import Job, data, linear, loss_of, model
 
 

@@ -11,7 +11,7 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.steps.comparison import Difference, difference
+from elastic_trainer.worker.steps.engine import Difference, difference
 from tests.unit.worker.ranks import run_ranks
 
 NAMES = ("a", "b", "c")

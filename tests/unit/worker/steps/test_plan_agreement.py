@@ -10,8 +10,8 @@ import pytest
 from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.steps.agreement import Consensus, Flags
-from elastic_trainer.worker.steps.plan_agreement import Accord, Cut, mark, refusals
+from elastic_trainer.worker.steps.engine import Consensus, Flags
+from elastic_trainer.worker.steps.feed import Accord, Cut, mark, refusals
 from tests.unit.worker.ranks import outcome, run_ranks
 
 PLAN = EpochPlan(320, 32, 4, seed=3)

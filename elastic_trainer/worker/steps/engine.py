@@ -1,0 +1,1634 @@
+"""The engine of a training: what happens from the opening of a step to the boundary behind it.
+
+From top to bottom, in the order in which it happens:
+
+- :class:`Step`, which the script holds: micro-batches, backward passes, loss, clipping. The gradient becomes that of
+  the mean over the global batch.
+- :class:`Steps` opens a step, commits and closes it. It commits in the hook after its one optimizer step; with several
+  optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number and cursor advance there together,
+  so no later error can make a step count twice or not at all.
+- :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
+- :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
+  (:class:`Consensus`).
+- :class:`Workplace`, what a process has from the opening of its session to the end, across rounds.
+
+*Runs in* the worker's main thread; the signals' thread reads the present round. *Owns* two hooks of the optimizer, the
+ledger, the feed and the manager of the checkpoints.
+*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, and RoundBrokenError when a
+peer is gone; errors of the body pass through.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from types import SimpleNamespace, TracebackType
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+from torch.amp.grad_scaler import OptState
+
+from elastic_trainer import torch_internals
+from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, DifferError, NonFiniteError, RoundBrokenError
+from elastic_trainer.model import Cursor
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry import logs
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm.codecs import Codec
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model import digests
+from elastic_trainer.worker.model.replica import Replica, Trainable
+from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report.ledger import Ledger
+from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, advanced, load_exactly, members_of, parameters_of
+from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.state.training_state import Position, TrainingState
+from elastic_trainer.worker.steps.feed import Accord, DataFeed
+from elastic_trainer.worker.steps.options import SessionOptions
+from elastic_trainer.worker.steps.signals import Signals
+
+
+def _mean_of(losses: Pending, control: Control) -> float:
+    """The mean over the global batch, from the sum of all ranks' weighted losses."""
+    return losses.wait()[0] / control.world_size
+
+
+class LaterLoss:
+    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
+
+    __slots__ = ("_control", "_mean", "_pending", "_steps")
+
+    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+
+    def read(self) -> float | None:
+        """The loss, after a wait if necessary; any rank may read it at any time, once.
+
+        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
+        ConfigError if another rank did something else in place of its step.
+        """
+        if self._control is not self._steps.control:
+            return None
+        mean, pending = self._mean, self._pending
+        if mean is None and pending is not None:
+            try:
+                mean = _mean_of(pending, self._control)
+            except RoundBrokenError as error:
+                logger().info("loss.unknown", reason=str(error))
+                return None
+        self._steps.knows_loss(mean)
+        return mean
+
+
+class Step:
+    """A step in progress, then its result. ``committed`` says whether it counts."""
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        self._steps, self._batch, self._control = steps, batch, steps.control
+        self._part = batch
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._mean: float | None = None
+        self._wanted = False
+        self._pending: Pending | None = None
+        """The sum of the losses, started after the last backward pass."""
+        self._count_here: float | None = None
+        """The items counted on this rank, if losses are sums."""
+        self._normalized = False
+        self._done: set[int] = set()
+        """First positions of the micro-batches that have had a backward pass."""
+        self._open_parts = False
+        self.committed = self.recorded = self.skipped = self.updated = False
+        self.generation, self.rank, self.world_size = (
+            steps.position.generation,
+            steps.control.rank,
+            steps.control.world_size,
+        )
+        self.counts = steps.replica.part(steps.control).first
+        """Whether this rank's samples count: others may have computed with the same ones."""
+        self.number = steps.position.step + 1
+
+    def __enter__(self) -> Step:
+        self._steps.opened(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._steps.closed(self, error)
+
+    def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
+        """The parts of ``batch`` to compute one after another; the last one averages gradients over ranks."""
+        whole = self._batch
+        if whole is None:
+            raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
+        if batch is not None and batch is not whole:
+            raise ConfigError(
+                "step.micro_batches() of another batch than the step is about",
+                hint="give it the batch that session.batches() drew last, or none",
+            )
+        parts = whole.micro_batches
+        self._open_parts = True
+        for part in parts[:-1]:
+            self._begin(part)
+            with self._steps.replica.accumulating():
+                yield part
+            part.release()
+        self._begin(parts[-1])
+        self._open_parts = False
+        yield parts[-1]
+
+    def _begin(self, part: Batch) -> None:
+        self._part = part
+        self._steps.begin_micro_batch(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        """Add the gradient of ``loss``, the mean over the present micro-batch (or batch).
+
+        It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
+
+        With ``count``, ``loss`` is instead the *sum* over ``count`` items (tokens, say), and the gradient becomes that
+        of the sum over the global batch divided by the count of the global batch: each item weighs the same, however
+        unevenly they are distributed. Pass it for all micro-batches of a step or for none. Until the global count is
+        known, gradients are as large as those of a sum over one sample: a GradScaler for float16 should start lower
+        than usual. If nothing counts in the whole global batch, the gradient is zero and the update is made all the
+        same.
+        """
+        self._steps.check_round()
+        if self._done and (count is None) != (self._count_here is None):
+            raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
+        self._steps.replica.before_backward()
+        self._steps.agree()
+        part, replica = self._part, self._steps.replica
+        if part is not None and part.outdated:
+            raise ConfigError(
+                "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
+                hint="read batch.x, batch.y or batch.data again for each session.step(), or draw the batch anew",
+            )
+        fraction = self._fraction(part) if replica.tree is not None else 1.0
+        weight = fraction if part is None or replica.tree is not None else part.weight
+        self._done.add(0 if part is None else part.start)
+        self._complete()
+        pending = self._pending = None
+        if count is not None:
+            weight = self._count(float(count), counts=weight > 0.0)
+            if not self._open_parts:
+                counted = Control() if replica.apart else self._control
+                pending = counted.start(Purpose.COUNT, [self._count_here or 0.0])
+        self._losses.append((loss.detach(), weight))
+        factor = weight * replica.share
+        replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
+        if replica.tree is not None:
+            self._grow(replica.tree, fraction, loss.detach() * weight)
+        if pending is not None:
+            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
+        if self._wanted and not self._open_parts and self._mean is None and not self._steps.several:
+            # After the pass: it has just synchronised the ranks, and its kernels are queued on the device.
+            self._pending = self._sum_losses()
+
+    def sum_wanted_loss(self) -> None:
+        """All passes through several models are made."""
+        if self._wanted:
+            self._pending = self._sum_losses()
+
+    def want_loss(self) -> None:
+        """Compute :attr:`loss` during the update, so that nobody waits for it afterwards.
+
+        Call it before the backward pass, on all ranks or on none.
+        """
+        self._wanted = True
+
+    def pipeline(
+        self,
+        loss: Callable[[torch.Tensor, Batch], torch.Tensor],
+        *,
+        inputs: Callable[[Batch], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
+        count: Callable[[Batch], float] | None = None,
+        schedule: str | None = None,
+    ) -> None:
+        """Compute the batch's micro-batches through all stages of the model and back, in place of :meth:`backward`.
+
+        ``inputs(part)`` are those of the first stage (``part.x``), one row for each sample. ``loss(output, part)`` is
+        the mean loss over a micro-batch, computed on the last stage. ``schedule``, as in torch: "1F1B" (the default) or
+        "GPipe"; with several stages on each rank "Interleaved1F1B" (the default) or "LoopedBFS".
+
+        With ``count``, ``loss`` is instead the sum over ``count(part)`` items, as in :meth:`backward`. All ranks call
+        it.
+        """
+        steps, replica, batch = self._steps, self._steps.replica, self._batch
+        steps.check_round()
+        if batch is None or self._done:
+            raise ConfigError(
+                "step.pipeline() without a batch, or a second time",
+                hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
+            )
+        replica.before_backward()
+        steps.agree()
+        parts = batch.micro_batches
+        read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
+        given = [each if isinstance(each, tuple) else (each,) for each in read]
+        found: dict[int, tuple[torch.Tensor, float]] = {}
+        weights, pending = [part.weight for part in parts], None
+        if count is not None:
+            weights = [self._count(float(count(part)), counts=part.weight > 0.0) for part in parts]
+            pending = self._control.start(Purpose.COUNT, [self._count_here or 0.0])
+
+        def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
+            value = loss(output[: len(given[number][0])], parts[number])
+            found[number] = value.detach(), weights[number] * replica.stands_for
+            return steps.scaling.scaled(value * (weights[number] * replica.share))
+
+        if not replica.stands_for:
+            steps.scaling.scaled(torch.zeros((), device=given[0][0].device))  # a scaler begins with its first loss
+        replica.run(schedule, given, loss_of)
+        self._done = {part.start for part in parts}
+        self._losses = [found[number] for number in sorted(found)]
+        if pending is not None:
+            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
+        if self._wanted:
+            self._pending = self._sum_losses()
+
+    def _count(self, count: float, *, counts: bool) -> float:
+        """Add ``count``; returns the factor for the sum until the count of the global batch is known."""
+        if not math.isfinite(count) or count < 0:
+            raise ConfigError(
+                f"backward(loss, count) with a count of {count:g}", hint="count the items that the loss sums"
+            )
+        if self._normalized:
+            raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
+        self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
+        replica = self._steps.replica
+        world = 1 if replica.tree is not None or replica.apart else replica.part(self._control).world
+        return world / self._items if counts else 0.0
+
+    @property
+    def _items(self) -> int:
+        """The samples of the global batch: a first divisor for sums of losses, the same on all ranks."""
+        return max(1, self._part.global_size) if self._part is not None else 1
+
+    def _normalize(self, total: float) -> None:
+        """Gradients and losses are sums divided by ``_items``; divide by the global ``total`` instead."""
+        self._normalized = True
+        factor = self._items / total if total else 0.0
+        self._steps.replica.scale_gradients(factor)
+        self._losses = [(loss, weight * factor) for loss, weight in self._losses]
+        if self._mean is not None:  # the tree's, the only one known before the commit
+            self._mean *= factor
+
+    def _fraction(self, part: Batch | None) -> float:
+        """The share of the micro-batch in the global batch, the same at any number of ranks."""
+        if part is None or (part.number is None and part.weight):
+            raise ConfigError(
+                "reduction='tree' adds up micro-batches",
+                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
+            )
+        if part.start in self._done:
+            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
+        return len(part.ids) / part.global_size
+
+    def _complete(self) -> None:
+        """ConfigError if the last micro-batch is done and another one had no backward pass."""
+        if self._batch is None or self._part is self._batch:
+            return
+        parts = self._batch.micro_batches
+        if not self._open_parts and len(self._done) < len({part.start for part in parts}):
+            raise ConfigError(
+                "a micro-batch had no backward pass, so the gradient would lack its samples",
+                hint="call step.backward(loss) for each, with a loss of zero where nothing counts",
+            )
+
+    def _grow(self, tree: TreeReduction, fraction: float, loss: torch.Tensor) -> None:
+        part = self._part
+        if part is None or part.number is None:
+            tree.discard()
+        else:
+            tree.capture(part.number, fraction, loss)
+        if not self._open_parts and self._batch is not None:
+            tree.combine(self._batch.parts)
+            self._mean = tree.loss
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
+        self._steps.scaling.unscale(self._steps.trainable.outside)
+        return self._steps.replica.clip(max_norm)
+
+    def skip(self) -> None:
+        """Make no update on purpose, on all ranks alike: the step commits without one when it ends.
+
+        Its samples count as used and the schedule advances. ConfigError if another rank is in another call of all
+        ranks; one that computes gradients instead waits for this one, until the agent ends both as hung: decide by
+        what all ranks know, such as ``session.all_reduce(flag)``.
+        """
+        self._steps.check_round()
+        if self.committed or self.updated:
+            raise ConfigError("step.skip() after optimizer.step()", hint="skip before the update")
+        self._control.sum(Purpose.SKIP)
+        self.skipped = True
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; before the commit, or without one, the last known loss (NaN: none).
+
+        Computed by a collective when first read after the commit: read it on all ranks or on none. If the ranks have
+        changed since, it is the mean over this rank's own samples. A step that was given up starts no collective.
+        """
+        if not self.committed:
+            return self._steps.loss_before(self, "the step has not committed")
+        if self._mean is None:
+            try:
+                self._mean = self._global_mean()
+            except RoundBrokenError as error:
+                if not self._steps.absorb(self, error):
+                    raise
+                self._mean = self.local_mean()  # the round has ended
+        if self._mean is None:
+            return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
+        self._steps.knows_loss(self._mean)
+        return self._mean
+
+    def later_loss(self) -> LaterLoss:
+        """:attr:`loss`, to be read a step later without a wait.
+
+        After the commit, and :meth:`want_loss` before; else ConfigError, unless the ranks have changed since.
+        """
+        unknown = not self.committed or (self._mean is None and self._pending is None)
+        if unknown and self._control is self._steps.control:
+            raise ConfigError(
+                "later_loss() of a step without one",
+                hint="call want_loss() before backward(), and later_loss() after optimizer.step()",
+            )
+        return LaterLoss(self._steps, self._control, self._pending, self._mean)
+
+    def _global_mean(self) -> float | None:
+        control = self._control
+        if control is not self._steps.control:
+            return self.local_mean()  # the ranks have changed
+        pending = self._pending if self._pending is not None else self._sum_losses()
+        return _mean_of(pending, control)
+
+    def _sum_losses(self) -> Pending:
+        return self._control.start(Purpose.LOSS, [self.local_sum()])
+
+    def local_sum(self) -> float:
+        """This rank's weighted losses; their sum over ranks is W times the global mean."""
+        return sum(float(loss) * weight for loss, weight in self._losses if weight)
+
+    def local_mean(self) -> float | None:
+        """The mean loss over this rank's own samples; None if it had none."""
+        if self._count_here is not None and self._losses:
+            own = self._count_here
+            return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
+        total = sum(weight for _, weight in self._losses)
+        return self.local_sum() / total if total else None
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the step is about, if it was drawn with ``session.batches``."""
+        return self._batch
+
+    # ---- for Steps
+
+    def ready(self) -> None:
+        """ConfigError unless the gradients are complete and right."""
+        if self.committed:
+            raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
+        if self.skipped:
+            raise ConfigError("optimizer.step() after step.skip()", hint="do one of them")
+        if not self._done:
+            raise ConfigError(
+                "optimizer.step() without step.backward(loss)",
+                hint="call step.backward(loss) in place of loss.backward(), which would weight ranks wrongly",
+            )
+        if self._open_parts:
+            raise ConfigError(
+                "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
+            )
+        self._complete()
+
+    def again(self) -> None:
+        """Only the next pass over the batch counts."""
+        self._losses, self._done, self._normalized = [], set(), False
+        self._mean = self._pending = self._count_here = None
+        self._part = self._batch
+
+    def mean_of_pass(self) -> torch.Tensor:
+        """The mean loss of the completed pass over the global batch, the same on all ranks."""
+        if self._mean is None:
+            self._mean = self._global_mean()
+        return torch.tensor(self._mean, dtype=torch.float64)
+
+    def finite_evidence(self) -> list[torch.Tensor]:
+        """Losses to check for NaN and infinity later, when it costs nothing."""
+        return [loss for loss, weight in self._losses if weight and not self.skipped]
+
+
+# Closures given to ``optimizer.step()``: their passes are collectives, and belong before the update.
+#
+# Most of torch's optimizers call the closure once and then update, so the session calls it for them. LBFGS and foreign
+# optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
+# returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
+# and restored if a round ends in a pass.
+
+Closure = Callable[[], Any]
+
+
+def closure_of(args: Any, kwargs: Any) -> Closure | None:
+    """The closure among the arguments of ``optimizer.step`` (the first of which is the optimizer)."""
+    given: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return given
+
+
+def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` is known to call its closure once, before it changes anything."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Before:
+    """Parameters and state of an optimizer, to be restored."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters_of(optimizer)
+        self._values = [each.detach().clone() for each in self._parameters]
+        self._state = copy.deepcopy(optimizer.state_dict())
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._values)
+        load_exactly(self._optimizer, self._state)
+
+
+StepT = TypeVar("StepT", bound=Step)
+_MOST_UNCHECKED = 64
+
+
+class Steps:
+    """Opens, commits and closes the steps of one model and optimizer. ``after_step`` passes the next boundary."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        state: TrainingState,
+        feed: DataFeed,
+        tracker: HeartbeatReporter,
+        seed: int,
+        round_end: RoundEnd,
+        after_step: Callable[[Step], None],
+    ) -> None:
+        self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
+        self._lost: BaseException | None = None
+        """Set if the round ended before the body of the present step began, or in it behind the commit."""
+        self._own_lrs: list[tuple[dict[str, Any], Any]] = []
+        self.dirty = False
+        """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
+        self.updating = False
+        """While an optimizer of the session is at work."""
+        self._before: dict[torch.optim.Optimizer, Before] = {}
+        """The state before updates that collectives follow in the same step."""
+        self._prepared: tuple[Step, bool] | None = None
+        """The step that peers may commit from now on, and whether with an update."""
+        self._rolls = False
+        """During an update that a peer has made before."""
+        self.replica, self.position, self.control = replica, state.position, Control()
+        self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere if replica.layout is not None else None)
+        self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
+        self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
+        self._seed_all = rng.seeder(state.device)
+        self._epoch, self._epoch_stream = -1, 0
+        self._current: Step | None = None
+        self.begun = 0
+        """Steps of this round, whatever came of them."""
+        self.trainable = Trainable(self.replica.module, self._optimizer)
+        self._agreed = False
+        """Whether all ranks of the round are known to train the same parameters."""
+        self._schedule_count = advanced(self._scheduler)
+        self._unchecked: list[torch.Tensor] = []
+        self._nonfinite = False
+        self._loss, self._substituted = math.nan, False
+        self.several = isinstance(self._optimizer, OptimizerSet)
+        for each in members_of(self._optimizer):
+            each.register_step_pre_hook(self._before_update)
+            each.register_step_post_hook(self._after_update)
+
+    def bind(self, control: Control) -> None:
+        self.control = control
+        self.trainable.look()
+        self._agreed = False
+        self._schedule_count = advanced(self._scheduler)
+        self._unchecked.clear()
+        self.begun = 0
+
+    @property
+    def inside(self) -> bool:
+        return self._current is not None
+
+    @property
+    def uncommitted(self) -> int | None:
+        """The number of the open step, if it is not committed yet."""
+        step = self._current
+        return step.number if step is not None and not step.committed else None
+
+    def begin(self, batch: Batch | None, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
+        if batch is not None and batch.used:
+            raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
+        return kind(self, batch)
+
+    def opened(self, step: Step) -> None:
+        if self._current is not None:
+            raise ConfigError("session.step() inside another one", hint="end the first step before the next")
+        self.begun += 1
+        self._lost = self._meet()
+        self._current, self.updating = step, False
+        self._tracker.step_begins(step.number)
+        self.scaling.begin()
+        self._follow()
+        self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
+        self._drop_gradients()
+        batch = step.batch
+        if batch is None:
+            self._seed_all(rng.key(self.position.step, self.replica.part(self.control).rank, start=self._stream))
+        else:
+            self._seed(batch)
+
+    def _meet(self) -> RoundBrokenError | None:
+        """Compare plans. If the round ends here, the error is raised in the body: only there it can be absorbed."""
+        try:
+            self._feed.accord.at_step(self.position.cursor.epoch)
+            self.replica.share_buffers()
+        except RoundBrokenError as error:
+            return error
+        return None
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
+        if self._current is step:
+            self._lost = error
+            return True
+        return self._round_end.absorb(step, error)
+
+    def check_round(self) -> None:
+        """RoundBrokenError if the round had ended when the body began."""
+        if self._lost is not None:
+            raise self._lost
+
+    def _follow(self) -> None:
+        """Train what the script has frozen, unfrozen and regrouped since the last step."""
+        if self.replica.fitted and self.trainable.switched:
+            self.replica.fit(self.control, self.trainable.switch())
+            self._agreed = False
+            self.trainable.look()
+        elif self.trainable.regrouped:
+            self.trainable.look()
+
+    def agree(self) -> None:
+        """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
+        if not self._agreed:
+            self.trainable.agree(self.control)
+            self._agreed = True
+
+    def begin_micro_batch(self, part: Batch) -> None:
+        """Seed ``part`` with random numbers that do not depend on the number of ranks."""
+        self.replica.begin_micro_batch(counts=part.weight > 0.0)
+        self._seed(part)
+
+    def _seed(self, part: Batch) -> None:
+        if part.epoch != self._epoch:
+            self._epoch, self._epoch_stream = part.epoch, rng.key(part.epoch, start=self._sample_stream)
+        self._seed_all(rng.key(part.start, start=self._epoch_stream))
+
+    def closed(self, step: Step, error: BaseException | None) -> bool:
+        """After the body. True if its ``error`` was the end of a round, and has been handled."""
+        if self._current is not step:
+            return False
+        try:
+            if error is None and not step.committed and (step.updated or step.skipped or self.scaling.skipped()):
+                if step.updated:
+                    step.sum_wanted_loss()
+                self._prepare(step, updates=False)
+                self._commit(step)
+            if step.skipped:
+                self.scaling.reset()
+            elif step.committed:
+                self.scaling.after_update()
+        except RoundBrokenError as broken:
+            error = broken
+        finally:
+            self._current = None
+            self._restore_lr()
+        if error is not None:
+            return self.absorb(step, error)
+        if self._lost is not None:
+            if not self.absorb(step, self._lost):
+                raise self._lost
+            return False
+        if not step.committed:
+            raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
+        try:
+            self._after_step(step)
+        except (RoundBrokenError, RuntimeError) as broken:
+            if not self.absorb(step, broken):
+                raise
+        return False
+
+    def _drop_gradients(self) -> None:
+        """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
+
+        ``zero_grad()`` of torch's optimizers takes many times as long because of its profiler record.
+        """
+        if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trainable.parameters:
+            parameter.grad = None
+
+    def pass_over(self, cursor: Cursor) -> None:
+        """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
+        self.position.step += 1
+        self.position.lineage, self.position.cursor = self.position.generation, cursor
+        self._tracker.committed(self.position.step, 0, cursor)
+        self._advance_schedule()
+
+    def update(self) -> None:
+        """Step the optimizer, in the open step."""
+        self._optimizer.step()
+
+    def abandon(self, step: Step) -> None:
+        """The script has left its loop in the middle of ``step``."""
+        if self._current is step:
+            self._current = None
+            self._restore_lr()
+            self.undo()
+
+    def disown(self) -> None:
+        """In a forked child: an open step is the parent's."""
+        self._current = None
+
+    def undo(self) -> None:
+        """Undo what an uncommitted step left behind: gradients, buffers, the scaler's stage.
+
+        An incomplete update stays (:attr:`dirty`) unless the state before it was kept. So does a prepared one.
+        """
+        if self._prepared is not None:
+            return
+        if self._before:
+            for each in self._before.values():
+                each.restore()
+            self._before, self.dirty = {}, False
+        self._drop_gradients()
+        self.replica.undo()
+        self.scaling.reset()
+        self._tracker.gave_up()
+
+    def knows_loss(self, mean: float | None) -> None:
+        self._loss = self._loss if mean is None else mean
+        self._tracker.knows_loss(mean)
+
+    def loss_before(self, step: Step, reason: str) -> float:
+        """The last known loss, for a ``step`` that has none of its own; logged the first time."""
+        if not self._substituted:
+            self._substituted = True
+            hint = "ask for step.loss under `if step.committed:`"
+            logger().warning("loss.substituted", step=step.number, reason=reason, given=self._loss, hint=hint)
+        return self._loss
+
+    def nonfinite(self) -> bool:
+        """Whether a loss since the start (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
+        if self._unchecked:
+            self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
+            self._tracker.knows_loss(float(self._unchecked[-1]), own=True)
+            self._unchecked.clear()
+        return self._nonfinite
+
+    def forgive(self) -> None:
+        """The non-finite loss was reported: look at later losses only."""
+        self._nonfinite = False
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        step = self._current
+        if step is None:
+            raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
+        closure, changed = closure_of(args, kwargs), None
+        if self._rolls:
+            self._begin_update(optimizer)
+            return None
+        if self.several:
+            self._check_member(step, optimizer, closure)
+        elif closure is None:
+            self._check(step)
+        elif self.replica.layout is not None or self.replica.apart:
+            what = "reduction='local_sgd' or 'diloco'" if self.replica.apart else "a sharded model"
+            raise ConfigError(
+                f"{what} does not go with a closure", hint="call optimizer.step() after step.backward(loss)"
+            )
+        else:
+            changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
+        self.scaling.before_update()
+        self._prepare(step, updates=True)
+        self._begin_update(optimizer)
+        return changed
+
+    def _check_member(self, step: Step, optimizer: torch.optim.Optimizer, closure: Closure | None) -> None:
+        """Another pass may follow this update, and fail: in place keep what was there before the first one."""
+        if closure is not None:
+            raise ConfigError(
+                "one of several optimizers does not go with a closure",
+                hint="call its step() after step.backward(loss)",
+            )
+        self.check_round()
+        step.ready()
+        self._round_end.check_gradients()
+        if self.replica.lasting and optimizer not in self._before:
+            self._before[optimizer] = Before(optimizer)
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scale_lr(optimizer)
+        self.dirty = self.updating = True
+
+    def _prepare(self, step: Step, *, updates: bool) -> None:
+        """All ranks of a shard group commit ``step``, or none does.
+
+        From here on the gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
+        """
+        if self.replica.layout is None:
+            return
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "a GradScaler with a fused optimizer does not go with a sharded model", hint="leave fused=True out"
+            )
+        self._prepared = step, updates
+        self.replica.commit_together(step.number)
+
+    @property
+    def prepared(self) -> int:
+        """The number of the step that a peer may have committed; 0 if there is none."""
+        return self._prepared[0].number if self._prepared is not None else 0
+
+    def settle(self, *, committed: bool) -> Step | None:
+        """A round ended when this rank was prepared: make the update too if a peer has ``committed`` it, else undo it.
+
+        Returns the step if it was committed here.
+        """
+        if self._prepared is None:
+            return None
+        (step, updates), self._prepared = self._prepared, None
+        if not committed:
+            self.undo()
+            return None
+        self._current, self._rolls = step, True
+        try:
+            if updates:
+                self._optimizer.step()
+            else:
+                self._commit(step)
+            self.scaling.after_update()
+        finally:
+            self._current, self._rolls = None, False
+            self._restore_lr()
+        logger().info("step.rolled_forward", step=step.number)
+        return step
+
+    def _check(self, step: Step) -> None:
+        self.check_round()
+        step.ready()
+        self._check_trained()
+        self._round_end.check_gradients()
+
+    def _called(self, step: Step, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
+        """What the optimizer calls in place of the ``closure``."""
+        if calls_once_first(optimizer):
+            with torch.enable_grad():
+                loss = closure()
+            self._check(step)
+            return lambda: loss
+        if self.scaling.enabled:
+            raise ConfigError(
+                f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
+                hint="use bfloat16, which needs no scaler",
+            )
+        if self.replica.lasting:
+            self._before = {optimizer: Before(optimizer)}
+
+        def called() -> torch.Tensor:
+            step.again()
+            closure()
+            self._check(step)
+            return step.mean_of_pass()
+
+        return called
+
+    def _check_trained(self) -> None:
+        if self.replica.fitted and self.trainable.switched:
+            raise ConfigError(
+                f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
+            )
+        if not self.replica.summed:
+            self.trainable.look()
+            raise ConfigError(
+                "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
+                " session.wrap() returned",
+                hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
+            )
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore_lr()
+        self.updating = False
+        step = self._current
+        if step is not None and self.several:
+            step.updated = True
+        elif step is not None:
+            self._commit(step)
+
+    def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        self._restore_lr()
+        factor = self._feed.lr_factor
+        if factor != 1.0:
+            self._own_lrs = [(group, group["lr"]) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def _restore_lr(self) -> None:
+        for group, own in self._own_lrs:
+            group["lr"] = own
+        self._own_lrs = []
+
+    def _commit(self, step: Step) -> None:
+        if self._average is not None:
+            self._average.update_parameters(self.replica.module)
+        self._before, self._prepared, self.dirty = {}, None, False
+        self.position.step += 1
+        self.position.lineage = self.position.generation
+        step.committed = True
+        if step.batch is not None:
+            step.batch.used = True
+            self.position.cursor = step.batch.following or self.position.cursor
+        samples = len(step.batch.ids) if step.batch is not None and step.counts else 0
+        self._tracker.committed(self.position.step, samples, self.position.cursor)
+        if not self.scaling.enabled:
+            self._unchecked += step.finite_evidence()
+            if len(self._unchecked) > _MOST_UNCHECKED:
+                self.nonfinite()
+        self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        if self._scheduler is None:
+            return
+        if advanced(self._scheduler) != self._schedule_count:
+            raise ConfigError(
+                "the scheduler was advanced by the script, and the session advances it at each step",
+                hint="remove scheduler.step(); to step it otherwise, register() it instead of passing it to wrap()",
+            )
+        self._scheduler.step()
+        self._schedule_count = advanced(self._scheduler)
+
+
+class Scaling:
+    """Loss scaling for 16-bit floats inside a step: all that depends on how GradScaler keeps its state; or no scaler.
+
+    The user calls ``optimizer.step()`` or ``scaler.step(optimizer)``; unscaling happens before it and ``update()``
+    after it. A step whose gradients overflowed changes no parameter, yet counts as committed.
+
+    ``anywhere``: ranks that hold shards may find overflows in different ones; this says whether any of them has. The
+    scaler asks in whatever way the script unscales: torch does so only over the mesh of the first gradient.
+    """
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler | None,
+        optimizer: torch.optim.Optimizer,
+        anywhere: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._optimizer, self._anywhere = optimizer, anywhere
+        if self.scaler is not None:
+            torch_internals.require(torch_internals.LOSS_SCALING)
+        if self.scaler is not None and anywhere is not None:
+            self.scaler.unscale_ = partial(_unscale_alike, self.scaler, anywhere)  # type: ignore[method-assign]
+        self._states: Any = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.scaler is not None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, outside: Sequence[torch.Tensor] = ()) -> None:
+        """Unscale gradients once per step, also those of parameters ``outside`` the optimizer."""
+        if self.scaler is None or self._stage() is not OptState.READY:
+            return
+        self.scaler.unscale_(self._optimizer)
+        if outside:
+            self._unscale(self.scaler, SimpleNamespace(param_groups=[{"params": outside}]))
+
+    def _unscale(self, scaler: torch.amp.GradScaler, group: Any) -> None:
+        found = self._state()["found_inf_per_device"]
+        for device, overflow in torch_internals.unscaled(scaler, group).items():
+            found[device] = torch.maximum(found[device], overflow) if device in found else overflow
+        if self._anywhere is not None:
+            _agree(found, self._anywhere)
+
+    def before_update(self) -> None:
+        """Right before the optimizer changes parameters: drop gradients that overflowed.
+
+        A fused optimizer inside ``scaler.step`` unscales and skips by itself; its ``grad_scale`` says so.
+        """
+        if self.scaler is None or getattr(self._optimizer, "grad_scale", None) is not None:
+            return
+        self.unscale()
+        if any(bool(found) for found in self._state()["found_inf_per_device"].values()):
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def begin(self) -> None:
+        self._states = None if self.scaler is None else torch_internals.scaler_states(self.scaler)
+
+    def skipped(self) -> bool:
+        """Whether ``scaler.step`` left the optimizer's step out, also if the script has called ``update()`` since."""
+        if self.scaler is None:
+            return False
+        return self._states is not torch_internals.scaler_states(self.scaler) or self._stage() is OptState.STEPPED
+
+    def after_update(self) -> None:
+        """Adapt the scale, unless the user did."""
+        if self.scaler is not None and self._state()["found_inf_per_device"]:
+            self.scaler.update()
+
+    def reset(self) -> None:
+        if self.scaler is not None:
+            torch_internals.scaler_states(self.scaler).pop(id(self._optimizer), None)
+
+    def _state(self) -> dict[str, Any]:
+        assert self.scaler is not None, "asked only where there is one"
+        return torch_internals.scaler_states(self.scaler)[id(self._optimizer)]
+
+    def _stage(self) -> OptState:
+        stage: OptState = self._state()["stage"]
+        return stage
+
+
+def _unscale_alike(
+    scaler: torch.amp.GradScaler, anywhere: Callable[[bool], bool], optimizer: torch.optim.Optimizer
+) -> None:
+    type(scaler).unscale_(scaler, optimizer)
+    _agree(torch_internals.scaler_states(scaler)[id(optimizer)]["found_inf_per_device"], anywhere)
+
+
+def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool], bool]) -> None:
+    overflow = anywhere(any(bool(each) for each in found.values()))
+    for each in found.values():
+        each.fill_(float(overflow))
+
+
+Result = TypeVar("Result")
+
+
+class RoundEnd(Protocol):
+    """What happens to a training when its round ends; in place it is
+    :class:`~elastic_trainer.worker.inplace.recovery.InPlaceRecovery`.
+
+    ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
+    through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
+    in another; ``check_gradients`` raises unless gradients are of all ranks. A planned change is known first, agreed on
+    after a step, then made; ``change`` says whether the ranks may have changed.
+    """
+
+    @property
+    def led(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result: ...
+
+    def evaluating(self) -> AbstractContextManager[None]: ...
+
+    def absorb(self, step: Step, error: BaseException) -> bool: ...
+
+    def check_gradients(self) -> None: ...
+
+    def knows_change(self) -> bool: ...
+
+    def agreed(self) -> None: ...
+
+    def change(self) -> bool: ...
+
+
+class OneRound:
+    """There the end of the round ends the process; the launcher starts another one, which resumes.
+
+    ``resume()`` brings all ranks to one state.
+    """
+
+    led = False
+
+    def __init__(self, resume: Callable[[], None]) -> None:
+        self._resume = resume
+
+    def begin(self) -> None:
+        self._resume()
+
+    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+        return attempt()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        return False
+
+    def check_gradients(self) -> None:
+        return
+
+    def knows_change(self) -> bool:
+        return False
+
+    def agreed(self) -> None:
+        return
+
+    def change(self) -> bool:
+        return False
+
+
+Row = Sequence[int]
+"""A number for each parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``others`` hold another ``parameter`` than ``source`` (the first of ``count`` that differ)."""
+
+    source: int
+    others: tuple[int, ...]
+    parameter: str
+    count: int
+
+
+def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
+    """How the ``rows`` of all ranks differ from the most common one (a tie: the lowest rank's). Pure."""
+    whole = [tuple(row) for row in rows]
+    most = Counter(whole)  # in rank order
+    wanted = max(most, key=lambda row: most[row])
+    others = tuple(rank for rank, row in enumerate(whole) if row != wanted)
+    places = [
+        place for place in range(len(names)) if any(len(row) <= place or row[place] != wanted[place] for row in whole)
+    ]
+    if not others:
+        return None
+    first = names[places[0]] if places else "(their number)"
+    return Difference(whole.index(wanted), others, first, len(places))
+
+
+class Comparison:
+    """Compares the parameters of all ranks every few steps, so that differences are found, whatever causes them.
+
+    Each parameter's number is taken after a step; a sum over all of them starts after the next step and is read after
+    the one following. So nobody waits, and all ranks learn of a difference at the same point. Only then are the numbers
+    gathered, to name the parameter and the ranks. Before a step that is audited they are compared at once, so that no
+    wrong state is trained on there.
+
+    Buffers are left out, since each rank moves its own, and so is what DistributedDataParallel ignores. The end of a
+    round discards its comparison: the next round makes states equal anyway.
+
+    ``heal`` sends the source's state to the others; None: the training stops, by DifferError on all ranks.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        compared: Trainable,
+        every_steps: int | None,
+        tracker: HeartbeatReporter,
+        heal: Callable[[Difference], None] | None,
+        audit_every: int | None,
+        node: str,
+    ) -> None:
+        self._node = node
+        self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
+        self._every = 0 if every_steps is None or control.alone else every_steps
+        self._audit_every = 0 if audit_every is None or control.alone else audit_every
+        self._taken: _Taken | None = None
+        self._asked: tuple[_Taken, EqualityCheck] | None = None
+
+    def after_step(self, step: int) -> None:
+        if self._audit_every and (step + 1) % self._audit_every == 0:
+            self._at_once(step)
+            return
+        if not self._every:
+            return
+        if self._asked is not None:
+            self._answer()
+        if self._taken is not None:
+            self._ask()
+        if step % self._every == 0:
+            self._take(step)
+
+    def end(self, step: int) -> None:
+        """After the last step: compare the present parameters and wait for the result."""
+        if self._every or self._audit_every:
+            self._at_once(step)
+
+    def _at_once(self, step: int) -> None:
+        if self._asked is not None:
+            self._answer()
+        self._take(step)
+        self._ask()
+        self._answer()
+
+    def _take(self, step: int) -> None:
+        named = self._compared.named()
+        parameters = [each for _, each in named]
+        names = [name for name, _ in named]
+        self._taken = _Taken(step, names, digests.on_device(parameters), digests.begun(parameters))
+
+    def _ask(self) -> None:
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            number = xxhash.xxh3_64_intdigest(taken.bytes())
+            self._asked = taken, EqualityCheck(self._control, Purpose.COMPARE, number)
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is None or asked[1].wait():
+            return
+        taken = asked[0]
+        rows = [np.frombuffer(row, np.uint64).tolist() for row in self._control.gather_bytes(taken.bytes())]
+        if len({row[0] for row in rows}) > 1:
+            logger().warning("ranks.not_compared", reason="some train on a CUDA device, and others do not")
+            self._every, self._audit_every, self._taken = 0, 0, None
+            return
+        found = difference(taken.names, [row[1:] for row in rows])
+        if found is not None:
+            self._taken = None
+            nodes = [each.decode() for each in self._control.gather_bytes(self._node.encode())]
+            self._meet(taken.step, found, sorted({nodes[rank] for rank in found.others}))
+
+    def _meet(self, step: int, found: Difference, nodes: Sequence[str]) -> None:
+        if self._control.rank == 0:
+            self._tracker.differed()
+        logger().error(
+            "ranks.differed",
+            step=step,
+            parameter=found.parameter,
+            parameters=found.count,
+            ranks=list(found.others),
+            nodes=nodes,
+            source=found.source,
+        )
+        if self._heal is None:
+            raise DifferError(
+                f"after step {step} {_ranks(found.others)} another {found.parameter!r} than rank {found.source}"
+                f" (the first of {found.count} such parameters)",
+                hint="look for what changes parameters outside of optimizer.step(), or on some ranks only;"
+                " on_difference='heal' goes on with the state that most ranks hold",
+            )
+        self._heal(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    step: int
+    names: Sequence[str]
+    on_device: bool
+    numbers: digests.Numbers
+
+    def bytes(self) -> bytes:
+        return np.array([self.on_device, *self.numbers()], np.uint64).tobytes()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} holds"
+    return f"ranks {', '.join(map(str, ranks))} hold"
+
+
+EVERY_S = 0.25
+LONGEST_INTERVAL = 50
+_SMOOTHING = 0.3
+_MOST_AT_ONCE = 3.0
+"""A single span counts for at most this multiple of the average."""
+_COPY = 2.0**-20
+"""What a wish for a copy adds to the wishes for a save: fewer ranks than its reciprocal add up to less than one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The wishes of one rank, or of all together."""
+
+    stop: bool = False
+    save: bool = False
+    nonfinite: bool = False
+    switch: bool = False
+    """A planned change is known here; together: known to all ranks."""
+    copy: bool = False
+    """Shards are to be copied into memory that outlives the workers."""
+    mark: int = 0
+    """Must be equal on all ranks."""
+    differ: bool = False
+    """Together: whether the marks differ."""
+
+
+def interval(boundary_s: float) -> int:
+    """Boundaries between two sums when one boundary follows another after ``boundary_s`` seconds."""
+    if boundary_s <= 0.0:
+        return 1  # nothing is known yet
+    return max(1, int(EVERY_S / max(boundary_s, EVERY_S / LONGEST_INTERVAL)))
+
+
+class Consensus:
+    """What all ranks decide at the same boundary: stop, save now, a non-finite loss.
+
+    A boundary is a point that every rank passes equally often: the end of a step, a turn of an evaluation. An
+    asynchronous sum is started at one boundary and read at the next, so the result is there before it is needed and all
+    ranks act at the same boundary (a test for its arrival could differ between ranks). It starts about four times a
+    second, every k-th boundary with k agreed in the sum itself, since each costs up to a millisecond. ``at_once``:
+    boundaries are rare, and ranks agree at each.
+    """
+
+    def __init__(self, control: Control, clock: Clock = SYSTEM, *, at_once: bool = False) -> None:
+        self._control, self._clock, self._at_once = control, clock, at_once
+        self._count = 0
+        self._next_start = 1
+        self._pending: Pending | None = None
+        self._mark = 0
+        self._outdated = False
+        self._last: float | None = None
+        self.boundary_s = 0.0
+        """This rank's smoothed seconds from boundary to boundary."""
+
+    def boundary(self, observe: Callable[[], Flags], *, urgent: bool = False) -> Flags | None:
+        """Pass a boundary; what all ranks agreed on here, or None if nothing was due.
+
+        ``observe`` is called for this rank's wishes only when a sum starts. ``urgent`` makes a process that is alone
+        act at once; several ranks can act only when all know.
+        """
+        self._measure()
+        self._count += 1
+        if self._control.alone:
+            return self._alone(observe, urgent or self._at_once)
+        agreed = self._finish() if self._pending is not None else None
+        leaving = agreed is not None and (agreed.stop or agreed.switch)
+        if (self._at_once or self._count >= self._next_start) and not leaving:
+            wishes = observe()
+            self._mark = wishes.mark
+            saves = wishes.save + wishes.copy * _COPY
+            values = [wishes.stop, saves, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
+            self._pending = self._control.start(Purpose.BOUNDARY, values)
+            return self._finish() if self._at_once else agreed
+        return agreed
+
+    def reset(self) -> None:
+        """A new kind of boundary begins on all ranks: measure afresh, and agree at the next one."""
+        self._last, self.boundary_s = None, 0.0
+        self._outdated = self._pending is not None
+        self._next_start = self._count + 1
+
+    def drain(self) -> Flags | None:
+        """Wait for the pending sum, if any; all ranks are at the same boundary, so all or none have one."""
+        return self._finish() if self._pending is not None else None
+
+    def _alone(self, observe: Callable[[], Flags], urgent: bool) -> Flags | None:
+        if self._count < self._next_start and not urgent:
+            return None
+        self._next_start = self._count + interval(self.boundary_s)
+        return observe()
+
+    def _finish(self) -> Flags:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise RuntimeError("no sum is under way")
+        stop, saves, nonfinite, seconds, switch, marks = pending.wait()
+        world = self._control.world_size
+        if not self._outdated:
+            self._next_start = self._count - 1 + interval(seconds / world)
+        self._outdated = False
+        flags = Flags(stop > 0, saves >= 1, nonfinite > 0, switch == world, saves % 1.0 > 0)
+        return replace(flags, differ=marks != world * self._mark)
+
+    def _measure(self) -> None:
+        now = self._clock.monotonic()
+        if self._last is not None:
+            self.boundary_s = smoothed(self.boundary_s, now - self._last)
+        self._last = now
+
+
+def smoothed(average_s: float, span_s: float) -> float:
+    """The average after one more span. A long pause (a checkpoint) moves it little, a lasting change soon."""
+    if not average_s:
+        return span_s
+    return average_s + _SMOOTHING * (min(span_s, _MOST_AT_ONCE * average_s) - average_s)
+
+
+_STOP_BOUNDARIES = 4
+
+
+class Turn(StrEnum):
+    """What all ranks do after a boundary."""
+
+    GO_ON = "go_on"
+    STOP = "stop"
+    SWITCH = "switch"
+    """Leave the round for the one of a planned change."""
+
+
+class Boundaries:
+    """Boundaries of ranks without a model yet: they only stop together."""
+
+    def __init__(self, control: Control, signals: Signals, *, rare: bool = False) -> None:
+        self._consensus, self._signals = Consensus(control, at_once=rare), signals
+
+    @property
+    def span_s(self) -> float:
+        return self._consensus.boundary_s
+
+    def slowest_stop_s(self) -> float:
+        """How long the ranks may take to agree to stop."""
+        return _STOP_BOUNDARIES * self._consensus.boundary_s
+
+    def after_step(self, step: int) -> Turn:
+        return self.cross()
+
+    def save_due(self, step: int) -> None:
+        """Save after ``step`` if due, when the round ended between the step and its boundary."""
+
+    def refuse_nonfinite(self) -> None:
+        """After the end of a round: a state with non-finite losses must not reach the next round and other ranks.
+
+        Ranks that learned of it at the last boundary have ended; this one did not learn it because they ended.
+        """
+
+    def cross(self, *, saved: bool = False) -> Turn:
+        """Pass a boundary; what all ranks do now. ``saved``: this state has just been saved."""
+        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
+        return Turn.GO_ON if agreed is None else self._follow(agreed, saved=saved)
+
+    def begin_phase(self) -> None:
+        """Boundaries of another kind follow, on all ranks."""
+        self._consensus.reset()
+
+    def end(self) -> None:
+        """The last boundary has been passed."""
+        self._consensus.drain()
+
+    def _wishes(self) -> Flags:
+        return Flags(stop=self._signals.requested is not None)
+
+    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
+        return Turn.STOP if agreed.stop else Turn.GO_ON
+
+
+class StepBoundaries(Boundaries):
+    """Boundaries of ranks that train, in one round.
+
+    ``fatal``: a non-finite loss ends the training. ``rare``: they follow synchronisations, not each step.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        signals: Signals,
+        *,
+        saver: Saver,
+        steps: Steps,
+        accord: Accord,
+        comparison: Comparison,
+        tracker: HeartbeatReporter,
+        fatal: bool,
+        round_end: RoundEnd,
+        rare: bool = False,
+    ) -> None:
+        super().__init__(control, signals, rare=rare)
+        self._saver, self._steps, self._accord, self._comparison = saver, steps, accord, comparison
+        self._tracker, self._fatal, self._round_end = tracker, fatal, round_end
+        self._rank0, self._at_once = control.rank == 0, rare or control.alone
+        self._refused = False
+        self._crossing = self._asked_at = self._saved_at = 0
+        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
+
+    def after_step(self, step: int) -> Turn:
+        self._comparison.after_step(step)
+        self._saver.look()
+        self._refused |= self._saver.refused()
+        saved = self._saver.due_by_step(step)
+        if saved:
+            self._save()
+        self._saver.copy_if_due()
+        self._saver.prepare()
+        return self.cross(saved=saved)
+
+    def cross(self, *, saved: bool = False) -> Turn:
+        self._crossing += 1
+        before = self._asked_at
+        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
+        if agreed is None:
+            return Turn.GO_ON
+        asked_at = self._asked_at if self._at_once else before
+        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
+
+    def save_due(self, step: int) -> None:
+        if self._saver.alone and self._saver.due_by_step(step) and self._saver.unsaved:
+            self._save()
+
+    def end(self) -> None:
+        super().end()
+        self._comparison.end(self._steps.position.step)
+
+    def refuse_nonfinite(self) -> None:
+        if self._fatal and self._own_nonfinite():
+            self._meet_nonfinite()
+
+    def _own_nonfinite(self) -> bool:
+        return self._refused or self._steps.nonfinite()
+
+    def _wishes(self) -> Flags:
+        self._asked_at = self._crossing
+        on_demand = self._rank0 and self._saver.due_on_demand()
+        return Flags(
+            stop=not self._round_end.led and self._signals.requested is not None,
+            save=self._saver.due_by_time() or on_demand or self._signals.save_requested,
+            nonfinite=self._own_nonfinite(),
+            switch=self._round_end.knows_change(),
+            copy=self._saver.wants_copy(),
+            mark=self._accord.mark(),
+        )
+
+    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
+        if agreed.differ:
+            self._accord.compare()
+        if agreed.nonfinite:
+            self._meet_nonfinite()
+        if agreed.stop:
+            return Turn.STOP
+        if agreed.save and not saved:
+            if self._rank0 and not self._saver.possible:  # nothing is due by time then: a signal asked for it
+                logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
+            self._save()
+        if agreed.copy:
+            self._saver.copy()
+        return Turn.SWITCH if agreed.switch else Turn.GO_ON
+
+    def _save(self) -> None:
+        self._saved_at = self._crossing
+        self._signals.save_requested = False
+        if self._rank0:
+            self._refused |= isinstance(self._saver.attempt(), NonFiniteError)
+        else:
+            self._tracker.peer_saves()
+            self._saver.help()
+
+    def _meet_nonfinite(self) -> None:
+        step = self._steps.position.step
+        self._tracker.nonfinite()
+        if self._fatal:
+            raise NonFiniteError(
+                f"the loss or a parameter became NaN or infinite by step {step}",
+                hint="lower the learning rate, clip gradients, or look for bad samples; nonfinite='warn' goes on",
+            )
+        logger().warning("loss.nonfinite", step=step)
+        self._refused = False
+        self._steps.forgive()
+
+
+Report = Callable[[Position, float], None]
+"""Gets the position and the smoothed seconds per step at each step; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """A process as one rank of one round; made for each round, never changed."""
+
+    group: groups.Group
+    boundaries: Boundaries
+
+    @property
+    def control(self) -> Control:
+        return self.group.control
+
+
+class Workplace:
+    """What a process has from the opening of its session to the end, across rounds.
+
+    ``context`` is that of the present round: the only thing here that rounds change.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        environment: WorkerEnvironment,
+        report: Report | None,
+        placement: Placement,
+        position: Position,
+        tracker: HeartbeatReporter,
+        signals: Signals,
+        timeouts: groups.FormTimeouts,
+        free: Callable[[int], object],
+    ) -> None:
+        self.timeouts, self.free = timeouts, free
+        self.options, self.environment, self.placement, self.position = options, environment, placement, position
+        self.tracker, self.signals, self._report = tracker, signals, report
+        self.context: RankContext | None = None
+        """None before the first round."""
+        self.stopped = False
+        """Whether this process leaves on request."""
+        self.watching: list[Callable[[], object]] = []
+        """What the script wants called in each new round, when the state is whole."""
+        # Only this package's agents ensure that one name is one job.
+        job = environment.run_id if environment.memory else None
+        self.owner = Owner(environment.run_name, job)
+        self.manager = self._manager()
+        self.ledger = Ledger(environment)
+        self.feed = DataFeed(position, placement.device, options.allow_changed, tracker, environment.node)
+        logs.bind(run=environment.run_id, node=environment.node, role="worker")
+        rng.seeder(placement.device)(rng.key(rng.START, options.seed))
+
+    def _manager(self) -> CheckpointManager | None:
+        """One rank per node looks for checkpoints, and rank 0 writes them."""
+        environment, options = self.environment, self.options
+        looks = environment.local_rank == 0 or (environment.rank == 0 and not environment.in_place)
+        if options.directory is None or not looks:
+            return None
+        return CheckpointManager(options.directory, options.retention, options.saving.on_event, owner=self.owner)
+
+    def shards_manager(self) -> CheckpointManager | None:
+        """For a rank that holds shards: it writes and reads them itself, and looks for no checkpoints."""
+        if self.manager is not None or self.options.directory is None:
+            return self.manager
+        return CheckpointManager(self.options.directory, owner=self.owner)
+
+    @property
+    def present(self) -> RankContext:
+        if self.context is None:
+            raise ConfigError(
+                "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
+            )
+        return self.context
+
+    @property
+    def span_s(self) -> float:
+        """Smoothed seconds per step; 0 before the first."""
+        return self.context.boundaries.span_s if self.context is not None else 0.0
+
+    def arrive(self, group: groups.Group) -> None:
+        """A round has been formed: show this process's rank in it."""
+        formation = group.formation
+        self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
+        logs.bind(rank=formation.rank)
+
+    def leave(self) -> None:
+        self.feed.close()
+        self.ledger.close()
+        if self.manager is not None:
+            self.manager.close()
+        if self.context is not None:
+            groups.leave(self.context.group)
+
+    def stop(self, first: Callable[[], None] = lambda: None) -> NoReturn:
+        """All ranks leave here, after ``first()``."""
+        self.signals.agreed()
+        logs.logger().info("session.stopping", step=self.position.step)
+        first()
+        self.stopped = True
+        raise SystemExit(self.signals.exit_code)
+
+    # ---- reports
+
+    def report(self) -> None:
+        """Report progress to the agent."""
+        if self._report is not None:
+            self._report(self.position, self.span_s)
+
+    def record(self, step: Step, **place: int) -> None:
+        """Write a committed step to the ledger, once: its round may end before the boundary after it."""
+        if step.recorded or not self.ledger.enabled:
+            return
+        step.recorded = True
+        self.ledger.write("step", **place, **self.entry(step))
+
+    def entry(self, step: Step) -> dict[str, Any]:
+        """What the ledger says of a committed step."""
+        batch = step.batch
+        return {
+            "step": step.number,
+            "epoch": batch.epoch if batch is not None else self.position.cursor.epoch,
+            "samples": [int(each) for each in batch.ids] if batch is not None and step.counts else [],
+            "global_samples": batch.global_size if batch is not None else 0,
+            "loss": step.local_mean(),
+        }
+
+    def saved(self, committed: Committed) -> None:
+        step = committed.entry.step
+        self.ledger.write("checkpoint", step=step, name=committed.name, duration_s=committed.duration_s)
+
+    def closed(self, status: str) -> None:
+        self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
