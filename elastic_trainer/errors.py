@@ -145,6 +145,12 @@ class DataError(ConfigError):
     """Training data is missing or unreadable."""
 
 
+class DataWorkerError(DataError):
+    """A process that reads data has ended, say for want of memory: the next life of the job may not meet that."""
+
+    exit_code = EXIT_FAILURE
+
+
 class NonFiniteError(PermanentError):
     """The loss or the parameters are no longer finite numbers."""
 

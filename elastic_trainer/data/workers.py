@@ -5,7 +5,7 @@ begins anew there; requests under way are abandoned between two samples. The pos
 ahead changes only when samples are read. What was delivered of the present global batch is kept for a repeated step.
 
 *Runs in* the worker's main thread. *Owns* the data worker processes, from the first request to ``close``.
-*Fails by* what the data set raises, with the worker's trace as a note; DataError when a worker process dies.
+*Fails by* what the data set raises, with the worker's trace as a note; DataWorkerError when a worker process dies.
 *Invariant*: no data worker process outlives this one, or ``close``.
 """
 
@@ -35,7 +35,7 @@ from elastic_trainer.data.placing import versions
 from elastic_trainer.data.plan import Place, SampleRequest
 from elastic_trainer.data.reader import Drawn, SampleReader
 from elastic_trainer.data.tasks import Failure, FetchTask, Tasks, unchanged
-from elastic_trainer.errors import DataError
+from elastic_trainer.errors import DataWorkerError
 from elastic_trainer.telemetry.logs import logger
 
 LOOK_S = 0.5
@@ -136,7 +136,7 @@ class Workers:
             self._aim_again()
             raise value.exception()
         if value is None:
-            raise DataError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
+            raise DataWorkerError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
         return value
 
     def _coming(self, request: SampleRequest) -> bool:
@@ -176,7 +176,7 @@ class Workers:
             self._check_alive(0 if late else DYING_S)
             if not late or torch_internals.pinning_ended(self._iterator):
                 self.close()
-                raise DataError(f"the data workers failed: {problem}")
+                raise DataWorkerError(f"the data workers failed: {problem}")
             if not logged and SYSTEM.monotonic() - began > SLOW_S:
                 logged = True
                 logger().warning("data.awaited", seconds=round(SYSTEM.monotonic() - began, 1))
@@ -196,7 +196,7 @@ class Workers:
             self._iterator._timeout = LOOK_S
         self._check_alive(DYING_S)
         self.close()
-        raise DataError(f"the data workers failed: {problem}")
+        raise DataWorkerError(f"the data workers failed: {problem}")
 
     def _watched(self, act: Callable[[], Any]) -> Any:
         """``act()``; RuntimeError in the middle of it when a worker dies, ChildProcessError before it if one is dead.
@@ -248,7 +248,7 @@ class Workers:
         if dead:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
             raise died(dead[0])
         if problem is not None:
-            raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
+            raise DataWorkerError(f"{self._loading.workers} data workers cannot be started: {problem}")
         torch_internals.keep_iterator(loader, iterator)
         self._loader, self._iterator = loader, iterator
         self._processes = torch_internals.worker_processes(iterator)
@@ -282,13 +282,14 @@ def dead_of(processes: list[Any], wait_s: float = 0) -> list[Any]:
     return [process for process in processes if process.sentinel in ended]
 
 
-def died(process: Any) -> DataError:
+def died(process: Any) -> DataWorkerError:
     """What to say of a data worker process that has ended."""
     process.join(LOOK_S)  # its pipe closes a moment before its status is there
     code = process.exitcode
     if code is None or code >= 0:
-        return DataError(f"a data worker (process {process.pid}) ended by itself (exit code {code})")
-    return DataError(f"a data worker (process {process.pid}) was killed (signal {-code})", hint=_CAUSES.get(-code))
+        return DataWorkerError(f"a data worker (process {process.pid}) ended by itself (exit code {code})")
+    said = f"a data worker (process {process.pid}) was killed (signal {-code})"
+    return DataWorkerError(said, hint=_CAUSES.get(-code))
 
 
 def _end(iterator: Any, processes: list[Any]) -> None:

@@ -87,7 +87,7 @@ def test_a_data_worker_that_is_killed_ends_the_job_with_a_clear_error(tmp_path: 
         job.workers[1].kill()
         assert finished(job.process, job.log) == 1, tail(job.log)
         job.ended()
-    assert "DataError: a data worker" in job.log.read_text()
+    assert "error: a data worker" in job.log.read_text()
     assert "was killed (signal 9)" in job.log.read_text()
 
 

@@ -194,7 +194,7 @@ def test_status_shows_ranks_stragglers_and_incidents(writer: Writer, options: Se
     shown = command("status", run, *options)
     assert shown.returncode == 0, shown.stderr
     assert "straggler x4" in shown.stdout
-    assert "checkpoint 3.00 s" in shown.stdout
+    assert "checkpoint 3.0 s" in shown.stdout
     assert "worker_lost, round 1 -> 2" in shown.stdout
     listed = command("status", *options[2:], environment={ENV_ENDPOINT: options[1], "PATH": "/usr/bin:/bin"})
     assert run in listed.stdout, listed.stderr
