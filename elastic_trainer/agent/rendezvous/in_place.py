@@ -35,11 +35,12 @@ from elastic_trainer.agent.workers.channel_server import ChannelServer
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.local_sockets import descendants
-from elastic_trainer.agent.workers.periodic import DelayedCalls
+from elastic_trainer.agent.workers.periodic import DelayedCalls, PeriodicThread
 from elastic_trainer.agent.workers.reachability import Reachability, nodes_of, records_of
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.session_watch import SessionWatch
 from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
+from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, ReplacedError
 from elastic_trainer.ipc.listening import store_at
@@ -72,6 +73,7 @@ class InPlaceNode:
     arrived: ArrivedNode
     calls: DelayedCalls
     conductor: Conductor
+    watchdog: PeriodicThread
     channel: ChannelServer
     record_writer: RecordWriter
     progress: ProgressWriter
@@ -128,6 +130,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         done = super()._leave(error)
         if led is not None:
             led.channel.close()
+            led.watchdog.close()
             led.conductor.close()
             led.calls.close()
         return done
@@ -162,11 +165,12 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise self._after_training()
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
 
-        def begin(place: int | None) -> None:
-            member.announce(conductor.begin(workers.count, place, start), deadline)
+        def announce(place: int | None) -> None:
+            member.announce(conductor.at(place), deadline)
 
         first = conductor.life == 0
-        place = led.places.take(begin)
+        conductor.begin(workers.count, start)
+        place = led.places.take(announce)
         if first:
             self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
@@ -203,14 +207,13 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 self.node_id,
                 self._record(node, tcp_store.port, workers, state=NodeState.WARMING),
                 options.sever_timeout,
-                options.hang_timeout,
             ),
             ConductorPorts(
                 record_writer,
                 partial(_report, member, progress),
                 member.create_revision,
-                Reachability(partial(records_of, self._store, self._keys), own=self._address),
-                health.hung,
+                Reachability(partial(records_of, self._store, self._keys), calls.later, own=self._address).ask,
+                health.hung.take,
                 health.pages.committed,
                 health.busy,
             ),
@@ -218,13 +221,28 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._clock,
         )
         member.on_round(conductor.see)
+        watchdog = Watchdog(options.hang_timeout, conductor.watched, health.hung.kill, self._clock)
+        watch = PeriodicThread("watchdog", watchdog.look, self._clock)
+        if options.hang_timeout > 0.0:
+            watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
         suspicion = Suspicion(conductor, health.pages, self._status_board, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
         places = NodePlace(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
         self._led = InPlaceNode(
-            node, calls, conductor, channel, record_writer, progress, guard, patience, suspicion, places, tcp_store
+            node,
+            calls,
+            conductor,
+            watch,
+            channel,
+            record_writer,
+            progress,
+            guard,
+            patience,
+            suspicion,
+            places,
+            tcp_store,
         )
         return self._led.start()
 

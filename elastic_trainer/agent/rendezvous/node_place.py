@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
@@ -53,19 +53,25 @@ class NodePlace:
 
     def take(self, announce: Callable[[int | None], None]) -> int | None:
         """Choose and announce the place of new workers; None if nodes have no places."""
+        place = None
+        for place in self.choices():
+            announce(place)
+            if place is not None:
+                pause(SETTLE_S)
+        return place
+
+    def choices(self) -> Iterator[int | None]:
+        """The place of new workers, and another one each time that the nodes which start with them are seen there."""
         if not has_places(self._member.limits):
-            announce(None)
-            return None
+            yield None
+            return
         place = None
         for _ in range(SETTLES):
             view = self._view(self._nodes(), self._member.look().round)
             found = place_of(living(view), self._node, view.limits.shard_nodes)
             if found == place:
-                break
-            place = found
-            announce(place)
-            pause(SETTLE_S)
-        return place
+                return
+            yield (place := found)
 
     def turn(self) -> float:
         """Restart the workers at another place if that completes a group; returns the seconds until the next look."""

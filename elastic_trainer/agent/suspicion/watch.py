@@ -23,7 +23,7 @@ from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
 from elastic_trainer.agent.workers.hang_rules import Waiting
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import ping, process_state, starved_s
+from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import RoundDocument
@@ -151,7 +151,7 @@ class Suspicion:
             silent_s = now - max(worker.pinged_at, self._counts_from) if worker.pinged_at else 0.0
             limit_s = worker.delays.limit_s(suspicion_rules.PONG_S, now)
             if silent_s > limit_s:  # do not blame the worker for a busy machine
-                silent_s -= starved_s(worker.pid, worker.queued)
+                silent_s -= starved_s(queued_s(worker.pid), worker.queued)
             self._looks[worker.pid] = (state, silent_s)
             why = suspicion_rules.stuck(readings.get(worker.pid), state, silent_s, limit_s)
             if why is not None and before.get(worker.pid, ("", 0.0))[0] == state:  # twice in a row

@@ -1,8 +1,8 @@
 """Leads this node's workers through rounds in place: sends their reports to the run, and its decisions to them.
 
-*Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``).
-The record writer's thread writes to the store, so that none of these waits for it.
-*Owns* the table of workers and the watchdog.
+*Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``),
+one at a time. Nothing here waits: what takes time is a port, which is called back or writes later.
+*Owns* the table of workers.
 *Fails by* nothing: a worker that breaks the protocol is treated as lost.
 *Invariant*: a life of this node's workers ends once; messages of its workers are ignored after that.
 """
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.false_starts import FalseStart
-from elastic_trainer.agent.workers.periodic import Later
+from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.quarantine import Quarantine
+from elastic_trainer.agent.workers.reachability import Reached
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
-from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
@@ -64,8 +66,8 @@ class Conductor:
     ) -> None:
         self._config, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
         self._record_writer, self._create_revision = ports.record_writer, ports.create_revision
-        self._lock, self._later = threading.RLock(), call_later
-        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, call_later, clock)
+        self._lock, self._call_later = threading.RLock(), call_later
+        self._release = Release(conduct.sever_timeout_s, ports, self._late, self._later, clock)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
@@ -78,14 +80,10 @@ class Conductor:
         self._ended_by: Cause | None = None
         """What ended it."""
         self._backoff = Backoff()
-        self._quarantine = Quarantine(
-            self._node, ports.reachability, lambda: self._document, self._released, call_later
-        )
+        self._quarantine = Quarantine(self._node, self._ask, lambda: self._document, self._released, self._later)
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
         self._false_start: FalseStart | None = None
-        self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.hung, clock)
-        self._watchdog.start()
 
     @property
     def life(self) -> int:
@@ -93,10 +91,9 @@ class Conductor:
 
     def close(self) -> None:
         """Close the workers' connections, which ends their lead."""
-        self._watchdog.close()
-        self._quarantine.close()
-        self._release.close()
         with self._lock:
+            self._quarantine.close()
+            self._release.close()
             for worker in self._life.workers.values():
                 worker.connection.close()
 
@@ -105,15 +102,29 @@ class Conductor:
         with self._lock:
             return frozenset(worker.pid for worker in self._life.workers.values())
 
-    def _at_work(self) -> list[Worker]:
+    def watched(self) -> list[Worker]:
         """The workers that have not announced that they leave."""
         with self._lock:
             return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
 
+    def _later(self, seconds: float, call: Callable[[], None]) -> Cancellable:
+        def alone() -> None:
+            with self._lock:
+                call()
+
+        return self._call_later(seconds, alone)
+
+    def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
+        def alone(reached: Reached) -> None:
+            with self._lock:
+                answered(reached)
+
+        self._ports.ask(nodes, alone)
+
     # ---- lives
 
-    def begin(self, size: int, place: int | None = None, start: FalseStart | None = None) -> NodeRecord:
-        """Begin a life of ``size`` workers, at ``place`` of a shard group; the record of a node that warms up.
+    def begin(self, size: int, start: FalseStart | None = None) -> NodeRecord:
+        """Begin a life of ``size`` workers; the record of a node that warms up.
 
         ``start``: how the life before failed at startup. The record says so until a worker of this one opens a session.
         """
@@ -128,9 +139,15 @@ class Conductor:
                 life = self._life.number
                 self._later(back_off_s, lambda: self._offer(life))
             self._quarantine.clear()
-            self._place, self._false_start = place, start
+            self._place, self._false_start = None, start
             self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
             self.met.clear()
+            return self._record(NodeState.WARMING)
+
+    def at(self, place: int | None) -> NodeRecord:
+        """The record of a node that warms up at ``place`` of a shard group."""
+        with self._lock:
+            self._place = place
             return self._record(NodeState.WARMING)
 
     def restart_workers(self, why: str) -> None:
@@ -149,18 +166,16 @@ class Conductor:
 
     def _offer(self, life: int) -> None:
         """The back-off is over: announce this node if the life is still the same."""
-        with self._lock:
-            if life == self._life.number and not self._life.ended:
-                self._publish()
+        if life == self._life.number and not self._life.ended:
+            self._publish()
 
     def _released(self) -> None:
         """All members of the round can be reached again."""
-        with self._lock:
-            self._life.joins_at = 0.0
-            self._offer(self._life.number)
+        self._life.joins_at = 0.0
+        self._offer(self._life.number)
 
     def _end_life(self, cause: str, kind: Cause = Cause.WORKER_LOST) -> None:
-        """The workers of this life have ended, or are ordered to exit. Called with the lock held."""
+        """The workers of this life have ended, or are ordered to exit."""
         life, current = self._life, self._document
         self._read_progress(life)
         life.ended = True
@@ -234,7 +249,7 @@ class Conductor:
 
     def _left_behind(self, number: int) -> bool:
         """Whether a worker left round ``number`` in a call: when it could join the others, they will be elsewhere."""
-        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self._at_work())
+        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self.watched())
 
     def _quarantine_node(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)
@@ -249,8 +264,8 @@ class Conductor:
                 self._send(worker, Over(number=number, reason=reason))
                 self._release.expect(self._life, worker, number)
 
-    def _late(self, worker: Worker) -> None:
-        """``worker`` is not free yet: publish why, and its progress."""
+    def _late(self) -> None:
+        """A worker is not free yet: publish why, and its progress."""
         self._read_progress(self._life)
         self._publish()
 
@@ -298,33 +313,60 @@ class Conductor:
             return worker
 
     def receive(self, worker: Worker, message: Message) -> None:
-        worker.heard_at = self._clock.monotonic()
-        if isinstance(message, Pong):
-            worker.ponged(worker.heard_at)
-        why = ""
-        if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
-            why = self._quarantine.check(self._round_of(message), message)  # may take seconds; later messages wait
+        """Process a message, or keep it while an earlier one of this worker waits for an answer.
+
+        A worker that leaves waits for nothing: its connection closes next.
+        """
         with self._lock:
-            if worker.life != self._life.number or self._life.ended:
+            worker.heard_at = self._clock.monotonic()
+            if isinstance(message, Pong):
+                worker.ponged(worker.heard_at)
                 return
-            if isinstance(message, Ready):
-                self._ready(worker, message)
-                if self._document is not None:
-                    self.see(self._document)
-            elif isinstance(message, Failed):
-                self._failed(message, why)
-            elif isinstance(message, Leaving):
-                self._left(worker, message)
-            elif isinstance(message, Evicted):
-                self._evict(message.reason)
-            elif isinstance(message, Progress):
-                self._quarantine.clear()
-                self._life.note(
-                    Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
-                )
-                mine = self._my_entry(self._document)
-                if mine is not None and mine.first_rank + worker.local_rank == 0:
-                    self._ports.on_progress(message)
+            worker.unread.append(message)
+            if isinstance(message, Leaving):
+                while worker.unread:
+                    self._process(worker, worker.unread.popleft(), "")
+            elif len(worker.unread) == 1:
+                self._read(worker)
+
+    def _read(self, worker: Worker) -> None:
+        """Process the first message; if it may blame other nodes, when it is known whom this one reaches."""
+        message = worker.unread[0]
+        answered = partial(self._answered, worker, message)
+        if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
+            self._quarantine.check(self._round_of(message), message, answered)
+        else:
+            answered("")
+
+    def _answered(self, worker: Worker, message: Message, why: str) -> None:
+        if not worker.unread or worker.unread[0] is not message:
+            return  # it has left meanwhile
+        worker.unread.popleft()
+        self._process(worker, message, why)
+        if worker.unread:
+            self._read(worker)
+
+    def _process(self, worker: Worker, message: Message, why: str) -> None:
+        if worker.life != self._life.number or self._life.ended:
+            return
+        if isinstance(message, Ready):
+            self._ready(worker, message)
+            if self._document is not None:
+                self.see(self._document)
+        elif isinstance(message, Failed):
+            self._failed(message, why)
+        elif isinstance(message, Leaving):
+            self._left(worker, message)
+        elif isinstance(message, Evicted):
+            self._evict(message.reason)
+        elif isinstance(message, Progress):
+            self._quarantine.clear()
+            self._life.note(
+                Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
+            )
+            mine = self._my_entry(self._document)
+            if mine is not None and mine.first_rank + worker.local_rank == 0:
+                self._ports.on_progress(message)
 
     def _ready(self, worker: Worker, message: Ready) -> None:
         worker.ready, worker.stuck = message, False
@@ -386,7 +428,7 @@ class Conductor:
             if worker.left is not None and worker.left.status in ("done", "stopped"):
                 return
             logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
-            hung = self._ports.hung.take(worker.pid)
+            hung = self._ports.why_hung(worker.pid)
             cause = "was lost" if hung is None else f"was killed: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
             self._end_life(f"its worker {worker.local_rank} {cause}", kind)
@@ -399,7 +441,7 @@ class Conductor:
             current = self._document
             if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
                 return None, []
-            return current, self._at_work()
+            return current, self.watched()
 
     def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
         """Break the round of ``document`` because ``suspects`` do not answer, unless it is over."""

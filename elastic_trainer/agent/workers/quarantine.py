@@ -1,17 +1,18 @@
 """Keeps a node out of rounds while it cannot reach all members; otherwise each of its joins would stop all nodes.
 
-*Runs in* the agent: ``check`` in a reader thread of the channel, which waits; the attempts to rejoin in timers.
-*Owns* one timer at a time. *Fails by* nothing.
+*Runs in* the conductor, one call at a time. *Owns* one timer at a time, and the open questions about reachability.
+*Fails by* nothing.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
-from elastic_trainer.agent.workers.reachability import Reachability
+from elastic_trainer.agent.workers.reachability import Ask, Reached
 from elastic_trainer.ipc.messages import Failed, Ready
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
@@ -24,17 +25,18 @@ that they do again, and each try stops the others."""
 
 
 class Quarantine:
-    """See the module. ``present()`` is the present round; ``released()`` is called when its members can be reached."""
+    """See the module. ``present()`` is the present round; ``released()`` is called when its members can be reached;
+    ``ask`` finds out who can, and ``call_later`` makes a call at a later time."""
 
     def __init__(
         self,
         node: str,
-        reachability: Reachability,
+        ask: Ask,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
         call_later: Later,
     ) -> None:
-        self._node, self._reachability, self._present, self._released = node, reachability, present, released
+        self._node, self._ask, self._present, self._released = node, ask, present, released
         self._later = call_later
         self.unreachable: tuple[str, ...] = ()
         """Nodes that this one could not reach when a round with them failed to form; itself if they cannot reach it."""
@@ -44,49 +46,64 @@ class Quarantine:
         """Whether this node stays out of rounds."""
         self._closed = False
         self._asked_in, self._answer = -1, ""
-        self._checking = threading.Lock()
-        self._lock = threading.Lock()
+        self._checks: deque[tuple[RoundDocument, Failed | Ready, Callable[[str], None]]] = deque()
         self._since_round = 0
         self._backoff = Backoff()
         self._timer: Cancellable | None = None
 
-    def check(self, document: RoundDocument | None, message: Failed | Ready) -> str:
+    def check(self, document: RoundDocument | None, message: Failed | Ready, then: Callable[[str], None]) -> None:
         """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
         that was not the first consecutive round that failed to form. ``message``: what a worker said about that round.
 
-        Returns who was not reached, where, and what to do, for people; empty if nobody is known.
+        Calls ``then`` with who was not reached, where, and what to do, for people; empty if nobody is known.
         """
         if document is None or (document.stalled < FAILED_ROUNDS - 1 and not document.accuses(self._node)):
-            return ""
-        with self._checking:  # of several workers that report one round, all get the answer
-            news = isinstance(message, Failed) and bool(message.tried or message.loopback)
-            if document.number == self._asked_in and (self._answer or not news):
-                return self._answer
-            self._asked_in = document.number
-            nodes, self._answer = self._find(document, message)
-            self.note_unreachable(nodes)
-            if nodes:
-                logger().warning(
-                    "node.cut_off",
-                    node=self._node,
-                    round=document.number,
-                    unreachable=nodes,
-                    reason=self._answer,
-                )
-            return self._answer
+            then("")
+            return
+        self._checks.append((document, message, then))
+        if len(self._checks) == 1:  # of several workers that report one round, all get the answer
+            self._check_next()
 
-    def _find(self, document: RoundDocument, message: Failed | Ready) -> tuple[tuple[str, ...], str]:
+    def _check_next(self) -> None:
+        document, message, _ = self._checks[0]
+        news = isinstance(message, Failed) and bool(message.tried or message.loopback)
+        if document.number == self._asked_in and (self._answer or not news):
+            self._checked()
+            return
+        self._asked_in = document.number
+        if isinstance(message, Failed) and message.loopback:
+            self._note(document, message, Reached())
+            return
+        self._ask(self._others(document), partial(self._note, document, message))
+
+    def _note(self, document: RoundDocument, message: Failed | Ready, reached: Reached) -> None:
+        nodes, self._answer = self._find(document, message, reached)
+        self.note_unreachable(nodes)
+        if nodes:
+            logger().warning(
+                "node.cut_off", node=self._node, round=document.number, unreachable=nodes, reason=self._answer
+            )
+        self._checked()
+
+    def _checked(self) -> None:
+        _, _, then = self._checks[0]
+        then(self._answer)  # may add one
+        self._checks.popleft()
+        if self._checks:
+            self._check_next()
+
+    def _others(self, document: RoundDocument) -> tuple[str, ...]:
+        return tuple(member.node for member in document.members if member.node != self._node)
+
+    def _find(self, document: RoundDocument, message: Failed | Ready, reached: Reached) -> tuple[tuple[str, ...], str]:
         """This node if its worker knows that others cannot reach it, the nodes that this agent does not reach, else the
         one that its worker did not; and the sentence about it."""
         if isinstance(message, Failed) and message.loopback:
             self._unseen = True
             return (self._node,), misleads(self._node, message.loopback)
-        names = [member.node for member in document.members if member.node != self._node]
-        records = self._reachability.records()
-        missing = self._reachability.missing_of(names, records) or ()
-        others = {name: records[name] for name in names if name in records}
+        others = {name: reached.records[name] for name in self._others(document) if name in reached.records}
         self._unseen = False
-        if missing:
+        if missing := reached.missing:
             record = others[missing[0]]
             why = f"its agent does not answer at port {record.probe_port}"
             return missing, cannot_reach(self._node, missing[0], record.address, "", why)
@@ -116,16 +133,14 @@ class Quarantine:
         """The round of ``document`` excludes this node as unreachable. Acts once for each round."""
         if document.number <= self._since_round:
             return
-        with self._lock:
-            self._since_round, self.active = document.number, True
-            self._unseen |= document.unformed >= UNFORMED_ROUNDS
+        self._since_round, self.active = document.number, True
+        self._unseen |= document.unformed >= UNFORMED_ROUNDS
         self._wait()
 
     def close(self) -> None:
-        with self._lock:
-            self.active, self._closed = False, True
-            if self._timer is not None:
-                self._timer.cancel()
+        self.active, self._closed = False, True
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _wait(self) -> None:
         self._backoff = self._backoff.after(0)
@@ -135,35 +150,38 @@ class Quarantine:
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
         """Schedule ``act``, unless the node has become a member (``away``) or was excluded, which has its own timer."""
-        with self._lock:
-            if self._closed or self.active is not away:
-                return
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self._later(seconds, act)
+        if self._closed or self.active is not away:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._later(seconds, act)
 
     def _look_again(self) -> None:
         document = self._present()
         if self.active or self._closed or not self.unreachable or document is None:
             return
-        over = document.state is RoundState.BROKEN  # otherwise committed steps prove that all can be reached
-        missing = self._missing(document) if over else None
-        if missing == () and not self.active:
+        if document.state is RoundState.BROKEN:  # otherwise committed steps prove that all can be reached
+            self._ask(self._others(document), self._looked_again)
+        else:
+            self._looked_again(Reached())
+
+    def _looked_again(self, reached: Reached) -> None:
+        if reached.missing == () and not self.active and not self._closed:
             self.unreachable = ()
             self._released()
         else:
             self._after(SHORTEST_S, self._look_again, away=False)
 
-    def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
-        return self._reachability.missing(m.node for m in document.members if m.node != self._node)
-
     def _try_again(self) -> None:
+        document = self._present()
+        if self.active and document is not None:
+            self._ask(self._others(document), self._tried_again)
+
+    def _tried_again(self, reached: Reached) -> None:
         if not self.active:
             return
-        document = self._present()
-        found = self._missing(document) if document is not None else ()
-        self.unreachable = found or ()
-        if found is None or found:  # without the store no round could add this node either
+        self.unreachable = reached.missing or ()
+        if reached.missing != ():  # without the store no round could add this node either
             self._wait()
             return
         self.active = False

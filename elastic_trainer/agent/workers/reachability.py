@@ -1,7 +1,7 @@
 """Which other nodes this one cannot reach: checked when rounds fail to form although all nodes reach the store.
 
 *Owns* short-lived threads. *Fails by* nothing: if the store does not answer or no thread can be started, the result is
-unknown.
+unknown. Every question gets its answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
+from elastic_trainer.agent.workers.periodic import Later
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
@@ -29,6 +31,18 @@ those: after a longer check they would continue without this node, as without a 
 Reaches = Callable[[str, int], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The nodes that have a key but cannot be reached from here, None if that is unknown; the records of all nodes."""
+
+    missing: tuple[str, ...] | None = None
+    records: Mapping[str, NodeRecord] = field(default_factory=dict)
+
+
+Ask = Callable[[tuple[str, ...], Callable[[Reached], None]], object]
+"""``ask(nodes, answered)``: looks whether ``nodes`` can be reached and calls ``answered`` from another thread."""
+
+
 def reaches(host: str, port: int) -> bool:
     """Whether ``host`` answers at ``port``; a refused connection is an answer too: only the agent is dead."""
     try:
@@ -45,20 +59,29 @@ class Reachability:
     that this node announces."""
 
     def __init__(
-        self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches, own: str = LOOPBACK
+        self,
+        records: Callable[[], Mapping[str, NodeRecord]],
+        call_later: Later,
+        try_one: Reaches = reaches,
+        own: str = LOOPBACK,
     ) -> None:
-        self._records, self._try_one, self._own = records, try_one, own
+        self._records, self._later, self._try_one, self._own = records, call_later, try_one, own
 
-    def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
-        """The nodes of ``nodes`` that have a key but cannot be reached from here; None if that is unknown."""
-        return self.missing_of(nodes, self.records())
+    def ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
+        """See :data:`Ask`. A worker's messages wait for the answer."""
 
-    def records(self) -> Mapping[str, NodeRecord]:
-        """Those of all nodes, by name; empty if the store does not answer."""
-        return self._records()
+        def look() -> None:
+            reached = Reached()
+            try:
+                records = self._records()
+                reached = Reached(self._missing(nodes, records), records)
+            except Exception:  # noqa: BLE001 - the edge of a thread
+                logger().exception("reachability.failed")
+            answered(reached)
 
-    def missing_of(self, nodes: Iterable[str], records: Mapping[str, NodeRecord]) -> tuple[str, ...] | None:
-        """The same with ``records`` that were read before."""
+        self._later(0.0, look)
+
+    def _missing(self, nodes: Iterable[str], records: Mapping[str, NodeRecord]) -> tuple[str, ...] | None:
         if not records:
             return None
         asked = [(name, records[name]) for name in nodes if name in records and records[name].probe_port > 0]

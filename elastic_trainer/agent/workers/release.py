@@ -5,21 +5,20 @@ of the script, or in a driver) only killing the process helps; torchrun then res
 or compiles is not blocked: :mod:`elastic_trainer.agent.health.node_health` bounds that time, and the record shows
 the other nodes what they wait for.
 
-*Runs in* the agent: one timer for each worker that has to leave. *Owns* the timers.
+*Runs in* the conductor, and in one timer of it for each worker that has to leave. *Owns* the timers.
 *Fails by* nothing: a process that has already ended needs no kill.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from elastic_trainer.agent.workers.kill import kill_now
+from elastic_trainer.agent.workers.conductor_config import ConductorPorts
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.roster import Life, Worker
-from elastic_trainer.agent.workers.watchdog import queued_s, starved_s
+from elastic_trainer.agent.workers.watchdog import starved_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 
@@ -41,23 +40,18 @@ class _Expected:
 
 
 class Release:
-    """See the module. ``sever_timeout_s`` is the minimum limit of a blocked worker; ``lock`` guards lives and workers.
-
-    ``busy(pid)`` says what a worker is busy with, empty if nothing; ``late(worker)`` is called with the lock held
-    while a worker has not left.
-    """
+    """See the module. ``sever_timeout_s``: minimum limit of a blocked worker; ``late()`` is called while one stays."""
 
     def __init__(
         self,
         sever_timeout_s: float,
-        lock: threading.RLock,
-        busy: Callable[[int], str],
-        late: Callable[[Worker], None],
+        ports: ConductorPorts,
+        late: Callable[[], None],
         call_later: Later,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._sever_timeout_s, self._lock, self._clock, self._later = sever_timeout_s, lock, clock, call_later
-        self._busy, self._late = busy, late
+        self._sever_timeout_s, self._ports, self._late = sever_timeout_s, ports, late
+        self._later, self._clock = call_later, clock
         self._pause_s = min(LONGEST_PAUSE_S, sever_timeout_s / LOOKS_PER_LIMIT)
         self._expected: dict[int, _Expected] = {}
 
@@ -67,48 +61,46 @@ class Release:
         return max(self._sever_timeout_s, 2.0 * step_s)
 
     def expect(self, life: Life, worker: Worker, number: int) -> None:
-        """Round ``number`` is over: expect ``worker`` to report soon that it is free. Called with the lock held."""
+        """Round ``number`` is over: expect ``worker`` to report soon that it is free."""
         self.freed(worker)
         self._expected[worker.pid] = each = _Expected(life, worker, number, self._clock.monotonic())
         self._look_later(each)
 
     def freed(self, worker: Worker) -> None:
-        """``worker`` is free, or has ended. Called with the lock held."""
+        """``worker`` is free, or has ended."""
         worker.busy = ""
         each = self._expected.pop(worker.pid, None)
         if each is not None and each.timer is not None:
             each.timer.cancel()
 
     def close(self) -> None:
-        with self._lock:
-            for each in list(self._expected.values()):
-                self.freed(each.worker)
+        for each in list(self._expected.values()):
+            self.freed(each.worker)
 
     def _look_later(self, each: _Expected) -> None:
         each.timer = self._later(self._pause_s, lambda: self._look(each))
 
     def _look(self, each: _Expected) -> None:
         worker = each.worker
-        with self._lock:
-            if self._expected.get(worker.pid) is not each:
-                return
-            if each.life.ended or worker.left is not None or not worker.stays_in(each.number):
-                del self._expected[worker.pid]
-                return
-            now, busy = self._clock.monotonic(), self._known(worker)
-            if busy:
-                each.blocked_at = now
-            elif now - each.blocked_at > self.limit_s(worker) + starved_s(worker.pid, each.queued):
-                del self._expected[worker.pid]
-                kill_now(worker.pid, f"it did not leave round {each.number}, which is over")
-                return
-            each.queued = each.queued or queued_s(worker.pid)
-            self._note(worker, each.number, busy)
-            self._look_later(each)
+        if self._expected.get(worker.pid) is not each:
+            return
+        if each.life.ended or worker.left is not None or not worker.stays_in(each.number):
+            del self._expected[worker.pid]
+            return
+        now, busy, queued = self._clock.monotonic(), self._known(worker), self._ports.queued_s(worker.pid)
+        if busy:
+            each.blocked_at = now
+        elif now - each.blocked_at > self.limit_s(worker) + starved_s(queued, each.queued):
+            del self._expected[worker.pid]
+            self._ports.kill(worker.pid, f"it did not leave round {each.number}, which is over")
+            return
+        each.queued = each.queued or queued
+        self._note(worker, each.number, busy)
+        self._look_later(each)
 
     def _known(self, worker: Worker) -> str:
         try:
-            return self._busy(worker.pid)
+            return self._ports.busy(worker.pid)
         except Exception:  # noqa: BLE001 - the edge of a thread: the worker must leave whatever a page contains
             logger().exception("page.unreadable", pid=worker.pid)
             return ""
@@ -118,4 +110,4 @@ class Release:
         if busy and busy != worker.busy:
             worker.busy = busy
             logger().info("worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=number, busy=busy)
-        self._late(worker)
+        self._late()

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_trainer.agent.workers.suspicion_rules import AnswerDelays
 from elastic_trainer.ipc.channel import Connection
-from elastic_trainer.ipc.messages import Leaving, Ready
+from elastic_trainer.ipc.messages import Leaving, Message, Ready
 from elastic_trainer.membership.documents import Identity, NodeState
 
 
@@ -41,6 +42,8 @@ class Worker:
     """How long its answers have taken."""
     stuck: bool = False
     """Whether it hung while others waited for it, and has not been free since."""
+    unread: deque[Message] = field(default_factory=deque)
+    """What it has said behind a message that waits for an answer, and first that message."""
     inside: int = 0
     """The newest round that it may have entered: it was sent its rank and had no reason to refuse."""
 

@@ -4,8 +4,7 @@ A thread of each worker does nothing but answer. A worker that does not answer c
 and all others wait for it. Its death is noticed at once, torchrun restarts it, and the others continue. The heartbeat
 page reveals a worker that answers but makes no progress (:mod:`elastic_trainer.agent.health.node_health`).
 
-*Runs in* the agent: a thread named ``watchdog``. *Owns* that thread.
-*Fails by* nothing: a worker that has already ended needs no kill.
+*Runs in* the agent: a thread named ``watchdog``. *Fails by* nothing: a worker that has already ended needs no kill.
 *Invariant*: time in which the agent itself was frozen does not count against a worker.
 """
 
@@ -15,8 +14,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from elastic_trainer.agent.workers.kill import HungWorkers
-from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.channel import ChannelClosedError
@@ -30,23 +27,14 @@ LATE = 3.0
 
 
 class Watchdog:
-    """See the module. ``workers()`` returns the workers to watch now; ``limit_s`` 0: none is ever killed."""
+    """See the module. ``workers()`` returns the workers to watch now; ``kill(pid, reason, local_rank=)`` ends one."""
 
     def __init__(
-        self, limit_s: float, workers: Callable[[], Iterable[Worker]], hung: HungWorkers, clock: Clock = SYSTEM
+        self, limit_s: float, workers: Callable[[], Iterable[Worker]], kill: Callable[..., None], clock: Clock = SYSTEM
     ) -> None:
-        self._limit_s, self._workers, self._hung, self._clock = limit_s, workers, hung, clock
+        self._limit_s, self._workers, self._kill, self._clock = limit_s, workers, kill, clock
         self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
         self._looked_at = clock.monotonic()
-        self._thread = PeriodicThread("watchdog", self.look, clock)
-
-    def start(self) -> None:
-        """Start to watch, if there is a limit."""
-        if self._limit_s > 0.0:
-            self._thread.start()
-
-    def close(self) -> None:
-        self._thread.close()
 
     def look(self) -> float:
         """Kill the workers that have been silent for too long, ping the others; seconds until the next turn."""
@@ -69,7 +57,7 @@ class Watchdog:
             logger().warning("worker.silent", pid=worker.pid, silent_s=round(silent_s, 1), state=state)
             return
         reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
-        self._hung.kill(worker.pid, reason, local_rank=worker.local_rank)
+        self._kill(worker.pid, reason, local_rank=worker.local_rank)
 
 
 def ping(worker: Worker, now: float) -> None:
@@ -80,10 +68,9 @@ def ping(worker: Worker, now: float) -> None:
         worker.connection.send(Ping())
 
 
-def starved_s(pid: int, before: Mapping[str, float]) -> float:
-    """Seconds in which process ``pid`` could do nothing since ``before`` (:func:`queued_s`): the longest wait of one of
-    its threads for a CPU."""
-    now = queued_s(pid)
+def starved_s(now: Mapping[str, float], before: Mapping[str, float]) -> float:
+    """Seconds in which a process could do nothing between ``before`` and ``now`` (:func:`queued_s`): the longest wait
+    of one of its threads for a CPU."""
     return max((now[each] - before[each] for each in now.keys() & before.keys()), default=0.0)
 
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.kill import HungWorkers
-from elastic_trainer.agent.workers.reachability import Reachability
-from elastic_trainer.agent.workers.record_writer import RecordWriter
+from elastic_trainer.agent.workers.reachability import Ask, Reached
+from elastic_trainer.agent.workers.record_writer import PendingWrites
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
@@ -78,7 +77,7 @@ class Break(NamedTuple):
     record: NodeRecord
 
 
-class Notebook(RecordWriter):
+class Notebook(PendingWrites):
     """Keeps everything instead of writing it to a store."""
 
     def __init__(self) -> None:
@@ -161,22 +160,23 @@ class Worker:
 class Stage:
     """The conductor of node ``me``, whose key has been shown, and whose workers are never busy."""
 
-    def __init__(self, reachability: Reachability | None = None) -> None:
+    def __init__(self, ask: Ask = lambda nodes, answered: answered(Reached())) -> None:
         self.alarms, self.notebook = Alarms(), Notebook()
         self.progress: list[Progress] = []
         self.committed: dict[int, tuple[int, int]] = {}
         """What the pages of workers say: round and step, by process."""
-        self.hung = HungWorkers()
-        ports = ConductorPorts(
+        self.hung: dict[int, str] = {}
+        """Why processes were killed."""
+        self.ports = ConductorPorts(
             self.notebook,
             self.progress.append,
             lambda: KEY,
-            reachability if reachability is not None else Reachability(dict),
-            self.hung,
+            ask,
+            lambda pid: self.hung.pop(pid, None),
             self.committed.get,
             lambda pid: "",
         )
-        self.conductor = Conductor(ConductorConfig("run", "me", BASE), ports, self.alarms.later, self.alarms.clock)
+        self.conductor = Conductor(ConductorConfig("run", "me", BASE), self.ports, self.alarms.later, self.alarms.clock)
 
     def record(self) -> NodeRecord:
         """The newest."""

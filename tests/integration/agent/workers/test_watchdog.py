@@ -8,7 +8,7 @@ import sys
 from typing import Any, cast
 
 from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import ping, starved_s
+from elastic_trainer.agent.workers.watchdog import ping, queued_s, starved_s
 from tests.support.waiting import eventually
 
 BUSY = "import os; os.sched_setaffinity(0, [int({cpu})]); print(flush=True)\nwhile True: pass"
@@ -30,7 +30,7 @@ def test_a_process_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
                 each.stdout.readline()
             worker = Worker(cast("Any", Mute()), one.pid, 0, life=1)
             ping(worker, now=1.0)
-            eventually(lambda: starved_s(worker.pid, worker.queued) >= 0.1, "it does not wait for the CPU")
+            eventually(lambda: starved_s(queued_s(worker.pid), worker.queued) >= 0.1, "it does not wait for the CPU")
         finally:
             one.kill()
             other.kill()

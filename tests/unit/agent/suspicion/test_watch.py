@@ -102,7 +102,7 @@ class Room:
 def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     room = Room()
     monkeypatch.setattr(watch, "process_state", lambda pid: room.state)
-    monkeypatch.setattr(watch, "starved_s", lambda pid, before: room.starved_s)
+    monkeypatch.setattr(watch, "starved_s", lambda now, before: room.starved_s)
     return room
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 
 import pytest
 
 from elastic_trainer.agent.workers import reachability as contacts
-from elastic_trainer.agent.workers.periodic import DelayedCalls
 from elastic_trainer.agent.workers.quarantine import Quarantine
-from elastic_trainer.agent.workers.reachability import Reachability, reaches, records_of
+from elastic_trainer.agent.workers.reachability import Reachability, Reached, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.ipc.messages import Failed
+from elastic_trainer.ipc.messages import Failed, Leaving
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.reachability import UNFORMED_ROUNDS
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
-from tests.support.memory_backend import ManualClock, MemoryBackend
+from tests.support.memory_backend import MemoryBackend
 from tests.support.memory_store import MemoryStore
-from tests.support.threadless import no_new_threads
-from tests.unit.agent.stage import BASE, OTHER, Alarms, Stage, Worker
+from tests.unit.agent.stage import BASE, OTHER, Alarm, Alarms, Stage, Worker
 from tests.unit.membership.scenes import node
 
 KEYS = RunKeys("/elastic_trainer", "run")
@@ -30,6 +27,17 @@ KEYS = RunKeys("/elastic_trainer", "run")
 
 def record(address: str, port: int = 1) -> NodeRecord:
     return BASE.model_copy(update={"address": address, "probe_port": port})
+
+
+def at_once(seconds: float, call: Callable[[], None]) -> Alarm:
+    call()
+    return Alarm(0.0, call)
+
+
+def missing(contact: Reachability, *nodes: str) -> tuple[str, ...] | None:
+    found: list[Reached] = []
+    contact.ask(nodes, found.append)
+    return found[0].missing
 
 
 def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
@@ -44,19 +52,17 @@ def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
 def test_those_that_do_not_answer_are_missing() -> None:
     """In the order asked for; a node without a key, or without a port, is not missing."""
     records = {"a": record("10.0.0.1"), "b": record("10.0.0.2"), "c": record("10.0.0.3"), "d": record("10.0.0.4", 0)}
-    contact = Reachability(lambda: records, lambda host, port: host == "10.0.0.2")
-    assert contact.missing(["c", "b", "a", "d", "x"]) == ("c", "a")
-    assert contact.missing([]) == ()
+    contact = Reachability(lambda: records, at_once, lambda host, port: host == "10.0.0.2")
+    assert missing(contact, "c", "b", "a", "d", "x") == ("c", "a")
+    assert missing(contact) == ()
 
 
 def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that reaches nobody of a thousand says so soon, by those it could try; the rest is not accused."""
     monkeypatch.setattr(contacts, "LIMIT_S", 0.0)
     names = [f"n{number}" for number in range(1000)]
-    assert (
-        Reachability(lambda: {name: record("10.0.0.1") for name in names}, lambda host, port: False).missing(names)
-        == ()
-    )
+    records = {name: record("10.0.0.1") for name in names}
+    assert missing(Reachability(lambda: records, at_once, lambda host, port: False), *names) == ()
 
 
 def test_records_are_read_from_the_store() -> None:
@@ -74,7 +80,16 @@ def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         raise StoreUnavailableError("no store")
 
     monkeypatch.setattr(store, "range", away)
-    assert Reachability(lambda: records_of(store, KEYS)).missing(["a"]) is None
+    assert missing(Reachability(lambda: records_of(store, KEYS), at_once), "a") is None
+
+
+def test_a_look_that_fails_is_answered_too() -> None:
+    """The messages of a worker wait for it."""
+
+    def records() -> dict[str, NodeRecord]:
+        raise MemoryError
+
+    assert missing(Reachability(records, at_once), "a") is None
 
 
 class Network:
@@ -84,17 +99,16 @@ class Network:
         self.cut: set[str] = {"other"}
         self.asked: list[str] = []
         self.store = True
-        self.meanwhile: Callable[[], object] = lambda: None
-        """What happens, once, while somebody is tried."""
 
     def records(self) -> dict[str, NodeRecord]:
         return {"other": record("other"), "me": record("me")} if self.store else {}
 
     def reaches(self, host: str, port: int) -> bool:
         self.asked.append(host)
-        meanwhile, self.meanwhile = self.meanwhile, lambda: None
-        meanwhile()
         return host not in self.cut
+
+    def ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
+        Reachability(self.records, at_once, self.reaches).ask(nodes, answered)
 
 
 @pytest.fixture
@@ -104,7 +118,7 @@ def network() -> Network:
 
 @pytest.fixture
 def stage(network: Network) -> Stage:
-    return Stage(Reachability(network.records, network.reaches))
+    return Stage(network.ask)
 
 
 def failed_forming(stage: Stage, number: int, stalled: int) -> Worker:
@@ -147,17 +161,6 @@ def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: St
     assert (stage.record().reported, stage.record().unreachable) == (5, ())
 
 
-def test_a_node_that_is_left_out_while_it_looks_still_comes_back(stage: Stage, network: Network) -> None:
-    """The look that it was at does not take the place of the next one."""
-    accused(stage)
-    network.meanwhile = lambda: stage.see(5, members=(OTHER,), left_out="me")
-    stage.alarms.run_for(1.0)
-    assert stage.record().state is NodeState.WARMING
-    network.cut.clear()
-    stage.alarms.run_for(1.0)
-    assert stage.record().state is NodeState.READY
-
-
 def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
     """It reaches all who could not reach it."""
     network.cut.clear()
@@ -190,25 +193,6 @@ def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage:
     failed_forming(stage, 4, stalled=0)
     stage.see(5, members=(OTHER,), stalled=1)
     assert (stage.record().state, stage.record().reported) == (NodeState.READY, 5)
-
-
-def test_a_quarantine_ends_though_no_thread_could_be_started_for_a_while(stage: Stage, network: Network) -> None:
-    """Nobody can be tried then, and it goes on."""
-    network.cut.clear()
-    clock, released = ManualClock(), threading.Event()
-    calls, document = DelayedCalls(clock), stage.document(5)
-    contact = Reachability(network.records, network.reaches)
-    quarantine = Quarantine("me", contact, lambda: document, released.set, calls.later)
-    with no_new_threads():
-        quarantine.enter(document)
-        for _ in range(3):
-            clock.advance(600.0)
-            calls.turn()
-    assert quarantine.active
-    clock.advance(600.0)
-    calls.turn()
-    assert released.wait(60.0)
-    assert not quarantine.active
 
 
 def test_a_worker_that_reaches_nobody_names_whom_it_looked_for_though_its_agent_reaches_all(
@@ -280,14 +264,44 @@ def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) ->
     document = RoundDocument(
         number=4, nonce="", state=RoundState.ACTIVE, stalled=1, members=(OTHER._replace(node="me"), OTHER)
     )
-    contact = Reachability(network.records, network.reaches)
-    quarantine = Quarantine("me", contact, lambda: document, lambda: None, Alarms().later)
-    waited = Failed(number=4, error="gloo: timed out", forming=True)
-    assert quarantine.check(document, waited) == ""
-    reason = quarantine.check(document, waited.model_copy(update={"tried": "other"}))
-    assert reason.startswith("node me cannot reach node other")
-    assert quarantine.check(document, waited) == reason
+    asked: list[Callable[[], None]] = []
+
+    def later(seconds: float, call: Callable[[], None]) -> Alarm:
+        asked.append(call)
+        return Alarm(seconds, call)
+
+    ask = Reachability(network.records, later, network.reaches).ask
+    quarantine = Quarantine("me", ask, lambda: document, lambda: None, Alarms().later)
+    waited, why = Failed(number=4, error="gloo: timed out", forming=True), list[str]()
+    for message in (waited, waited.model_copy(update={"tried": "other"}), waited):
+        quarantine.check(document, message, why.append)
+    asked.pop()()
+    assert why == [""]
+    asked.pop()()
+    assert why[1].startswith("node me cannot reach node other")
+    assert why[2:] == why[1:2]
     assert network.asked == ["other", "other"]
+
+
+def test_messages_wait_behind_one_that_waits_for_an_answer_but_not_those_of_others() -> None:
+    """In their order; a worker that leaves waits for nothing, since its connection closes next."""
+    asked: list[Callable[[Reached], None]] = []
+    stage = Stage(lambda nodes, answered: asked.append(answered))
+    stage.begin(2)
+    slow, leaving = Worker(stage, 0), Worker(stage, 1)
+    for worker in (slow, leaving):
+        worker.ready(4)
+    stage.see(4, members=(stage.member(0, 2), OTHER), stalled=1)
+    slow.say(Failed(number=4, error="gloo: timed out", forming=True))
+    slow.ready(5)
+    leaving.ready(5)
+    assert (stage.notebook.breaks, stage.record().reported) == ([], 4)
+    leaving.say(Failed(number=4, error="closed", forming=True))
+    leaving.say(Leaving(status="stopped", step=0))
+    assert stage.only_break.failure.reason == "node me lost contact with a peer (closed)"
+    asked.pop()(Reached(("other",), {"other": record("other")}))
+    assert (stage.record().reported, stage.record().unreachable) == (5, ("other",))
+    assert asked == []
 
 
 @pytest.mark.parametrize(("stalled", "named"), [(0, ()), (1, ("me",))])
@@ -322,5 +336,5 @@ def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: S
 def test_a_host_behind_a_loopback_address_is_missing() -> None:
     """What the own machine answers there says nothing about it, unless this node announces such an address too."""
     records = {"a": record("127.0.0.1")}
-    assert Reachability(lambda: records, lambda host, port: True, own="10.0.0.2").missing(["a"]) == ("a",)
-    assert Reachability(lambda: records, lambda host, port: True).missing(["a"]) == ()
+    assert missing(Reachability(lambda: records, at_once, lambda host, port: True, own="10.0.0.2"), "a") == ("a",)
+    assert missing(Reachability(lambda: records, at_once, lambda host, port: True), "a") == ()

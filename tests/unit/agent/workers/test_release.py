@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
 
-from elastic_trainer.agent.workers import release as module
-from elastic_trainer.agent.workers.periodic import DelayedCalls
-from elastic_trainer.agent.workers.release import LONGEST_PAUSE_S, Release
+from elastic_trainer.agent.workers.conductor_config import ConductorPorts
+from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Ready
-from tests.support.memory_backend import ManualClock
-from tests.support.threadless import no_new_threads
-from tests.unit.agent.stage import Alarms, Line
+from tests.unit.agent.stage import Alarms, Line, Stage
 
 LIMIT_S = 8.0
 
@@ -28,17 +24,27 @@ class Scene:
 
     worker: Worker
     busy: Callable[[int], str] = lambda pid: ""
+    queued: Callable[[int], Mapping[str, float]] = lambda pid: {}
+    killed: list[int] = field(default_factory=list)
     alarms: Alarms = field(default_factory=Alarms)
     delays: list[str] = field(default_factory=list)
     """What the worker was busy with, each time that the others were informed of its delay."""
 
     def __post_init__(self) -> None:
-        lock, clock = threading.RLock(), self.alarms.clock
-        self.release = Release(LIMIT_S, lock, lambda pid: self.busy(pid), self._late, self.alarms.later, clock)
+        self.release = Release(LIMIT_S, self.ports, self._late, self.alarms.later, self.alarms.clock)
         self.release.expect(Life(1, 1, {0: self.worker}), self.worker, 3)
 
-    def _late(self, worker: Worker) -> None:
-        self.delays.append(worker.busy)
+    @property
+    def ports(self) -> ConductorPorts:
+        return replace(
+            Stage().ports,
+            busy=lambda pid: self.busy(pid),
+            kill=lambda pid, reason: self.killed.append(pid),
+            queued_s=lambda pid: self.queued(pid),
+        )
+
+    def _late(self) -> None:
+        self.delays.append(self.worker.busy)
 
 
 def worker_of(number: int = 3, step_time_s: float = 0.0, inside: int = 3) -> Worker:
@@ -46,36 +52,28 @@ def worker_of(number: int = 3, step_time_s: float = 0.0, inside: int = 3) -> Wor
     return Worker(cast("Connection", Line()), 1, 0, life=1, ready=ready, inside=inside, sent_over=3)
 
 
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
-    monkeypatch.setattr(module, "starved_s", lambda pid, before: 0.0)
-    monkeypatch.setattr(module, "kill_now", lambda pid, reason: found.append(pid))
-    return found
-
-
-def test_a_worker_that_stays_in_a_round_is_killed_once(killed: list[int]) -> None:
+def test_a_worker_that_stays_in_a_round_is_killed_once() -> None:
     """It has heard that the round is over, and never said that it is free. Until then the others know of its delay."""
     scene = Scene(worker_of())
     scene.alarms.run_for(LIMIT_S)
-    assert killed == []
+    assert scene.killed == []
     assert scene.delays
     scene.alarms.run_for(10 * LIMIT_S)
-    assert killed == [1]
+    assert scene.killed == [1]
 
 
-def test_a_worker_that_gets_no_cpu_is_given_that_time_more(killed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that is busy with other things: it cannot have left."""
-    monkeypatch.setattr(module, "starved_s", lambda pid, before: LIMIT_S / 2)
+def test_a_worker_that_gets_no_cpu_is_given_that_time_more() -> None:
+    """On a machine that is busy with other things, for a third of the time: it cannot have left."""
     scene = Scene(worker_of())
+    scene.queued = lambda pid: {"main": scene.alarms.clock.monotonic() / 3}
     scene.alarms.run_for(1.4 * LIMIT_S)
-    assert killed == []
+    assert scene.killed == []
     scene.alarms.run_for(0.2 * LIMIT_S)
-    assert killed == [1]
+    assert scene.killed == [1]
 
 
 @pytest.mark.parametrize("why", ["it is free", "it says so late", "it is in the round behind it", "the agent closes"])
-def test_all_others_are_left_alone(killed: list[int], why: str) -> None:
+def test_all_others_are_left_alone(why: str) -> None:
     """Also where the timer runs out just as the worker says so, and where a planned change has taken it further."""
     scene = Scene(worker_of(inside=4 if why == "it is in the round behind it" else 3))
     if why == "it is free":
@@ -85,10 +83,10 @@ def test_all_others_are_left_alone(killed: list[int], why: str) -> None:
     elif why == "the agent closes":
         scene.release.close()
     scene.alarms.run_for(10 * LIMIT_S)
-    assert killed == []
+    assert scene.killed == []
 
 
-def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end(killed: list[int]) -> None:
+def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end() -> None:
     """Also one that gets busy after its round has ended; what it was busy with explains its delay until it is free."""
     scene = Scene(worker_of())
     scene.alarms.run_for(LIMIT_S / 2)
@@ -96,39 +94,27 @@ def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end(killed: li
     scene.alarms.run_for(10 * LIMIT_S)
     scene.busy = lambda pid: ""
     scene.alarms.run_for(LIMIT_S)
-    assert killed == []
+    assert scene.killed == []
     assert (scene.delays[0], scene.delays[-1]) == ("", "in checkpoint")
     scene.alarms.run_for(1.0)
-    assert killed == [1]
+    assert scene.killed == [1]
 
 
-def test_a_page_that_cannot_be_read_explains_nothing(killed: list[int]) -> None:
+def test_a_page_that_cannot_be_read_explains_nothing() -> None:
     """The others must not wait for ever because of it."""
 
     def busy(pid: int) -> str:
         raise ValueError(f"the page of {pid} is torn")
 
-    Scene(worker_of(), busy).alarms.run_for(2 * LIMIT_S)
-    assert killed == [1]
+    scene = Scene(worker_of(), busy)
+    scene.alarms.run_for(2 * LIMIT_S)
+    assert scene.killed == [1]
 
 
-def test_a_worker_is_killed_where_no_thread_can_be_started(killed: list[int]) -> None:
-    """A look that was not made would have been the last."""
-    clock, worker = ManualClock(), worker_of()
-    calls = DelayedCalls(clock)
-    release = Release(LIMIT_S, threading.RLock(), lambda pid: "", lambda worker: None, calls.later, clock)
-    with no_new_threads():
-        release.expect(Life(1, 1, {0: worker}), worker, 3)
-        for _ in range(int(2 * LIMIT_S / LONGEST_PAUSE_S)):
-            clock.advance(LONGEST_PAUSE_S)
-            calls.turn()
-    assert killed == [1]
-
-
-def test_slow_steps_get_more_time(killed: list[int]) -> None:
+def test_slow_steps_get_more_time() -> None:
     """Two of them."""
     scene = Scene(worker_of(step_time_s=40.0))
     scene.alarms.run_for(79.0)
-    assert killed == []
+    assert scene.killed == []
     scene.alarms.run_for(3.0)
-    assert killed == [1]
+    assert scene.killed == [1]

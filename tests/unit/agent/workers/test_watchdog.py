@@ -6,12 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.agent.workers.watchdog import LATE, Watchdog, process_state
 from elastic_trainer.ipc.channel import Connection
@@ -22,11 +20,10 @@ from tests.unit.agent.stage import Line
 LIMIT = 8.0
 
 
-class NoKills(HungWorkers):
+class NoKills:
     """Notes whom it would have killed."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.ended: list[int] = []
 
     def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
@@ -54,7 +51,7 @@ def turns(watchdog: Watchdog, clock: ManualClock, count: int, *answering: Worker
 def test_who_answers_nothing_for_too_long_is_killed(judge: NoKills) -> None:
     """Not before the limit, however often it was asked; who answers is only asked."""
     clock, silent, talking = ManualClock(), worker_of(1), worker_of(2)
-    watchdog = Watchdog(LIMIT, lambda: [silent, talking], judge, clock)
+    watchdog = Watchdog(LIMIT, lambda: [silent, talking], judge.kill, clock)
     turns(watchdog, clock, 8, talking)
     assert judge.ended == []
     turns(watchdog, clock, 2, talking)
@@ -65,7 +62,7 @@ def test_who_answers_nothing_for_too_long_is_killed(judge: NoKills) -> None:
 def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -> None:
     """A whole node that was frozen and thawed: its workers get all their time again."""
     clock, worker = ManualClock(), worker_of(1)
-    watchdog = Watchdog(LIMIT, lambda: [worker], judge, clock)
+    watchdog = Watchdog(LIMIT, lambda: [worker], judge.kill, clock)
     turns(watchdog, clock, 5)
     clock.advance(10 * LIMIT)
     watchdog.look()
@@ -77,7 +74,7 @@ def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -
 def test_a_worker_that_hangs_up_is_no_error(judge: NoKills) -> None:
     """Others report its end; until then its silence counts."""
     clock, worker = ManualClock(), worker_of(1, closed=True)
-    turns(Watchdog(LIMIT, lambda: [worker], judge, clock), clock, 12)
+    turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 12)
     assert set(judge.ended) == {1}
 
 
@@ -85,7 +82,7 @@ def test_a_worker_in_a_debugger_is_not_killed(judge: NoKills, monkeypatch: pytes
     """Somebody is looking at it."""
     monkeypatch.setattr("elastic_trainer.agent.workers.watchdog.process_state", lambda pid: "traced")
     clock, worker = ManualClock(), worker_of(1)
-    turns(Watchdog(LIMIT, lambda: [worker], judge, clock), clock, 30)
+    turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 30)
     assert judge.ended == []
 
 
@@ -98,10 +95,3 @@ def test_the_state_of_a_process_is_the_kernels_word() -> None:
         process.kill()
     assert process_state(process.pid) == "unknown"
     assert process_state(os.getpid()) == "running"
-
-
-def test_a_limit_of_zero_watches_nobody() -> None:
-    """No thread is started."""
-    watchdog = Watchdog(0.0, list, HungWorkers())
-    watchdog.start()
-    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
