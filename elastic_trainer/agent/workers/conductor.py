@@ -69,6 +69,7 @@ class Conductor:
         self._lock, self._call_later = threading.RLock(), call_later
         self._release = Release(conduct.sever_timeout_s, ports, self._late, self._later, clock)
         self._life = Life(0, 0, ended=True)
+        self._connected: list[Worker] = []
         self._document: RoundDocument | None = None
         self._acknowledged = 0
         self._place: int | None = None
@@ -103,9 +104,13 @@ class Conductor:
             return frozenset(worker.pid for worker in self._life.workers.values())
 
     def watched(self) -> list[Worker]:
-        """The workers that have not announced that they leave."""
+        """The workers that have not announced that they leave, also those of an ended life that have to exit."""
         with self._lock:
-            return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
+            return [each for each in self._connected if each.left is None]
+
+    def _at_work(self) -> list[Worker]:
+        """Those of the present life."""
+        return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
 
     def _later(self, seconds: float, call: Callable[[], None]) -> Cancellable:
         def alone() -> None:
@@ -249,7 +254,7 @@ class Conductor:
 
     def _left_behind(self, number: int) -> bool:
         """Whether a worker left round ``number`` in a call: when it could join the others, they will be elsewhere."""
-        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self.watched())
+        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self._at_work())
 
     def _quarantine_node(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)
@@ -308,6 +313,7 @@ class Conductor:
                 return None
             worker = Worker(connection, connection.peer()[0], local_rank, life.number)
             life.workers[local_rank] = worker
+            self._connected.append(worker)
             self.met.set()
             self._send(worker, Welcome(run=self._config.run, node=self._node))
             return worker
@@ -423,6 +429,7 @@ class Conductor:
         """A worker has closed its connection, or is dead; may be called twice."""
         with self._lock:
             self._release.freed(worker)
+            self._connected = [each for each in self._connected if each is not worker]
             if worker.life != self._life.number or self._life.ended:
                 return
             if worker.left is not None and worker.left.status in ("done", "stopped"):
@@ -441,7 +448,7 @@ class Conductor:
             current = self._document
             if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
                 return None, []
-            return current, self.watched()
+            return current, self._at_work()
 
     def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
         """Break the round of ``document`` because ``suspects`` do not answer, unless it is over."""

@@ -18,7 +18,7 @@ from typing import Final
 from elastic_trainer.agent.workers.conductor_config import ConductorPorts
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.agent.workers.roster import Life, Worker
-from elastic_trainer.agent.workers.watchdog import starved_s
+from elastic_trainer.agent.workers.watchdog import LATE, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 
@@ -28,12 +28,13 @@ LOOKS_PER_LIMIT: Final = 8
 
 @dataclass(slots=True)
 class _Expected:
-    """A worker of ``life`` that has to leave round ``number``, last seen busy at ``blocked_at``."""
+    """A worker of ``life`` that has to leave round ``number``; its time counts from ``blocked_at``."""
 
     life: Life
     worker: Worker
     number: int
     blocked_at: float
+    looked_at: float
     timer: Cancellable | None = None
     queued: Mapping[str, float] = field(default_factory=dict)
     """What its threads had waited for a CPU at the first look."""
@@ -63,7 +64,8 @@ class Release:
     def expect(self, life: Life, worker: Worker, number: int) -> None:
         """Round ``number`` is over: expect ``worker`` to report soon that it is free."""
         self.freed(worker)
-        self._expected[worker.pid] = each = _Expected(life, worker, number, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._expected[worker.pid] = each = _Expected(life, worker, number, now, now)
         self._look_later(each)
 
     def freed(self, worker: Worker) -> None:
@@ -88,7 +90,9 @@ class Release:
             del self._expected[worker.pid]
             return
         now, busy, queued = self._clock.monotonic(), self._known(worker), self._ports.queued_s(worker.pid)
-        if busy:
+        stood_still = now - each.looked_at > LATE * self._pause_s
+        each.looked_at = now
+        if busy or stood_still or worker.unread:  # this agent was frozen, or has not read what the worker says
             each.blocked_at = now
         elif now - each.blocked_at > self.limit_s(worker) + starved_s(queued, each.queued):
             del self._expected[worker.pid]
