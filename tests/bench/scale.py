@@ -26,7 +26,7 @@ from elastic_trainer.membership.documents import Identity, NodeRecord, RoundDocu
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import WatchEvent
 from tests.bench.report import Report, at_most, emit, note, parse
-from tests.simulation.agents import Agent
+from tests.simulation.agents import Agent, Place, Trainer
 from tests.simulation.etcd import Etcd, Link, SimWatch
 from tests.simulation.in_place import InPlace
 from tests.simulation.node import KEYS, SimNode
@@ -70,7 +70,7 @@ class Scale(World):
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         node.per_node_s = PER_NODE_S
         self._links[id(node.link)] = name
-        self.agents[name] = InPlace(node, self, WORKERS)
+        self.agents[name] = InPlace(node, self, WORKERS, team=1)
         return name
 
     def requested(self, link: Link) -> None:
@@ -86,8 +86,8 @@ class Scale(World):
         current = self.round
         if current is None or current.state is not RoundState.ACTIVE or current.number <= number:
             return False
-        places = [self.agents[member.node].place for member in current.members]
-        return all(place is not None and place.nonce == current.nonce for place in places)
+        places = [[each.place for each in self.agents[member.node].at_work] for member in current.members]
+        return all(place and place[0] is not None and place[0].nonce == current.nonce for place in places)
 
     def whole(self) -> bool:
         """Whether all living nodes that may take part do."""
@@ -96,10 +96,13 @@ class Scale(World):
 
     # ---- in the place of what checks small runs, by the square of the nodes
 
-    def entered(self, name: str, number: int) -> None:
+    def entered(self, who: str, number: int) -> None:
         pass
 
     def took(self, name: str, entry: object, own: object) -> None:
+        pass
+
+    def assigned(self, *what: object) -> None:
         pass
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
@@ -111,29 +114,28 @@ class Scale(World):
 
     def _tick(self) -> None:
         self.loop.after(TICK_S, self._tick)
-        groups: dict[str, list[Agent]] = {}
+        groups: dict[str, list[Trainer]] = {}
         for agent in self.agents.values():
-            if agent.alive and agent.place is not None:
-                groups.setdefault(agent.place.nonce, []).append(agent)
+            for each in agent.at_work if agent.alive else ():
+                if each.place is not None:
+                    groups.setdefault(each.place.nonce, []).append(each)
         for group in groups.values():
             place = group[0].place
             assert place is not None
-            if len(group) == len(place.members):
-                self._stepped(place.number, group)
-            elif all(agent.formed for agent in group):
-                for agent in group:
-                    self._fail(agent, (), self.chance.uniform(0.03, 0.1))
+            if len(group) == len(place.nodes):
+                self._step(place, group)
+            elif all(each.formed for each in group):
+                for each in group:
+                    self._fail(each, (), self.chance.uniform(0.03, 0.1))
 
-    def _stepped(self, number: int, group: Sequence[Agent]) -> None:  # type: ignore[override]
-        step = Identity(round=number, step=1 + max((each.step.step for each in group if each.step), default=0))
-        for agent in group:
-            agent.formed, agent.step = True, step
-            agent.made_step()
-        flagged = [agent.flagged for agent in group]
-        if all(flagged) and len({plan[1].nonce if plan[1] else "" for plan in flagged if plan}) == 1:
-            for agent, plan in zip(group, flagged, strict=True):
-                assert plan is not None
-                agent.switch(plan[1])
+    def _step(self, place: Place, group: list[Trainer]) -> None:
+        step = Identity(round=place.number, step=1 + max((each.step.step for each in group if each.step), default=0))
+        for each in group:
+            each.formed, each.step = True, step
+            each.made_step()
+        if all(each.flagged is not None for each in group):
+            for each in group:
+                each.switch()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

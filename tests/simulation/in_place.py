@@ -1,362 +1,471 @@
-"""A node in place: workers stay, and rounds come to them, as its agent's conductor leads them."""
+"""A node in place: the product's conductor, record writer's policy and watchdog, and toy workers that it leads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-from elastic_trainer.errors import LeaseLostError, TransientError
-from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
-from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember
+from elastic_trainer.agent.rendezvous.node_place import SETTLE_S, NodePlace
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
+from elastic_trainer.agent.workers.reachability import Reached
+from elastic_trainer.agent.workers.record_writer import AGAIN_S, PendingWrites
+from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.agent.workers.watchdog import Watchdog
+from elastic_trainer.errors import ConfigError, LeaseLostError, TransientError
+from elastic_trainer.ipc.channel import Connection
+from elastic_trainer.ipc.messages import (
+    Drain,
+    Evicted,
+    Exit,
+    Failed,
+    Formation,
+    Leaving,
+    Message,
+    Over,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    StateReport,
+    Welcome,
+)
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.round_write import RoundFailure
-from elastic_trainer.membership.shard_groups import has_places, move, place_of
-from elastic_trainer.model import Cause
-from tests.simulation.agents import Agent, Watcher
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.shard_groups import has_places
+from elastic_trainer.model import Incarnation
+from tests.simulation.agents import Agent, Place, Trainer, Watcher
+from tests.simulation.invariants import NO_HEALTHY_KILLED, Violation
 from tests.simulation.loop import Process, Signal
 from tests.simulation.node import KEYS, SimNode
 
-CHANNEL_S = 0.001
-"""Between an agent and its worker."""
-LOOK_AGAIN_S = 1.0
-PATIENCE_S = 4.0
-"""How long a spare that holds state waits for its place in a group to be made whole by others."""
+FIRST_PID = 2**30
+"""No process has this id."""
+SEVER_S, HANG_S = 2.0, 4.0
+PROGRESS_STEPS = 3
+CONTACT_S = 3.0
+"""How long a look whom a node reaches may take."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that has not been made yet."""
+
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class SimWorker(Trainer):
+    """A worker as its agent sees it: it says what a real one says, over a channel that takes its time."""
+
+    def __init__(self, agent: InPlace, pid: int, local_rank: int) -> None:
+        super().__init__(agent, f"{agent.name}.{local_rank}" if local_rank else agent.name)
+        self.node, self.pid, self.local_rank = agent, pid, local_rank
+        self.seat: Worker | None = None
+        self.code: int | None = None
+        """Its exit code."""
+        self.hung = self.blocked = self.evicted = False
+        """Whether it answers nothing; whether it cannot leave a round, in a call that nothing interrupts."""
+        self.busy = ""
+        self._arrivals = [0.0, 0.0]
+        """When the last message arrives at the agent, and at the worker."""
+        self._over = self._number = self._offered = 0
+        """The newest round that is over, the last one entered, and the one it is free for while it waits."""
+        self._frees = False
+        self._formation: Formation | None = None
+        self._drain: Drain | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.code is None
+
+    @property
+    def still(self) -> bool:
+        return self.hung or self.agent.host.frozen
+
+    @property
+    def flagged(self) -> Drain | None:
+        drain, place = self._drain, self.place
+        return drain if drain is not None and place is not None and drain.number == place.number else None
+
+    def soon(self, seconds: float, call: Callable[[], None]) -> None:
+        def if_it_runs() -> None:
+            if self.alive and not self.hung:
+                call()
+
+        self.agent.loop.after(seconds, lambda: self.agent.host.deliver(if_it_runs))
+
+    # ---- the channel: the agent's end of the connection
+
+    def send(self, message: Message) -> None:
+        self.node.sends(self, message)
+        self.soon(self._takes_s(1), lambda: self._hear(message))
+
+    def peer(self) -> tuple[int, int]:
+        return self.pid, 0
+
+    def close(self) -> None:
+        pass
+
+    def _takes_s(self, way: int) -> float:
+        """In order, mostly at once."""
+        now = self.agent.loop.now
+        self._arrivals[way] = max(self._arrivals[way], now + (0.001 if self.agent.chance.random() < 0.9 else 0.05))
+        return self._arrivals[way] - now
+
+    def connect(self) -> None:
+        self.seat = self.node.conductor.admit(cast("Connection", self), self.local_rank)
+
+    def _say(self, message: Message) -> None:
+        def arrive() -> None:
+            if self.seat is not None:
+                self.node.conductor.receive(self.seat, message)
+
+        self.agent.loop.after(self._takes_s(0), lambda: self.agent.host.deliver(arrive))
+
+    def end(self, code: int) -> None:
+        """The process ends. The agent reads to the end of the connection first, or the kernel tells it before."""
+        if not self.alive:
+            return
+        self.code, self.place = code, None
+        gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0
+        self.agent.loop.after(gone_s, lambda: self.agent.host.deliver(self._gone))
+
+    def _gone(self) -> None:
+        if self.seat is not None:
+            self.node.conductor.gone(self.seat)
+        self.node.ended(self)
+
+    # ---- what its agent says
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Exit):
+            self.end(message.code)
+        elif isinstance(message, Ping):
+            self._say(Pong())
+        elif isinstance(message, Welcome):
+            self._free(planned=False)
+        elif isinstance(message, Formation):
+            if self._formation is None or message.number > self._formation.number:
+                self._formation = message
+            self._enter_if_free()
+        elif isinstance(message, Drain):
+            if self._drain is None or message.number > self._drain.number:
+                self._drain = message
+        elif isinstance(message, Over) and message.number > self._over:
+            self._over = message.number
+            if self.blocked:
+                return
+            if self.place is not None and self.place.number <= message.number:
+                self.place = None
+                self._free_soon()
+            elif self.place is None and message.number >= (self._offered or self._number):
+                self._free_soon()
+
+    # ---- from round to round
+
+    def _free_soon(self) -> None:
+        """It leaves its round, which takes longer while it saves."""
+        if self._frees:
+            return
+        self._frees, self._offered = True, 0
+        seconds = self.agent.chance.choice([0.005, 0.02, 0.1, 0.6] * 8 + [SEVER_S + 1.0])
+        self.busy = "saving" if seconds > SEVER_S else ""
+        self.soon(seconds, lambda: self._free(planned=False))
+
+    def _free(self, *, planned: bool) -> None:
+        self._frees, self.busy = False, ""
+        if self.place is None:
+            self._offered = max(self._number, self._over) + 1
+            self._say(self._ready(self._offered, planned=planned))
+            self._enter_if_free()
+
+    def _ready(self, number: int, *, planned: bool) -> Ready:
+        state = StateReport(round=self.step.round, step=self.step.step) if self.step is not None else None
+        return Ready(number=number, planned=planned, state=state, newcomer=not self._number)
+
+    def _enter_if_free(self) -> None:
+        found = self._formation
+        if found is not None and self._offered and found.number >= self._offered and found.number > self._over:
+            self._enter(found)
+
+    def _enter(self, formation: Formation) -> None:
+        self._number, self._offered = formation.number, 0
+        f = formation
+        self.enter(Place(f.number, f.nonce, f.nodes, f.world_size, f.rank))
+
+    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
+        if self.blocked:
+            return
+        place, self.place = self.place, None
+        if place is not None:
+            tried = unreachable[0] if unreachable and self.agent.chance.random() < 0.5 else ""
+            self._say(Failed(number=place.number, error="closed", forming=not self.formed, tried=tried))
+            if self._over >= place.number:
+                self._free_soon()
+
+    def made_step(self) -> None:
+        if self.step is not None and self.step.step % PROGRESS_STEPS == 0:
+            self._say(Progress(round=self.step.round, step=self.step.step, epoch=0, samples=0))
+
+    def switch(self) -> None:
+        drain, self.place = self.flagged, None
+        following = drain.next if drain is not None else None
+        if following is None and self.evicted:
+            self._say(Leaving(status="stopped", step=0))
+            self.end(0)
+        elif following is None:
+            self._free(planned=True)
+        else:
+            self._say(self._ready(following.number, planned=True))
+            self._enter(following)
+            if following.number <= self._over:
+                self.lose_contact(())
+
+    def finish(self) -> None:
+        if self.place is not None:
+            self._say(Leaving(status="done", step=0))
+            self.end(0)
+
+    def evict(self) -> None:
+        self.evicted = True
+        self._say(Evicted(reason="SIGTERM"))
 
 
 class InPlace(Agent):
-    """Workers stay; rounds come to them."""
+    """Workers stay; rounds come to them. ``team`` of them are simulated, which may act for more."""
 
-    def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
+    def __init__(self, node: SimNode, watch: Watcher, size: int, team: int = 0) -> None:
         super().__init__(node, watch, size)
-        self._document: RoundDocument | None = None
-        self._acknowledged = 0
-        self.evicted = self._quarantined = False
-        self._ended = True
-        self._unreachable: tuple[str, ...] = ()
-        self._record: NodeRecord | None = None
-        self._break: RoundFailure | None = None
+        self.team = team or size
+        self.workers: list[SimWorker] = []
+        self.evicted = self._done = self._finished = self._begins = False
+        self._pids = itertools.count(FIRST_PID)
+        self._hung: dict[int, str] = {}
         self._wanted = Signal()
-        self._new_worker()
-        node.see = self._see
-        self._named_since: float | None = None
+        self._writes = PendingWrites(self._wanted.fire, self.loop)
+        ports = ConductorPorts(
+            self._writes,
+            lambda progress: None,
+            lambda: node.key.create_revision,
+            self._ask,
+            lambda pid: self._hung.pop(pid, None),
+            self._committed,
+            lambda pid: next((each.busy for each in self.workers if each.pid == pid), ""),
+            self._kill,
+            lambda pid: {},
+        )
+        self.conductor = Conductor(ConductorConfig("run", self.name, self.base, SEVER_S), ports, self._later, self.loop)
+        self._watchdog = Watchdog(HANG_S, self.conductor.watched, self._kill_hung, self.loop)
+        node.see = self.conductor.see
         node.start()
-        self._look_for_place_later()
         self.host.start(self._write())
-        self._publish()
-        self._warm_up()
+        self._begin()
+        if has_places(node.limits):
+            self._places = NodePlace(cast("Member", node), self.name, self._nodes, self.conductor, self.loop)
+            self.host.start(self._look_for_place())
 
-    def _new_worker(self) -> None:
-        self.place, self.formed, self.flagged = None, False, None
-        self._ready: int | None = None
-        self._planned = self._newcomer = True
-        self._told_over = self._told_form = self._told_drain = self._offered = self._inside = 0
-        self._number = self._over_heard = self._said = 0
-        self._waits = False
-        """Whether the worker is free and waits for a place."""
-        self._formation: RoundDocument | None = None
-        self._take_place()
+    @property
+    def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
+        return self.workers
 
-    def _take_place(self) -> None:
-        """With shard groups of several nodes: as the agent does before its workers start."""
+    @property
+    def life(self) -> int:
+        return self.conductor.life
+
+    # ---- the conductor's ports
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> Call:
+        planned = Call()
+
+        def if_wanted() -> None:
+            if not planned.cancelled:
+                call()
+
+        self.loop.after(seconds, lambda: self.host.deliver(if_wanted))
+        return planned
+
+    def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
+        def look() -> None:
+            records = {name: each.record for name, each in self._nodes().items()}
+            missing = tuple(name for name in nodes if name in records and not self.reaches(name))
+            answered(Reached(missing if records else None, records))
+
+        self._later(self.chance.choice([0.01, 0.5, CONTACT_S]), look)
+
+    reaches: Callable[[str], bool] = staticmethod(lambda other: True)
+
+    def _committed(self, pid: int) -> tuple[int, int] | None:
+        step = next((each.step for each in self.workers if each.pid == pid), None)
+        return (step.round, step.step) if step is not None else None
+
+    def _kill(self, pid: int, reason: str) -> None:
+        for worker in self.workers:
+            if worker.pid == pid:
+                if not (worker.hung or worker.blocked):
+                    raise Violation(NO_HEALTHY_KILLED, f"{worker.who} is killed: {reason}")
+                worker.end(-9)
+
+    def _kill_hung(self, pid: int, reason: str, *, local_rank: int) -> None:
+        self._hung[pid] = reason
+        self._kill(pid, reason)
+
+    def sends(self, worker: SimWorker, message: Message) -> None:
+        """The conductor sends ``message``."""
+        formation = message.next if isinstance(message, Drain) else message
+        if isinstance(formation, Formation):
+            own = Incarnation(self.node.key.create_revision, self.life)
+            self.watch.assigned(self.name, own, worker.local_rank, formation)
+
+    def _write(self) -> Process:
+        """As RecordWriter."""
+        while not self.node.started:
+            yield 0.1
+        while not self._finished:
+            record, broken = self._writes.take()
+            if record is None and broken is None:
+                yield self._wanted, float("inf")
+                continue
+            try:
+                if broken is not None:
+                    limit_s = broken.until.remaining_s() if broken.until is not None else 5.0
+                    yield from self.node.break_round(broken.failure, record, limit_s)
+                if record is not None and record != self.node.key.published:
+                    yield from self.node.show(record)
+            except ConfigError:
+                pass
+            except (TransientError, LeaseLostError):
+                self._writes.keep(record, broken)
+                yield AGAIN_S
+
+    # ---- what torchrun does
+
+    def _begin(self) -> None:
+        """Start workers, again."""
+        if not self._begins and self.alive:
+            self._begins = True
+            self.host.start(self._start())
+
+    def _start(self) -> Process:
+        while not self.node.started:
+            yield 0.1
+        yield self.chance.uniform(0.1, 0.5)
+        for worker in self.workers:
+            worker.end(-15)
+        if self.evicted or self._done or self._is_closed():
+            self._leave_soon()
+            return
+        record = self.conductor.begin(self.team)
         if has_places(self.node.limits):
-            place = place_of(self._run().nodes.values(), self.name, self.node.limits.shard_nodes)
-            self.base = self.base.model_copy(update={"place": place})
+            for place in self._places.choices():
+                record = self.conductor.at(place)
+                yield from self._show(record)
+                yield SETTLE_S
+        else:
+            yield from self._show(record)
+        self._begins = False
+        self.workers = [SimWorker(self, next(self._pids), rank) for rank in range(self.team)]
+        for worker in self.workers:
+            worker.soon(self.chance.uniform(0.1, 0.6), worker.connect)
 
-    def _run(self) -> ClusterView:
-        """What a read of the whole run gives."""
-        read, reached = self.node.etcd.read, self.node.link.whole and not self.node.etcd.down
-        nodes = {}
-        for item in read(KEYS.nodes, KEYS.nodes + "\x7f") if reached else ():
-            if (name := KEYS.node_id(item.key)) is not None:
-                record = NodeRecord.decode(item.value, item.key)
-                nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
-        found = read(KEYS.round, None) if reached else ()
-        document = RoundDocument.decode(found[0].value, KEYS.round) if found else None
-        return ClusterView(self.name, nodes, document, self.node.limits, Sightings(), "")
+    def _show(self, record: NodeRecord) -> Process:
+        while True:
+            try:
+                yield from self.node.show(record)
+            except (TransientError, LeaseLostError):
+                yield 0.1
+            else:
+                return
 
-    def _look_for_place_later(self) -> None:
-        if self.alive and has_places(self.node.limits):
-            self.loop.after(LOOK_AGAIN_S, lambda: self.host.deliver(self._look_for_place))
+    def ended(self, worker: SimWorker) -> None:
+        """torchrun reaps ``worker``."""
+        if worker not in self.workers:
+            return
+        if worker.code:
+            self._begin()
+        elif all(each.code == 0 for each in self.workers):
+            self._done = True
+            self.host.start(self._end())
 
-    def _look_for_place(self) -> None:
-        """Begin anew at another place if that makes one more group whole, and stays so."""
-        self._look_for_place_later()
-        found = move(self._run()) if self.place is None and not self._ended else None
-        if found is None or found[0].id != self.name:
-            self._named_since = None
-        elif self._named_since is None:
-            self._named_since = self.loop.now
-        elif self.loop.now - self._named_since >= (PATIENCE_S if self.step is not None else 0.0):
-            self._named_since, self.step = None, None
-            self.crash_worker()
+    def _end(self) -> Process:
+        """All have ended well: at torchrun's exit barrier, if they have passed the end of the training."""
+        if self.conductor.passed and not self._is_closed():
+            self._finished = True
+            done: dict[str, Any] = {"state": NodeState.DONE, "planned": True, "passed": True}
+            if self.node.key.record is not None:
+                yield from self._show(self.node.key.record.model_copy(update=done))
+            while not self._is_closed():
+                yield self.node.changed, 1.0
+        self._leave_soon()
 
-    def _warm_up(self) -> None:
-        self.soon(self.chance.uniform(0.1, 0.8), self._start)
+    def _is_closed(self) -> bool:
+        seen = self.node.view.look().round
+        return seen is not None and seen.state is State.CLOSED
 
-    def _start(self) -> None:
-        self._take_place()
-        self._ended = False
-        self._worker_is_free(planned=False)
+    def _leave_soon(self) -> None:
+        self.left = True
+        self.loop.after(0.1, self.node.leave)
+
+    def _nodes(self) -> dict[str, NodeView]:
+        """All nodes, read from the store."""
+        nodes: dict[str, NodeView] = {}
+        if self.node.link.whole and not self.node.etcd.down:
+            for item in self.node.etcd.read(KEYS.nodes, KEYS.nodes + "\x7f"):
+                if (name := KEYS.node_id(item.key)) is not None:
+                    record = NodeRecord.decode(item.value, item.key)
+                    nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
+        return nodes
+
+    def _look_for_place(self) -> Process:
+        while True:
+            yield self._places.turn()
 
     # ---- what happens to it
 
     def crash_worker(self) -> None:
-        current = self._document
-        taking_part = self._entry(current) is not None
-        self.life += 1
-        self._ended = True
-        if current is not None and taking_part:
-            self._acknowledged = max(self._acknowledged, current.last_number + 1)
-        self._new_worker()
-        cause = "its worker was lost"
-        if current is not None and taking_part:
-            self._break_round(
-                RoundFailure(current.last_number, f"{self.name}: {cause}", True, Cause.WORKER_LOST), cause
-            )
-        else:
-            self._publish(cause=cause, planned=False)
-        self._warm_up()
+        living = [each for each in self.workers if each.alive]
+        if living:
+            self.chance.choice(living).end(1)
 
-    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
-        place, self.place = self.place, None
-        current = self._document
-        if place is None:
+    def hang_worker(self) -> None:
+        living = [each for each in self.workers if each.alive and each.seat is not None]
+        if not living:
             return
-        if not self.formed:
-            self._found(unreachable)
-        on = current is not None and place.number in (current.number, current.last_number)
-        if current is not None and on and current.state in (State.ACTIVE, State.DRAINING):
-            self._acknowledged = max(self._acknowledged, current.last_number + 1)
-            reason = f"node {self.name} lost contact with a peer"
-            failure = RoundFailure(current.last_number, reason, False, Cause.CONTACT_LOST, unformed=not self.formed)
-            self._break_round(failure, "", planned=False)
-        if self._over_heard >= place.number:
-            self._worker_is_free_soon()
+        worker = self.chance.choice(living)
+        if worker.place is not None and self.chance.random() < 0.5:
+            worker.blocked = True
+        else:
+            worker.hung = True
+            self.host.start(self._watch())
+
+    def _watch(self) -> Process:
+        while any(each.hung and each.alive for each in self.workers):
+            yield self._watchdog.look()
 
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:
-        if self._document is not None and not self._ended:
-            self._found(tuple(each.node for each in suspects))
-            reason = "no answer from " + ", ".join(each.node for each in suspects)
-            self._break_round(RoundFailure(self._document.last_number, reason, False, Cause.CONTACT_LOST, suspects), "")
+        document, _ = self.conductor.at_work()
+        if document is not None:
+            self.conductor.accuse(document, suspects, "no answer from " + ", ".join(each.node for each in suspects))
+
+    def exclude(self) -> None:
+        """Others ask this agent what its workers do."""
+        _, workers = self.conductor.at_work()
+        hung = {each.pid for each in self.workers if each.hung}
+        for each in workers:
+            if each.pid in hung:
+                self.conductor.exclude(each, "its process is stopped")
 
     def evict(self) -> None:
         self.evicted = True
-        self._publish()
+        for worker in self.workers:
+            worker.evict()
 
     def finish(self) -> None:
-        self.done = True
-        self._publish()
-
-    def switch(self, following: RoundDocument | None) -> None:
-        self.place, self.flagged = None, None
-        if following is not None and self._entry(following) is not None:
-            self._worker_enters(following)
-            self.soon(CHANNEL_S, lambda: self._hear_ready(following.number, planned=True))
-        elif self.evicted:
-            self.soon(CHANNEL_S, self._hear_farewell)
-        else:
-            self._worker_is_free(planned=True)
-
-    def _hear_farewell(self) -> None:
-        """Its worker has stopped by agreement: the node goes."""
-        number = self._document.last_number + 1 if self._document is not None else 0
-        self._hear_ready(number, planned=True)
-        self.soon(0.3, self._go)
-
-    def _go(self) -> None:
-        self.left = True
-        self.node.leave()
-
-    # ---- what the run decides
-
-    def _see(self, document: RoundDocument) -> None:
-        self._document = document
-        if self._ended:
-            return
-        mine = self._entry(document)
-        if document.state is State.CLOSED:
-            self.left = True
-            self.place = None
-            self.loop.after(0.1, self.node.leave)
-        elif document.state is State.BROKEN:
-            self._over(document, document.number)
-        elif document.state is State.ACTIVE and mine is not None:
-            self._form(document)
-        elif document.state is State.ACTIVE:
-            self._over(document, document.number - 1)
-            if document.left_out == self.name and not self._quarantined:
-                self._quarantined = True
-                self._publish()
-                self.soon(0.5, self._try_to_come_back)
-        elif document.state is State.DRAINING:
-            self._drain(document, mine)
-
-    def _found(self, names: tuple[str, ...]) -> None:
-        """These cannot be reached: look again until they can, or steps show it."""
-        self._unreachable = names
-        if names:
-            self.soon(LOOK_AGAIN_S, self._look_again)
-
-    def _look_again(self) -> None:
-        broken = self._document is not None and self._document.state is State.BROKEN
-        if not self._unreachable or self._quarantined:
-            return
-        if broken and all(self.reaches(other) for other in self._unreachable):
-            self._unreachable = ()
-            self._publish()
-        else:
-            self.soon(LOOK_AGAIN_S, self._look_again)
-
-    def _try_to_come_back(self) -> None:
-        others = [member.node for member in self._document.members] if self._document is not None else []
-        if any(not self.reaches(other) for other in others):
-            self.soon(0.5, self._try_to_come_back)
-            return
-        self._quarantined, self._unreachable = False, ()
-        self._publish()
-
-    reaches: Callable[[str], bool] = staticmethod(lambda other: True)
-
-    def _entry(self, document: RoundDocument | None) -> RoundMember | None:
-        mine = document.member(self.name) if document is not None else None
-        record = self.node.key.record
-        current_life = record is not None and record.life == self.life
-        return mine if current_life and self.takes(mine) else None
-
-    def _over(self, document: RoundDocument, number: int) -> None:
-        self._tell_over(number)
-        waited_for = document.member(self.name) is not None or self.name in (ghost.node for ghost in document.ghosts)
-        waited_for |= bool(self._told_form)
-        if self._acknowledged <= number and waited_for:
-            self._acknowledged = number + 1
-            self._publish()
-
-    def _tell_over(self, number: int) -> None:
-        if self._told_over < number:
-            self._told_over = number
-            self.soon(CHANNEL_S, lambda: self._worker_hears_over(number))
-
-    def _worker_hears_over(self, number: int) -> None:
-        self._over_heard = max(self._over_heard, number)
-        inside = self.place is not None
-        if self.place is not None and self.place.number <= number:
-            self.place = None
-            self._worker_is_free_soon()
-        elif not inside and (not self._waits or self._said <= number):
-            self._worker_is_free_soon()
-
-    def _form(self, document: RoundDocument) -> None:
-        self._tell_over(document.number - 1)
-        if self._ready is not None and self._told_form < document.number:
-            self._told_form = self._inside = document.number
-            self.soon(CHANNEL_S, lambda: self._worker_forms(document))
-
-    def _worker_forms(self, document: RoundDocument) -> None:
-        self._formation = document
-        if self._waits and document.number >= self._said and document.number > self._over_heard:
-            self._worker_enters(document)
-
-    def _worker_enters(self, document: RoundDocument) -> None:
-        self._waits, self._newcomer, self._number = False, False, document.number
-        self.enter(document)
-
-    def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
-        if mine is not None:
-            self._form(document)
-        following = document.next
-        place = self._entry(following)
-        if mine is not None and self._told_drain < document.number and self._ready is not None:
-            self._told_drain = document.number
-            if following is not None:
-                self._told_form = following.number
-            self._offered = following.number if following is not None and place is not None else 0
-            self.soon(CHANNEL_S, lambda: self._worker_drains(document))
-        elif mine is None and following is not None and place is not None and self._told_form < following.number:
-            self._told_form = self._inside = following.number
-            self.soon(CHANNEL_S, lambda: self._worker_forms(following))
-
-    def _worker_drains(self, document: RoundDocument) -> None:
-        if self.place is not None and self.place.number == document.number:
-            self.flagged = (document.number, document.next)
-
-    # ---- what the worker says
-
-    def _worker_is_free_soon(self) -> None:
-        self.soon(self.chance.choice([0.005, 0.02, 0.1, 0.6]), lambda: self._worker_is_free(planned=False))
-
-    def _worker_is_free(self, *, planned: bool) -> None:
-        if self.place is not None:
-            return
-        said = self._said = max(self._number, self._over_heard) + 1
-        self._waits = True
-        self.soon(CHANNEL_S, lambda: self._hear_ready(said, planned=planned))
-        if self._formation is not None:
-            self._worker_forms(self._formation)
-
-    def _hear_ready(self, number: int, *, planned: bool) -> None:
-        self._ready, self._planned = number, planned
-        if planned and number == self._offered:
-            self._inside = number
-        self._publish()
-        if self._document is not None:
-            self._see(self._document)
-
-    def _free_for(self) -> int:
-        if self._ready is None:
-            return 0
-        return max(self._ready, self._told_over + 1 if self._inside < self._ready else 0)
-
-    def _shown(self, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
-        complete = self._ready is not None and not self._ended and not self._quarantined
-        state = NodeState.WARMING
-        if self.done:
-            state = NodeState.DONE
-        elif complete:
-            state = NodeState.DRAINING if self.evicted else NodeState.READY
-        reported = self._free_for() if complete else 0
-        fields: dict[str, Any] = {
-            "state": state,
-            "life": self.life,
-            "reported": reported,
-            "acknowledged": max(self._acknowledged, reported),
-            "planned": self._planned if planned is None else planned,
-            "identity": self.step if complete else None,
-            "newcomer": self._newcomer,
-            "committed": self.step.step if self.step is not None and not self._ended else 0,
-            "reached": self.step,
-            "unreachable": self._unreachable,
-            "cause": cause,
-            "passed": self.done,
-        }
-        return self.base.model_copy(update=fields)
-
-    def made_step(self) -> None:
-        self._unreachable = ()
-
-    # ---- the record's writer
-
-    def _publish(self, *, planned: bool | None = None, cause: str = "") -> None:
-        self._record = self._shown(planned=planned, cause=cause)
-        self._wanted.fire()
-
-    def _break_round(self, failure: RoundFailure, cause: str, *, planned: bool | None = None) -> None:
-        self._record, self._break = self._shown(planned=planned, cause=cause), failure
-        self._wanted.fire()
-
-    def _write(self) -> Process:
-        while True:
-            if self._record is None and self._break is None:
-                yield self._wanted, float("inf")
-            record, self._record = self._record, None
-            failure, self._break = self._break, None
-            while not self.node.started:
-                yield 0.1
-            try:
-                if failure is not None:
-                    yield from self.node.break_round(failure, record)
-                if record is not None and record != self.node.key.published:
-                    yield from self.node.show(record)
-            except (TransientError, LeaseLostError):
-                self._record = self._record or record
-                self._break = self._break or failure
-                yield 0.1
+        for worker in self.workers:
+            worker.finish()

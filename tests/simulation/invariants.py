@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from elastic_trainer.ipc.messages import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.rollback_guard import position
 from elastic_trainer.model import Incarnation
+from tests.simulation.agents import Place
 
 ONE_ACTIVE = "at most one active round"
 ONLY_GROW = "rounds only grow"
@@ -17,6 +19,7 @@ STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
 WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
+NO_HEALTHY_KILLED = "a worker that is busy, or leaves its round in time, is not killed"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
 
@@ -39,6 +42,8 @@ class Invariants:
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
+        self._members: dict[str, tuple[RoundMember, ...]] = {}
+        """Of all rounds ever written, by nonce."""
         self._places: dict[tuple[str, int], int | None] = {}
         """By node and life."""
         self._rounds: dict[int, tuple[str, tuple[RoundMember, ...]]] = {}
@@ -67,11 +72,16 @@ class Invariants:
         if self._closed is not None:
             raise Violation(STAYS_CLOSED, f"round {document.number} {document.state} after round {self._closed}")
         before, self._newest = self._newest, document
+        self._members |= {each.nonce: each.members for each in (document, document.next) if each is not None}
         if self._is_put_back(document):
             self._rounds[document.number] = (document.nonce, document.members)
         else:
             self._know(document)
-        if before is not None and position(document) <= position(before):
+        if (
+            before is not None
+            and position(document) <= position(before)
+            and not self._is_broken_again(document, before)
+        ):
             raise Violation(ONLY_GROW, f"{_words(document)} after {_words(before)}")
         if document.next is not None:
             if document.next.number != document.number + 1:
@@ -85,6 +95,11 @@ class Invariants:
         known = self._rounds.get(document.number)
         ended = document.state in (RoundState.BROKEN, RoundState.CLOSED)
         return self._went_back and ended and (known is None or known[0] != document.nonce)
+
+    def _is_broken_again(self, document: RoundDocument, before: RoundDocument) -> bool:
+        """Whether it breaks what is broken: a store that went back gives revisions to other writes than before, so one
+        that was decided on before may find the revision that it expects. Who knows a later round puts that back."""
+        return self._went_back and document.state is before.state is RoundState.BROKEN
 
     def _know(self, document: RoundDocument) -> None:
         known = self._rounds.setdefault(document.number, (document.nonce, document.members))
@@ -122,21 +137,30 @@ class Invariants:
         size, keys = self._limits.shard_nodes, [(member.node, member.create_revision) for member in members]
         return [tuple(keys[first : first + size]) for first in range(0, len(keys), size)]
 
-    def entered(self, name: str, number: int) -> None:
-        """The worker of node ``name`` has begun to form a round."""
-        before = self._entered.get(name, 0)
+    def entered(self, who: str, number: int) -> None:
+        """The worker ``who`` has begun to form a round."""
+        before = self._entered.get(who, 0)
         if number <= before:
-            raise Violation(ONLY_GROW, f"node {name} enters round {number} after round {before}")
-        self._entered[name] = number
+            raise Violation(ONLY_GROW, f"{who} enters round {number} after round {before}")
+        self._entered[who] = number
+
+    def assigned(self, name: str, own: Incarnation, local_rank: int, formation: Formation) -> None:
+        """The agent of node ``name``, being ``own``, has sent a worker its rank."""
+        entry = next((each for each in self._members[formation.nonce] if each.node == name), None)
+        if entry is None or formation.rank != entry.first_rank + local_rank:
+            raise Violation(SAME_RANKS, f"worker {local_rank} of {name} is sent rank {formation.rank}, not of {entry}")
+        self.took(name, entry.incarnation, own)
 
     def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
         """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
         if entry != own:
             raise Violation(NO_REPLACED, f"{name} is {own} and takes the place of {entry}")
 
-    def stepped(self, number: int, nonce: str, read: Sequence[tuple[RoundMember, ...]]) -> None:
-        """All members of a round have made a step in it; ``read``: its members as each of them has read them."""
-        if len(set(read)) != 1:
+    def stepped(self, read: Sequence[Place]) -> None:
+        """All members of a round have made a step in it; ``read``: the round as each of them has read it."""
+        number, nonce = read[0].number, read[0].nonce
+        ranks = {each.rank for each in read}
+        if len({each.nodes for each in read}) != 1 or len(ranks) != len(read) or max(ranks) >= read[0].world_size:
             raise Violation(SAME_RANKS, f"members of round {number} have read different ranks")
         known = self._rounds.get(number)
         if nonce in self._former:

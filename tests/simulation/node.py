@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -12,7 +12,7 @@ from typing import Any, cast
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, OutcomeUnknownError, ReplacedError, TransientError
 from elastic_trainer.membership import member, round_write
-from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.cluster_view import Limits, NodeView
 from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument
 from elastic_trainer.membership.effects import (
@@ -306,7 +306,16 @@ class SimNode:
         finally:
             self._unlock()
 
-    # ---- what the agent does
+    # ---- what the agent does, as Member
+
+    def look(self) -> Observation:
+        return self.view.look()
+
+    def published(self) -> NodeRecord | None:
+        return self.key.published
+
+    def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        return self.core.found_dead(nodes)
 
     def show(self, record: NodeRecord, limit_s: float = ATTEMPT_S) -> Process:
         """As Member.announce."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from elastic_trainer.errors import LeaseLostError, TransientError
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.membership.round_write import RoundFailure, free_again
-from elastic_trainer.model import Cause
-from tests.simulation.agents import Agent, Watcher
+from elastic_trainer.model import Cause, Incarnation
+from tests.simulation.agents import Agent, Place, Trainer, Watcher
 from tests.simulation.loop import Process, Signal
 from tests.simulation.node import SimNode
 
@@ -18,16 +18,40 @@ Going = Generator[Any, Any, bool]
 """A process's part; its answer is whether the process goes on."""
 
 
-class Restart(Agent):
-    """Workers are started for each round."""
+class Restart(Agent, Trainer):
+    """Workers are started for each round; those of a node act as one."""
+
+    team = 1
 
     def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
-        super().__init__(node, watch, size)
+        Agent.__init__(self, node, watch, size)
+        Trainer.__init__(self, self, node.name)
+        self.life, self.done = 0, False
         self._current: RoundDocument | None = None
         self._failed = False
         self._news = Signal()
         node.start()
         self.host.start(self._run())
+
+    @property
+    def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
+        return [self]
+
+    def soon(self, seconds: float, call: Callable[[], None]) -> None:
+        life = self.life
+
+        def same_life() -> None:
+            if self.life == life:
+                call()
+
+        self.loop.after(seconds, lambda: self.host.deliver(same_life))
+
+    def _takes(self, mine: RoundMember | None) -> bool:
+        """Whether ``mine`` is this node's place in a round."""
+        if mine is None or not self.node.key.is_mine(mine):
+            return False
+        self.watch.took(self.name, mine.incarnation, Incarnation(self.node.key.create_revision, self.life))
+        return True
 
     def crash_worker(self) -> None:
         self._failed, self.place = True, None
@@ -46,9 +70,6 @@ class Restart(Agent):
         self.done = True
         self.node.changed.fire()
 
-    def switch(self, following: RoundDocument | None) -> None:
-        """Nothing: an unmodified script cannot agree on a step."""
-
     def _run(self) -> Process:
         while not self.node.started:
             yield 0.1
@@ -57,7 +78,9 @@ class Restart(Agent):
                 return
             yield self.chance.uniform(0.2, 0.8)
             if self._current is not None and not self._failed and not self._over(self._current):
-                self.enter(self._current)
+                current, mine = self._current, self._current.member(self.name)
+                nodes, first = tuple(member.node for member in current.members), mine.first_rank if mine else 0
+                self.enter(Place(current.number, current.nonce, nodes, current.world_size, first))
             if not (yield from self._work()):
                 return
             self.place = None
@@ -87,7 +110,7 @@ class Restart(Agent):
             if current is not None and current.state is State.CLOSED:
                 return self._go()
             mine = current.member(self.name) if current is not None else None
-            if current is not None and self.takes(mine):
+            if current is not None and self._takes(mine):
                 if current.state is State.ACTIVE:
                     self.node.key.at_work = True
                     self._current = current

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import structlog
+
+from elastic_trainer.ipc.messages import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Incarnation, RecoveryMode
 from elastic_trainer.store.api import EventKind, WatchEvent
-from tests.simulation.agents import Agent, Place
+from tests.simulation.agents import Agent, Place, Trainer
 from tests.simulation.etcd import Etcd
 from tests.simulation.in_place import InPlace
 from tests.simulation.invariants import LIVENESS, STAYS_CLOSED, Invariants, Violation
@@ -77,6 +84,8 @@ class World:
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
         self.counts = Counts()
+        self._saved = 0
+        """The newest step, for those who find nobody that holds one."""
         self._stepped_at: dict[str, int] = {}
         self._last_step: dict[str, float] = {}
         self._ticks = 0
@@ -124,6 +133,7 @@ class World:
         self.run_for(4.0)
         if self.round.state is not RoundState.CLOSED:
             raise Violation(STAYS_CLOSED, f"a late node has reopened it\n{self.describe()}")
+        self.wait_until(lambda: not any(agent.alive for agent in self.agents.values()), "nodes stay behind its end")
 
     def _closed(self) -> bool:
         return self.round is not None and self.round.state is RoundState.CLOSED
@@ -164,18 +174,23 @@ class World:
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
-            if event.kind is EventKind.PUT and (name := KEYS.node_id(event.item.key)) in self.agents:
+            grouped = self.limits.shard_nodes > 1 and event.kind is EventKind.PUT
+            if grouped and (name := KEYS.node_id(event.item.key)) in self.agents:
                 self.invariants.shows(name, NodeRecord.decode(event.item.value, event.item.key))
             if event.item.key == KEYS.round and event.kind is EventKind.PUT:
                 self.round = RoundDocument.decode(event.item.value, event.item.key)
                 self.counts.rounds += self.round.state is RoundState.ACTIVE
-                self._say(f"round {self.round.number} {self.round.state} {_names(self.round)}: {self.round.reason}")
+                self.say(f"round {self.round.number} {self.round.state} {_names(self.round)}: {self.round.reason}")
                 self.invariants.wrote(self.round)
 
-    def entered(self, name: str, number: int) -> None:
-        """The worker of node ``name`` has begun to form a round."""
-        self._say(f"{name} enters round {number}")
-        self.invariants.entered(name, number)
+    def entered(self, who: str, number: int) -> None:
+        """The worker ``who`` has begun to form a round."""
+        self.say(f"{who} enters round {number}")
+        self.invariants.entered(who, number)
+
+    def assigned(self, name: str, own: Incarnation, local_rank: int, formation: Formation) -> None:
+        """The agent of node ``name``, being ``own``, has sent a worker its rank."""
+        self.invariants.assigned(name, own, local_rank, formation)
 
     def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
         """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
@@ -186,75 +201,79 @@ class World:
     def _tick(self) -> None:
         """Each round in which anybody is makes a step, or fails."""
         self._ticks += 1
-        groups: dict[str, list[Agent]] = {}
+        groups: dict[str, list[Trainer]] = {}
         for agent in self.agents.values():
-            if agent.place is not None and agent.alive:
-                groups.setdefault(agent.place.nonce, []).append(agent)
+            for each in agent.at_work if agent.alive else ():
+                if each.place is not None:
+                    groups.setdefault(each.place.nonce, []).append(each)
         for group in groups.values():
             self._collective(group)
         self.loop.after(TICK_S, self._tick)
 
-    def _collective(self, group: list[Agent]) -> None:
+    def _collective(self, group: list[Trainer]) -> None:
         place = group[0].place
         assert place is not None
-        awake = [agent for agent in group if agent.awake]
+        awake = [each for each in group if not each.still]
         silent = self._silent(place, group)
-        absent = [member.node for member in place.members if member.node not in {agent.name for agent in group}]
+        here = Counter(each.agent.name for each in group)
+        absent = [name for name in place.nodes if here[name] < self.agents[name].team]
         if not absent and not silent:
             self._step(place, group)
             return
-        waits_s = self.loop.now - max(agent.place_since for agent in group)
-        for agent in awake:
-            if agent.formed and absent:
-                self._fail(agent, (), self.chance.choice([0.03, 0.1, 0.3]))
-            elif not agent.formed and waits_s > FORM_LIMIT_S:
-                others = [member.node for member in place.members if member.node != agent.name]
-                self._fail(agent, tuple(name for name in others if not self.reaches(agent.name, name)), 0.0)
+        waits_s = self.loop.now - max(each.place_since for each in group)
+        for each in awake:
+            if each.formed and absent:
+                self._fail(each, (), self.chance.choice([0.03, 0.1, 0.3]))
+            elif not each.formed and waits_s > FORM_LIMIT_S:
+                name = each.agent.name
+                self._fail(each, tuple(other for other in place.nodes if not self.reaches(name, other)), 0.0)
         if silent and awake and awake[0].formed and self._ticks * TICK_S - self._stepped(place) > SUSPECTED_S:
-            self._accuse(awake[0], silent)
+            self._accuse(awake[0].agent, silent)
+            for name in silent:
+                agent = self.agents[name]
+                if isinstance(agent, InPlace) and agent.awake:
+                    agent.exclude()
 
     def _stepped(self, place: Place) -> float:
         return self._last_step.get(place.nonce, self._ticks * TICK_S)
 
-    def _silent(self, place: Place, group: list[Agent]) -> list[str]:
+    def _silent(self, place: Place, group: list[Trainer]) -> list[str]:
         """Members that stand still, or that some other cannot reach."""
-        frozen = [agent.name for agent in group if agent.host.frozen]
-        names = [member.node for member in place.members]
-        apart = [b for a in names for b in names if not self.reaches(a, b) and b not in frozen]
-        return frozen or apart[:1]
+        still = list(dict.fromkeys(each.agent.name for each in group if each.still))
+        if not still and self.cuts:
+            return [b for a in place.nodes for b in place.nodes if not self.reaches(a, b)][:1]
+        return still
 
-    def _fail(self, agent: Agent, unreachable: tuple[str, ...], after_s: float) -> None:
-        place = agent.place
+    def _fail(self, trainer: Trainer, unreachable: tuple[str, ...], after_s: float) -> None:
+        place = trainer.place
 
         def fail() -> None:
-            if agent.place is place:
-                self._say(f"{agent.name} loses contact")
-                agent.lose_contact(unreachable)
+            if trainer.place is place:
+                self.say(f"{trainer.who} loses contact")
+                trainer.lose_contact(unreachable)
 
-        agent.soon(after_s, fail)
+        trainer.soon(after_s, fail)
 
     def _accuse(self, agent: Agent, silent: list[str]) -> None:
-        found = {name: self.etcd.read(KEYS.node(name), None) for name in silent if name != agent.name}
+        away = [name for name in silent if not self.agents[name].awake or self.cuts]
+        found = {name: self.etcd.read(KEYS.node(name), None) for name in away if name != agent.name}
         suspects = tuple(Ghost(node=name, mod_revision=items[0].mod_revision) for name, items in found.items() if items)
         if suspects and agent.node.link.whole and not self.etcd.down:
             agent.accuse(suspects)
 
-    def _step(self, place: Place, group: list[Agent]) -> None:
+    def _step(self, place: Place, group: list[Trainer]) -> None:
         self.counts.steps += 1
         self._last_step[place.nonce] = self._ticks * TICK_S
         self._stepped_at[place.nonce] = self._stepped_at.get(place.nonce, 0) + 1
-        read = [agent.place.members for agent in group if agent.place is not None]
-        self.invariants.stepped(place.number, place.nonce, read)
-        newest = max((agent.step.step for agent in group if agent.step is not None), default=0)
-        for agent in group:
-            agent.formed, agent.step = True, Identity(round=place.number, step=newest + 1)
-            agent.made_step()
-        if all(agent.flagged is not None for agent in group):
-            plans = {flagged[1].nonce if flagged[1] else "" for agent in group if (flagged := agent.flagged)}
-            if len(plans) == 1:
-                for agent in group:
-                    assert agent.flagged is not None
-                    agent.switch(agent.flagged[1])
+        self.invariants.stepped([each.place for each in group if each.place is not None])
+        self._saved = 1 + max((each.step.step for each in group if each.step is not None), default=self._saved)
+        step = Identity(round=place.number, step=self._saved)
+        for each in group:
+            each.formed, each.step = True, step
+            each.made_step()
+        if all(each.flagged is not None for each in group):
+            for each in group:
+                each.switch()
 
     # ---- networks between nodes
 
@@ -271,6 +290,8 @@ class World:
     def _fault(self) -> None:
         faults: list[tuple[Callable[[], bool], int]] = [
             (self._crash_worker, 5),
+            (self._crash_in_forming, 2),
+            (self._hang_worker, 2),
             (self._kill, 2),
             (self._freeze, 3),
             (self._thaw, 3),
@@ -292,7 +313,7 @@ class World:
         if chosen():
             name = chosen.__name__.strip("_")
             self.counts.faults[name] = self.counts.faults.get(name, 0) + 1
-            self._say(f"-- {name}")
+            self.say(f"-- {name}")
 
     def _some(self, wanted: Callable[[Agent], bool]) -> Agent | None:
         found = [agent for agent in self.agents.values() if wanted(agent)]
@@ -307,7 +328,7 @@ class World:
         name = NAMES[len(self.agents)]
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         kind = InPlace if self.limits.recovery is RecoveryMode.IN_PLACE else Restart
-        agent = kind(node, self, self.chance.choice([1, 1, 2, 3]))
+        agent = kind(node, self, self.chance.choice([1, 1, 1, 2, 3]))
         if isinstance(agent, InPlace):
             agent.reaches = lambda other: self.reaches(name, other)
         self.agents[name] = agent
@@ -317,12 +338,31 @@ class World:
     def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
         agent = self._some(wanted)
         if agent is not None:
-            self._say(f"{what} {agent.name}")
+            self.say(f"{what} {agent.name}")
             strike(agent)
         return agent is not None
 
     def _crash_worker(self) -> bool:
-        return self._strike("crash", lambda each: each.awake and each.place is not None, lambda a: a.crash_worker())
+        return self._strike("crash", lambda each: each.awake and bool(each.at_work), lambda a: a.crash_worker())
+
+    def _crash_in_forming(self) -> bool:
+        """Once somebody forms a round."""
+
+        def forms(agent: Agent) -> bool:
+            return agent.awake and any(not each.formed for each in agent.at_work)
+
+        def strike() -> None:
+            if not self._strike("crash in forming", forms, lambda a: a.crash_worker()) and self.loop.now < end:
+                self.loop.after(0.02, strike)
+
+        end = self.loop.now + 2.0
+        strike()
+        return True
+
+    def _hang_worker(self) -> bool:
+        return self._strike(
+            "hang", lambda each: each.awake and isinstance(each, InPlace), lambda a: cast("InPlace", a).hang_worker()
+        )
 
     def _kill(self) -> bool:
         return self._strike("kill", lambda each: each.alive, lambda a: a.node.die())
@@ -345,7 +385,7 @@ class World:
             return False
         link = agent.node.link
         link.out, link.back = self.chance.choice([(False, False), (False, True), (True, False)])
-        self._say(f"cut {agent.name} out={link.out} back={link.back}")
+        self.say(f"cut {agent.name} out={link.out} back={link.back}")
         for watch in list(link.watches):
             watch.noticed_loss()
         return True
@@ -407,7 +447,7 @@ class World:
         return agent is not None
 
     def _end_faults(self) -> None:
-        self._say("-- all faults are over")
+        self.say("-- all faults are over")
         self.cuts.clear()
         self.etcd.elect()
         for agent in self.agents.values():
@@ -425,7 +465,7 @@ class World:
 
     # ---- for people
 
-    def _say(self, what: str) -> None:
+    def say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(f"{self.loop.now - 1000.0:9.3f} {what}")
 
@@ -433,9 +473,9 @@ class World:
         """How things stand."""
         lines = [f"round: {_names(self.round)} {self.round!r}"[:600] if self.round is not None else "no round"]
         for agent in self.agents.values():
-            place = agent.place.number if agent.place is not None else None
+            places = [each.place.number for each in agent.trainers if each.place is not None]
             lines.append(
-                f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} place={place} life={agent.life} "
+                f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} places={places} "
                 f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
             )
         return "\n".join(lines)
@@ -462,11 +502,30 @@ def _names(document: RoundDocument | None) -> str:
     return "" if document is None else ",".join(member.node for member in document.members)
 
 
+@contextmanager
+def _logged(say: Callable[[str], None] | None) -> Iterator[None]:
+    """What the conductors log becomes a part of the trace."""
+
+    def told(logger: object, method: str, event: MutableMapping[str, Any]) -> str:
+        if say is not None:
+            say(f"{event.pop('event')} " + " ".join(f"{key}={value}" for key, value in event.items()))
+        raise structlog.DropEvent
+
+    level = logging.INFO if say is not None else logging.CRITICAL
+    before = structlog.get_config()
+    structlog.configure(processors=[told], wrapper_class=structlog.make_filtering_bound_logger(level))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
     try:
-        return world.play()
+        with _logged(world.say if tell is not None else None):
+            return world.play()
     except Violation as violation:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
     finally:

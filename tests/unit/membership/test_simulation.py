@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_trainer.agent.rendezvous import node_place
 from elastic_trainer.membership import cluster_view, composition, core, own_key, round_write, rules, shard_groups
 from elastic_trainer.membership.cluster_view import ClusterView
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.rollback_guard import RollbackGuard
 from elastic_trainer.membership.rules import Decision
 from elastic_trainer.store.api import Compare, Field, Relation
-from tests.simulation import in_place
 from tests.simulation.invariants import (
     KEEP_ORDER,
     LIVENESS,
@@ -48,7 +48,7 @@ def test_no_schedule_of_faults_breaks_an_invariant(shard: int) -> None:
         counts = play(seed)
         faults.update(counts.faults)
         rounds, steps = rounds + counts.rounds, steps + counts.steps
-    assert len(faults) == 17, faults
+    assert len(faults) == 19, faults
     assert rounds > 2 * PER_SHARD
     assert steps > 10 * PER_SHARD
 
@@ -172,7 +172,7 @@ def forget_the_places(patch: pytest.MonkeyPatch) -> None:
 
 def never_move(patch: pytest.MonkeyPatch) -> None:
     """Spares of one place wait for ever for those of another."""
-    patch.setattr(in_place, "move", lambda view: None)
+    patch.setattr(node_place, "move", lambda view: None)
 
 
 @pytest.mark.parametrize(
