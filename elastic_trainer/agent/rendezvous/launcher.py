@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult
+from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.errors import ConfigError
@@ -36,22 +36,25 @@ class LocalWorkers:
 
 def local_workers() -> LocalWorkers:
     """Read them from the calling torchrun agent (the nearest one up the stack)."""
-    for names in _callers():
-        caller = names.get("self")
-        if isinstance(caller, ElasticAgent):
-            spec = caller.get_worker_group().spec
-            return LocalWorkers(spec.local_world_size, spec.role, spec.max_restarts)
-    raise ConfigError("this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun")
+    spec = _worker_spec()
+    if spec is None:
+        raise ConfigError(
+            "this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun"
+        )
+    return LocalWorkers(spec.local_world_size, spec.role, spec.max_restarts)
 
 
 def job() -> dict[str, str]:
     """The fields by which a run's spec knows its job: those of the calling torchrun agent, in this process's name."""
-    for names in _callers():
-        caller = names.get("self")
-        if isinstance(caller, ElasticAgent):
-            spec = caller.get_worker_group().spec
-            return {"user": _user(), **job_of(spec.entrypoint, spec.args)}
-    return {}
+    spec = _worker_spec()
+    return {} if spec is None else {"user": _user(), **job_of(spec.entrypoint, spec.args)}
+
+
+def _worker_spec() -> WorkerSpec | None:
+    """What the nearest torchrun agent up the stack starts."""
+    agents = (names.get("self") for names in _callers())
+    found = next((each for each in agents if isinstance(each, ElasticAgent)), None)
+    return None if found is None else found.get_worker_group().spec
 
 
 def job_of(entrypoint: Callable[..., Any] | str | None, arguments: Sequence[Any]) -> dict[str, str]:
