@@ -122,11 +122,7 @@ class InPlaceRecovery:
         mine = identity(training.state.committed(), position.lineage, position.step) if self._valid else None
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
-        notes = {
-            "fields": training.fields(),
-            "cut": place.feed.fields,
-            "attempted": attempted,
-        }
+        notes = {"fields": training.fields(), "cut": place.feed.fields, "attempted": attempted}
         alike = training.replica.alike(control) if training.replica.layout is not None else None
         self._first_rank = control.rank == 0
         healed = heal(control, mine, least, self, notes, self._calls.count, alike)

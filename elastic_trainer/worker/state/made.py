@@ -47,10 +47,9 @@ def freeze(module: nn.Module, names: Collection[str]) -> None:
     """Train all parameters but these."""
     known = frozenset(names)
     for name, each in module.named_parameters():
-        if each.requires_grad == (
-            plain_name(name) in known
-        ):  # others stay untouched: of whole numbers none can be trained
-            each.requires_grad_(not each.requires_grad)
+        trained = plain_name(name) not in known
+        if each.requires_grad is not trained:  # others stay untouched: of whole numbers none can be trained
+            each.requires_grad_(trained)
 
 
 class Made:
