@@ -24,7 +24,7 @@ from elastic_trainer.settings import WorkerEnvironment, worker_environment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.warm.fitness import PythonCommand
 from elastic_trainer.warm.program import run
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from elastic_trainer.clock import pause
 from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction
-from elastic_trainer.worker.report.ledger import process_id
+from elastic_trainer.worker.report import process_id
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions, SavingOptions
 

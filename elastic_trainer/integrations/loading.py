@@ -20,8 +20,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker import alone
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.driven import DrivenStep
-from elastic_trainer.worker.steps.engine import Step
+from elastic_trainer.worker.steps.engine import DrivenStep, Step
 
 _LIGHTNING_SEEDS = "pl_worker_init_function"
 """What Lightning gives each DataLoader after seed_everything(workers=True); the session seeds them for each sample."""

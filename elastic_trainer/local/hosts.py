@@ -35,7 +35,7 @@ from typing import Self
 from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local.host_init import PRIVATE as PRIVATE
 from elastic_trainer.local.ports import HOST
-from elastic_trainer.worker.report.ledger import PROC
+from elastic_trainer.worker.report import PROC
 
 PROGRAMS = ("ip", "nsenter")
 BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"
@@ -219,7 +219,7 @@ class Segment:
         """Start a host called ``name``, which also sees ``shared``.
 
         Workers that keep a ledger in the directory ``ledger`` write the process ids of this process's own host there
-        (see worker/report/ledger.py).
+        (see worker/report.py).
         """
         self._count += 1
         number = self._count

@@ -18,7 +18,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.loading import did_you_mean
 from elastic_trainer.training.precision import Arithmetic
 from elastic_trainer.training.task import Exhibits, Task
-from elastic_trainer.worker.evaluation import evaluating
+from elastic_trainer.worker.collectives import evaluating
 from elastic_trainer.worker.session import Session
 
 EXHIBITED = 8

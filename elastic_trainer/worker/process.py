@@ -16,25 +16,19 @@ from elastic_trainer.data.child import let_go
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker import forks
+from elastic_trainer.worker.agent_link import ChannelLink
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
-from elastic_trainer.worker.comm.groups import FormTimeouts
-from elastic_trainer.worker.comm.round_place import place_in
-from elastic_trainer.worker.comm.sever import Sockets
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.inplace.agent_link import ChannelLink
-from elastic_trainer.worker.inplace.escape import Escape
-from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
-from elastic_trainer.worker.inplace.rounds import Rounds
-from elastic_trainer.worker.report.endpoint import open_endpoint
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.storage_check import check_storage
+from elastic_trainer.worker.comm.abort import InterruptibleWaits, Sockets
+from elastic_trainer.worker.comm.groups import FormTimeouts, place_in
+from elastic_trainer.worker.recovery import Escape, InPlaceRecovery, Rounds
+from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
+from elastic_trainer.worker.state.saver import check_storage
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.engine import Boundaries, OneRound, RankContext, Workplace
 from elastic_trainer.worker.steps.options import SessionOptions
-from elastic_trainer.worker.steps.replicas import Wrapped
 from elastic_trainer.worker.steps.signals import Signals
-from elastic_trainer.worker.steps.training import Training
+from elastic_trainer.worker.steps.training import Training, Wrapped
 
 
 class OneGathering:

@@ -45,25 +45,21 @@ from elastic_trainer.data.streams import Streams
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import complaints, logs
-from elastic_trainer.worker import alone, evaluation, forks
+from elastic_trainer.worker import alone, collectives, forks
 from elastic_trainer.worker.collectives import Collectives
-from elastic_trainer.worker.comm.codecs import JSON, TENSOR
-from elastic_trainer.worker.comm.control import Purpose
-from elastic_trainer.worker.comm.failures import is_collective_failure
-from elastic_trainer.worker.comm.round_place import self_started
+from elastic_trainer.worker.comm.abort import is_collective_failure
+from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose
+from elastic_trainer.worker.comm.groups import self_started
 from elastic_trainer.worker.model.local import Apart
 from elastic_trainer.worker.model.replica import Reduction, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.process import Process
-from elastic_trainer.worker.state.cadence import Cadence
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
-from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
-from elastic_trainer.worker.steps.driven import DrivenStep
-from elastic_trainer.worker.steps.engine import Step, Workplace
+from elastic_trainer.worker.state.saver import Cadence
+from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
+from elastic_trainer.worker.steps.engine import DrivenStep, Step, Workplace
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
-from elastic_trainer.worker.steps.replicas import Wrapped
-from elastic_trainer.worker.steps.training import Training
+from elastic_trainer.worker.steps.training import Training, Wrapped
 
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
@@ -606,19 +602,31 @@ class Session:
         return self._all.save(metrics, best=best, wait=best if wait is None else wait)
 
     def evaluate(
-        self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, *, collate: Collate | None = None
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        fn: collectives.Measure,
+        *,
+        collate: Collate | None = None,
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
+        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.evaluate, measure=fn), JSON)
 
     def predict(
-        self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Predict, *, collate: Collate | None = None
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        fn: collectives.Predict,
+        *,
+        collate: Collate | None = None,
     ) -> torch.Tensor:
         """What ``fn(model, batch)`` gives, a row for each sample, for all of ``dataset``, in its order, on all ranks.
 
         On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
         """
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
+        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.predict, fn=fn), TENSOR)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Live, SaveInfo
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.loading import FIELD
-from elastic_trainer.worker.state.restore import restore
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state.restore import FIELD, restore
 from tests.bench.report import alternate, median, ratio
 from tests.support.throttled import ThrottledStorage
 from tests.unit.worker.ranks import run_ranks

@@ -35,7 +35,7 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
 from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 from tests.support import snapshots

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from elastic_trainer.worker.comm import placement, shard_groups
+from elastic_trainer.worker.comm import groups, placement
 from elastic_trainer.worker.comm.placement import NCCL
-from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.model.sharded import ShardedReplica
+from elastic_trainer.worker.recovery import InPlaceRecovery
 
 _KERNELS = ("allreduce", "allgather", "_allgather_base", "broadcast", "send", "recv")
 
@@ -239,7 +239,7 @@ def use(directory: Path, version: int) -> None:
         (directory / f"aborts-{platform.node()}-{os.getpid()}").write_text(str(LikeNccl.aborts))
         self._rounds.check_device(self._place.placement.device)
 
-    places: Any = (placement, dist, shard_groups, ShardedReplica, InPlaceRecovery, torch.cuda)
+    places: Any = (placement, dist, groups, ShardedReplica, InPlaceRecovery, torch.cuda)
     places[0].take, places[1].init_process_group, places[2].real_group = take, init, partial(_like_real, kind)
     places[3]._pass = lambda self, backward: changed.passed(self, lambda: _beside(backward))
     places[4].check_gradients = check

@@ -44,8 +44,8 @@ ROOMS = {
     "agent/workers/hang_rules.py": "agent",
     "agent/workers/roster.py": "agent",
     "agent/workers/suspicion_rules.py": "agent",
-    "worker/comm/round_place.py": "worker",
-    "worker/state/cadence.py": "worker",
+    "worker/comm/groups.py": "worker",
+    "worker/state/saver.py": "worker",
 }
 """What is mutated (below ``elastic_trainer``), and the tests (below ``tests/unit``) that are asked first."""
 OPERATORS = (

@@ -24,8 +24,8 @@ from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.lasting import LastingGroup, ShardLayout
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from tests.support.requirements import needs_torch
 
 PACKAGE = Path(elastic_trainer.__file__).parent

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastic_trainer.tasks.language.tokenizer import Tokenizer
 from elastic_trainer.tasks.language.transformer import Transformer
-from elastic_trainer.worker.evaluation import evaluating
+from elastic_trainer.worker.collectives import evaluating
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,11 @@
-"""Small collectives between the ranks of a round, on a separate gloo group: agreement, never gradients.
-
-A sum is a vector of fixed width that includes its purpose. So ranks that do different things at the same time (one
-saves while another evaluates) get an error that says so, instead of a hang or wrong numbers.
-
-*Runs in* the worker's main thread.
-*Fails by* RoundBrokenError when a peer is gone or does not answer in time, ConfigError when ranks do different things.
-"""
+"""Encodes the results of calls for other ranks: JSON, and tensors with their dtype and shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -31,7 +26,53 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
+from elastic_trainer.worker.comm.abort import InterruptibleWaits, ThreadedWork
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Encodes and decodes the result of a call."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+JSON = Codec(lambda result: json.dumps(result).encode(), lambda data: json.loads(data))
+
+
+def packed_tensor(tensor: torch.Tensor) -> bytes:
+    """``tensor`` (contiguous, on the CPU) with its dtype and shape."""
+    head = json.dumps([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode()
+    return head + b"\n" + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def unpacked_tensor(data: bytes) -> torch.Tensor:
+    """The inverse of :func:`packed_tensor`."""
+    head, _, body = data.partition(b"\n")
+    kind, shape = json.loads(head)
+    dtype: torch.dtype = getattr(torch, kind)
+    if not body:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+TENSOR = Codec(packed_tensor, unpacked_tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> Codec:
+    """The result is written into ``tensor``."""
+
+    def encode(result: torch.Tensor) -> bytes:
+        return bytes(result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    def decode(data: bytes) -> torch.Tensor:
+        if not data:
+            return tensor
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(tensor.dtype)
+        return tensor.copy_(flat.reshape(tensor.shape))
+
+    return Codec(encode, decode)
+
 
 _PAYLOAD = 6
 WIDTH = _PAYLOAD + 2

@@ -1,47 +1,318 @@
-"""Forms the process groups of one round and drops them again.
-
-Two groups: torch's default group for gradients and the script's own collectives, and a small gloo group for agreement
-(:mod:`elastic_trainer.worker.comm.control`), so that neither waits for the other.
-
-*Runs in* the worker's main thread. *Owns* torch's default process group while formed.
-*Fails by* TransientError when the ranks cannot reach each other in time.
-*Invariant*: the store prefix of a group is never used twice, and each attempt has its own store connection.
-"""
+"""A process's place in a round: its rank, and the store at which the ranks rendezvous."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import json
+import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from elastic_trainer import torch_internals
-from elastic_trainer.clock import Deadline
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.ipc import gloo
+from elastic_trainer.ipc.own_address import is_loopback
+from elastic_trainer.settings import WorkerEnvironment, validated
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.torch_internals import PrefixStore, TCPStore
-from elastic_trainer.worker.comm import sever
+from elastic_trainer.torch_internals import PrefixStore, Store, TCPStore
+from elastic_trainer.worker.comm.abort import End, InterruptibleWaits, ThreadedWork, collective, listening, resolved
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.lasting import ShardLayout
+from elastic_trainer.worker.comm.lasting import ShardLayout, real_group
 from elastic_trainer.worker.comm.placement import NCCL, Placement
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
-from elastic_trainer.worker.comm.sever import End, resolved
-from elastic_trainer.worker.comm.shard_groups import FormTimeouts as FormTimeouts
-from elastic_trainer.worker.comm.shard_groups import ShardGroups, form_shard_groups
-from elastic_trainer.worker.comm.store_handshake import meet
-from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
+
+ENVIRONMENT = "env://"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """The store at which the ranks of a round rendezvous.
+
+    ``serve``: rank 0 hosts the store. ``prefix`` is used by no other round; without it the ranks agree on one.
+    """
+
+    host: str
+    port: int
+    serve: bool
+    prefix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlace:
+    """One process's place in one round. Without ``store`` it is alone and needs no process group."""
+
+    round: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    store: StoreAddress | None = None
+    reason: str = ""
+    """Why this round was formed, for people."""
+    address: str = ""
+    """The address that this node's agent announces; empty without an agent."""
+
+    def gloo_addresses(self) -> tuple[str, ...]:
+        """This host's addresses for gloo in this round."""
+        if self.store is None or self.local_world_size == self.world_size:
+            return gloo.ONE_HOST
+        return gloo.addresses(self.address, self.store.host, self.store.port)
+
+    def misleads(self) -> str:
+        """The loopback interfaces to which the user bound gloo here although ranks may be on other hosts; or empty."""
+        return gloo.misleading() if self.gloo_addresses() is not gloo.ONE_HOST else ""
+
+
+def self_started(
+    environment: WorkerEnvironment, init_method: str | None, rank: int | None, world_size: int | None
+) -> WorkerEnvironment:
+    """``environment``, completed by what a script without a launcher says, as torch's ``init_process_group`` takes it.
+
+    Ranks that meet at a loopback address are all on this machine; elsewhere LOCAL_RANK and LOCAL_WORLD_SIZE say which
+    are. ConfigError for what is missing, wrong, or contradicts a launcher.
+    """
+    said = {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
+    if init_method is None and not said:
+        return environment
+    method = init_method or ENVIRONMENT
+    if "run_id" in environment.model_fields_set or environment.channel is not None:
+        if method == ENVIRONMENT and not said:
+            return environment
+        raise ConfigError(
+            "the session was given init_method, rank or world_size, but torchrun has started this process and decides"
+            " them",
+            hint="omit them, or start the processes without torchrun",
+        )
+    place: dict[str, Any] = {**environment.model_dump(exclude_unset=True), **said, "launched": True}
+    if method != ENVIRONMENT:
+        place["master_addr"], place["master_port"] = _address(method)
+    missing = [name for name in ("rank", "world_size") if name not in (place if method == ENVIRONMENT else said)]
+    if missing:
+        raise ConfigError(
+            f"init_method is {method!r}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            hint="give rank and world_size" + (", or set RANK and WORLD_SIZE" if method == ENVIRONMENT else ""),
+        )
+    if is_loopback(place.get("master_addr") or "") and not {"local_rank", "local_world_size"} & place.keys():
+        place["local_rank"], place["local_world_size"] = place["rank"], place["world_size"]
+    completed = validated(WorkerEnvironment, place, "Session")
+    if completed.rank >= completed.world_size:
+        raise ConfigError(
+            f"rank is {completed.rank}, and world_size is {completed.world_size}",
+            hint="ranks count from 0 to world_size - 1",
+        )
+    return completed
+
+
+def _address(method: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``."""
+    try:
+        parts = urlsplit(method)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        parts, host, port = urlsplit(""), None, None
+    if parts.scheme != "tcp" or not host or not port or parts.path or parts.query:
+        raise ConfigError(f"init_method is {method!r}", hint="use 'tcp://HOST:PORT' of rank 0's machine, or 'env://'")
+    return host, port
+
+
+def place_in(environment: WorkerEnvironment) -> RoundPlace:
+    """The place given by the launcher's environment variables. ConfigError if they contradict each other."""
+    if environment.rank >= environment.world_size or environment.local_rank >= environment.local_world_size:
+        raise ConfigError(
+            f"environment: RANK {environment.rank} of WORLD_SIZE {environment.world_size}, LOCAL_RANK"
+            f" {environment.local_rank} of LOCAL_WORLD_SIZE {environment.local_world_size} are invalid",
+            hint="start the script with torchrun, or unset these variables",
+        )
+    return RoundPlace(
+        round=environment.round,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_world_size=environment.local_world_size,
+        store=_store_in(environment) if environment.launched else None,
+        reason=environment.round_reason,
+        address=environment.address,
+    )
+
+
+def _store_in(environment: WorkerEnvironment) -> StoreAddress:
+    if environment.master_addr is None or environment.master_port is None:
+        raise ConfigError(
+            "environment: RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not",
+            hint="start the script with torchrun, set all four, or give the session an init_method",
+        )
+    return StoreAddress(environment.master_addr, environment.master_port, serve=not environment.use_agent_store)
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+def meet(store: Store, rank: int, world_size: int, deadline: Deadline) -> str:
+    """The fresh prefix; the same on all ranks."""
+    pauses = _Pauses(deadline)
+    return _invite(store, world_size, pauses) if rank == 0 else _attend(store, rank, world_size, pauses)
+
+
+class _Pauses:
+    """Waits a little longer each time."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline, self._next_s = deadline, _FIRST_PAUSE_S
+
+    def wait(self, missing: str) -> None:
+        if self._deadline.expired:
+            raise TransientError(f"the ranks did not rendezvous in time: {missing}", hint="see the other ranks' logs")
+        pause(min(self._next_s, self._deadline.remaining_s()))
+        self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
+
+
+def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
+    offered: dict[str, str] = {}
+    nonce = ""
+    while True:
+        tokens = _hellos(store, world_size)
+        if len(tokens) == world_size - 1 and (tokens != offered or not nonce):
+            nonce, offered = secrets.token_hex(8), tokens
+            store.set(f"meeting/offer/{nonce}", json.dumps({"world": world_size, "tokens": tokens}))
+            store.set("meeting/offer", nonce)
+        waiting = [rank for rank in range(1, world_size) if str(rank) not in tokens]
+        if nonce and not waiting:
+            waiting = [rank for rank in range(1, world_size) if not store.check([f"meeting/accept/{nonce}/{rank}"])]
+            if not waiting:
+                store.set(f"meeting/go/{nonce}", "1")
+                return nonce
+        pauses.wait(f"rank 0 waits for {_listed(waiting)}")
+
+
+def _hellos(store: Store, world_size: int) -> dict[str, str]:
+    keys = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def _attend(store: Store, rank: int, world_size: int, pauses: _Pauses) -> str:
+    token = secrets.token_hex(8)
+    store.set(f"meeting/hello/{rank}", token)
+    seen = accepted = ""
+    while True:
+        if store.check(["meeting/offer"]):
+            nonce = store.get("meeting/offer").decode()
+            if nonce != seen:
+                seen = nonce
+                offer = json.loads(store.get(f"meeting/offer/{nonce}"))
+                if offer["world"] == world_size and offer["tokens"].get(str(rank)) == token:
+                    store.set(f"meeting/accept/{nonce}/{rank}", token)
+                    accepted = nonce
+        if accepted and store.check([f"meeting/go/{accepted}"]):
+            return accepted
+        pauses.wait(f"rank {rank} waits for rank 0")
+
+
+def _listed(ranks: list[int]) -> str:
+    return "ranks " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FormTimeouts:
+    """Limits for forming the groups, and for later operations on them."""
+
+    forming_s: float
+    working_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroups:
+    """The groups of this rank: of its shard group ``number`` of ``count``, and of its place in all shard groups."""
+
+    number: int
+    count: int
+    whole: Any
+    dims: tuple[Any, ...]
+    peers: Control
+    """The ranks of the shard group."""
+    copies: Control
+    """The ranks of this place, by shard group."""
+    replicas: Any
+    """The process group of these ranks, for gradients; None if there is only one shard group."""
+    works: InterruptibleWaits
+    on_stream: bool = False
+    """Whether gradients are summed by NCCL: a wait then only orders the device's stream, and blocks nobody."""
+    names: tuple[str, ...] = ()
+    """The store keys under which this rank's gloo published its addresses."""
+
+
+def form_shard_groups(
+    layout: ShardLayout, store: Any, control: Control, patience: FormTimeouts, at: Sequence[str], *, nccl: bool
+) -> ShardGroups:
+    """Form the groups of all ranks of ``control`` through ``store``, in the same order on each.
+
+    ``at``: this host's addresses for gloo.
+    """
+    _check_alike(layout, control)
+    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
+    size, place, works = layout.size, layout.place, control.works
+    number, count = control.rank // size, control.world_size // size
+    published: list[str] = []
+
+    def made(name: str, rank: int, members: int) -> Any:
+        if members == 1:
+            return None
+        group = real_group(PrefixStore(name, store), rank, members, forming, at, nccl=nccl)
+        torch_internals.limit_gloo(group, working)
+        published.append(f"{name}/0/{rank}")
+        if nccl:
+            works.abort_with(torch_internals.backend_of(group, torch.device("cuda")).abort)
+        return group
+
+    def make() -> tuple[Any, list[Any], Any]:
+        whole = made(f"shards/{number}", place, size)
+        dims = [  # never the whole group: its own sums detect ranks that call the model unequally often
+            made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
+            for dim, name in enumerate(layout.names)
+        ]
+        return whole, dims, made(f"copies/{place}", number, count)
+
+    threaded = ThreadedWork(make, brief=True)
+    works.wait(works.begun(threaded))
+    whole, dims, replicas = threaded.result
+    peers = Control(whole, place, size, works, working)
+    copies = Control(replicas, number, count, works, working)
+    data = InterruptibleWaits() if nccl else works
+    return ShardGroups(number, count, whole, tuple(dims), peers, copies, replicas, data, nccl, tuple(published))
+
+
+def _check_alike(layout: ShardLayout, control: Control) -> None:
+    """Raise on ranks that differ from rank 0, and only on those: the others continue without them."""
+    described = repr((layout.shape, layout.names))
+    mine = [layout.node_size, xxhash.xxh3_64_intdigest(described.encode()) >> 1]
+    rows = control.gather(mine)
+    if mine[0] != rows[0][0]:
+        raise ConfigError(
+            f"this node has {mine[0]} processes and the node of rank 0 has {rows[0][0]}, and a sharded model needs"
+            " equally many on each node",
+            hint="start all nodes with the same --nproc-per-node",
+        )
+    if mine != rows[0]:
+        raise ConfigError(
+            f"the device mesh {described} of this rank is not that of rank 0", hint="create the same mesh on all nodes"
+        )
+    if control.rank % layout.size != layout.place and all(row == mine for row in rows):
+        raise ConfigError(
+            f"rank {control.rank} holds the shards of place {layout.place}, but is needed at another place",
+            hint="start all nodes with the same --rdzv-conf shard_nodes",
+        )
+
 
 REACH_S = 20.0
 REACH_ATTEMPT_S = 2.5
@@ -222,7 +493,7 @@ def _listening(fresh: PrefixStore, control: Control, more: tuple[str, ...] = ())
     if dist.get_backend() != NCCL:
         keys.append(f"data/0//cpu//0/{control.rank}")
     # Another torch version may use other keys: then all listening sockets count.
-    mine = sever.listening(b"".join(map(fresh.get, keys)) if fresh.check(keys) else None)
+    mine = listening(b"".join(map(fresh.get, keys)) if fresh.check(keys) else None)
     texts = control.gather_bytes(json.dumps(mine).encode())
     return frozenset((host, port) for text in texts for host, port in json.loads(text))
 

@@ -23,10 +23,9 @@ from torch import nn
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model import buffers
-from elastic_trainer.worker.model.replica import Reduction, Replica
+from elastic_trainer.worker.model.replica import Reduction, Replica, share
 from elastic_trainer.worker.model.several import add_up
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Those of the DiLoCo paper."""
@@ -134,7 +133,7 @@ class LocalReplica(Replica):
             add_up(self._control, list(means.values()))
             check()
             torch._foreach_div_(list(means.values()), self._control.world_size)
-            buffers.share(self._control, list(self.module.buffers()))
+            share(self._control, list(self.module.buffers()))
         with torch.no_grad():
             for name, each in live.items():
                 each.grad = None if self.outer is None else anchor[name] - means[name]

@@ -23,9 +23,8 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.buffers import share, unflatten
-from elastic_trainer.worker.model.replica import Replica, bare
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.model.replica import Replica, bare, share, unflatten
+from elastic_trainer.worker.report import HeartbeatReporter
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""

@@ -30,17 +30,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.worker.comm.abort import InterruptibleWaits, collective
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
-from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.groups import FormTimeouts, Group, ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
-from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.model.buffers import share
-from elastic_trainer.worker.model.replica import DataPart, Replica
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.model.replica import DataPart, Replica, share
+from elastic_trainer.worker.report import HeartbeatReporter
 
 
 class ShardedReplica(Replica):

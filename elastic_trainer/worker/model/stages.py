@@ -31,14 +31,13 @@ from torch.distributed.pipelining import (
 
 from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, packed_tensor, unpacked_tensor
+from elastic_trainer.worker.comm.groups import FormTimeouts
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.shard_groups import FormTimeouts
-from elastic_trainer.worker.model.buffers import share
+from elastic_trainer.worker.model.replica import share
 from elastic_trainer.worker.model.sharded import ShardedReplica, check_parameter
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 
 Inputs = tuple[torch.Tensor, ...]
 _OF_ONE: dict[str, Any] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}

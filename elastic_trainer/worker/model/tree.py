@@ -1,30 +1,144 @@
-"""Adds gradients in one fixed order, so that a training has the same bits at any number of ranks.
+"""What determines the bits that one micro-batch computes here: equal bits need all of it to be equal.
 
-The gradient of each micro-batch is a leaf of the tree of :mod:`elastic_trainer.worker.model.tree_blocks`. A rank adds
-its own leaves as far as the tree allows; then each rank receives one slice of every rank's sums, adds these as the tree
-says, and all gather the finished slices. With each gradient travel the moves of BatchNorm buffers, the weighted loss,
-and which parameters had a gradient at all.
+On CPUs. On CUDA devices some kernels of torch are not deterministic in any case, unless the script asks for that
+(torch.use_deterministic_algorithms).
 
-What one micro-batch computes must have the same bits on all hosts too (:mod:`elastic_trainer.worker.model.arithmetic`).
-
-*Runs in* the worker's main thread. *Owns* the gradients between a backward pass and the update.
-*Fails by* ConfigError for gradients that have no place in the tree, RoundBrokenError when the round is over.
+*Runs in* the worker's main thread.
+*Fails by* ConfigError on each rank that differs from rank 0 or from the checkpoint, naming the first difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from elastic_trainer import torch_internals
+from elastic_trainer.data.plan import cut
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.abort import Work, collective
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.waits import Work
-from elastic_trainer.worker.model.tree_blocks import Block, Stack, blocks_of, fold
+
+FIELD = "arithmetic"
+"""Its field in checkpoints, for ``allow_changed`` too."""
+
+_TREE = "reduction='tree' promises equal bits"
+_ADVICE = {
+    "threads": "set OMP_NUM_THREADS to one value for all processes",
+    "isa": "use hosts of one kind, or set ATEN_CPU_CAPABILITY to one value for all processes",
+    "torch": "install the same version of torch everywhere",
+    "device": "train on devices of one kind",
+    "modes": "set torch's flags for arithmetic to the same values everywhere",
+}
+
+
+def arithmetic(device: torch.device) -> dict[str, str]:
+    """How this process computes: torch's version, threads, instruction set and device."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    modes = []
+    if device.type == "cuda":
+        modes += ["tf32"] if torch.backends.cuda.matmul.allow_tf32 else []
+        modes += ["benchmark"] if torch.backends.cudnn.benchmark else []
+    modes += ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
+    return {
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "device": kind,
+        "modes": " ".join(modes),
+    }
+
+
+def check_ranks(control: Control, mine: Mapping[str, str], promise: str = _TREE) -> None:
+    """Raise on ranks that compute differently from rank 0, and only there: the others can continue without them.
+
+    ``promise`` says what needs equal bits.
+    """
+    first = json.loads(control.broadcast_bytes(json.dumps(dict(mine)).encode(), 0))
+    _check(mine, first, "on rank 0", promise=promise)
+
+
+def check_resumed(mine: Mapping[str, str], saved: object, allow_changed: Collection[str]) -> None:
+    """Raise if the checkpoint was computed differently, unless that is allowed."""
+    if isinstance(saved, Mapping) and FIELD not in allow_changed:
+        _check(mine, saved, "when the checkpoint was saved", f", or say allow_changed=[{FIELD!r}]")
+
+
+def _check(
+    mine: Mapping[str, str], other: Mapping[str, object], where: str, more: str = "", promise: str = _TREE
+) -> None:
+    for name, value in mine.items():
+        if name in other and other[name] != value:
+            raise ConfigError(
+                f"{promise}, but '{name}' is {value} here and {other[name]} {where}",
+                hint=f"{_ADVICE[name]}{more}",
+            )
+
+
+Value = TypeVar("Value")
+Add = Callable[[Value, Value], Value]
+"""Returns the sum of its arguments, possibly in the first one's memory."""
+
+
+class Block(NamedTuple):
+    """The node of the tree that begins at leaf ``start`` and spans up to 2^``level`` leaves."""
+
+    start: int
+    level: int
+
+    @property
+    def sibling(self) -> Block:
+        return Block(self.start ^ (1 << self.level), self.level)
+
+
+class Stack(Generic[Value]):
+    """Adds the leaves of one rank, which come in order, as far as the tree allows.
+
+    It holds at most two values per level, hence about log2 of the leaves.
+    """
+
+    def __init__(self, add: Add[Value]) -> None:
+        self._add = add
+        self.held: list[tuple[Block, Value]] = []
+        """Blocks from left to right, with their sums."""
+
+    def push(self, leaf: int, value: Value) -> None:
+        block = Block(leaf, 0)
+        while self.held and self.held[-1][0] == block.sibling and block.sibling.start < block.start:
+            left, held = self.held.pop()
+            block, value = Block(left.start, block.level + 1), self._add(held, value)
+        self.held.append((block, value))
+
+
+@lru_cache(maxsize=64)
+def blocks_of(total: int, world: int, rank: int) -> tuple[Block, ...]:
+    """The blocks that ``rank`` is left with when ``total`` leaves are dealt out as by :func:`plan.share`."""
+    stack: Stack[None] = Stack(lambda left, right: None)
+    for leaf in range(*cut(total, world, rank)):
+        stack.push(leaf, None)
+    return tuple(block for block, _ in stack.held)
+
+
+def fold(total: int, found: Mapping[Block, Value], add: Add[Value]) -> Value:
+    """The sum of all ``total`` leaves from the sums of blocks that cover them."""
+
+    def summed(block: Block) -> Value:
+        if block in found:
+            return found[block]
+        if block.level == 0:
+            raise ValueError(f"leaf {block.start} of {total} is missing")
+        middle = block.start + (1 << (block.level - 1))
+        left = summed(Block(block.start, block.level - 1))
+        return left if middle >= total else add(left, summed(Block(middle, block.level - 1)))
+
+    if total < 1:
+        raise ValueError("a tree has at least one leaf")
+    return summed(Block(0, (total - 1).bit_length()))
+
 
 _ALIGNED = 16
 """Tensors begin at multiples of this number of elements in a slice, as they do in memory of their own."""

@@ -1,21 +1,22 @@
-"""When the state is saved, and saving it.
+"""How often to save: every N steps, every T seconds, or as its cost and the failures seen make best. Pure.
 
-The places of a sharded model copy their shards at the same steps: place 0 of each group decides, and the others follow
-its word in one small sum before each copy (:meth:`Saver._together`).
-
-*Runs in* the worker's main thread; only rank 0 commits. *Owns* the checkpoint directory's manager.
-*Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
-:meth:`Saver.attempt` returns them.
-*Invariant*: a state with non-finite parameters is never saved.
+The interval of ``auto`` is Daly's: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+dumps", Future Generation Computer Systems 22 (2006), equation 37; its first term is that of J. W. Young, "A first order
+approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
-from typing import Any
+from pathlib import Path
+from threading import Event
+from typing import Any, Final
+
+import torch
 
 from elastic_trainer.checkpoint import (
     Arena,
@@ -23,6 +24,7 @@ from elastic_trainer.checkpoint import (
     CheckpointManager,
     Committed,
     NoRoomError,
+    Places,
     Save,
     SaveInfo,
     StateSnapshot,
@@ -31,16 +33,328 @@ from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import CheckpointError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.ipc.page import SAVE_SUFFIX
 from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory, WhenBehind
-from elastic_trainer.worker.state.on_demand import OnDemand
-from elastic_trainer.worker.state.scarcity import Scarcity
-from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
+from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.comm.placement import AUTO
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
+
+FIELD: Final = "experience"
+"""The field of a checkpoint that holds what ``auto`` has learned."""
+PRIOR_S: Final = 6 * 3600.0
+"""Training time to the next failure that is assumed while none has been seen; it counts as one failure seen."""
+FIRST_S: Final = 60.0
+"""The interval before a save has been measured."""
+SHORTEST_S: Final = 10.0
+LONGEST_S: Final = 1800.0
+_SMOOTHING: Final = 0.3
+LEAST_APART_S: Final = 5.0
+_SHARE: Final = 0.01
+"""Part of the training time that snapshots in memory may take."""
+_SENT_SHARE: Final = 0.05
+"""Part of the time in which a copy may be on its way to the neighbour, beside training."""
+
+
+class WhenBehind(StrEnum):
+    """What becomes of a save by steps while storage is still busy with the two before it."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    REPLACE = "replace"
+    """The snapshot that waits is given up for the new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """How often to save. All ranks count the same steps; the seconds (``"auto"``: chosen here) are rank 0's."""
+
+    every_steps: int | None = None
+    every_s: float | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"checkpoint_every_steps is {self.every_steps}", hint="it must be at least 1, or None")
+        if isinstance(self.every_s, str):
+            if self.every_s != AUTO:
+                raise ConfigError(
+                    f"checkpoint_every_s is {self.every_s!r}", hint=f"give seconds, {AUTO!r}, or None for never"
+                )
+        elif self.every_s is not None and not self.every_s > 0:
+            raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
+
+    @property
+    def auto(self) -> bool:
+        return self.every_s == AUTO
+
+    def interval_s(self, seen: Experience) -> float | None:
+        """Seconds between two saves by time; None for none."""
+        return best_interval_s(seen) if isinstance(self.every_s, str) else self.every_s
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
+
+    ``beside`` are the files of the other places of a sharded model.
+    """
+
+    files: Sequence[Path] = ()
+    every_s: float | str | None = AUTO
+    beside: Sequence[Path] = ()
+
+    def apart_s(self, took_s: float, sent_s: float = 0.0) -> float:
+        """Seconds between snapshots that take ``took_s``, and ``sent_s`` to the neighbour; infinite for none."""
+        if self.every_s is None or not self.files:
+            return math.inf
+        longest = max(LEAST_APART_S, took_s / _SHARE, sent_s / _SENT_SHARE)
+        return longest if isinstance(self.every_s, str) else self.every_s
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What this training's saves cost and how often it failed. ``failures``: lives that resumed and had lost steps."""
+
+    cost_s: float | None = None
+    """Seconds for which a save held up the training, smoothed; None before the first."""
+    trained_s: float = 0.0
+    failures: int = 0
+
+    @property
+    def mean_time_to_failure_s(self) -> float:
+        """Posterior mean of a failure rate that was assumed to be one in ``PRIOR_S``."""
+        return (PRIOR_S + self.trained_s) / (1 + self.failures)
+
+    def saved(self, cost_s: float) -> Experience:
+        """After one more save."""
+        before_s = self.cost_s if self.cost_s is not None else cost_s
+        return replace(self, cost_s=before_s + _SMOOTHING * (cost_s - before_s))
+
+    def kept(self, *, settled: bool) -> dict[str, Any]:
+        """The field of a checkpoint; ``settled``: it is the last of this life, so nothing is lost behind it."""
+        return {"trained_s": round(self.trained_s, 3), "failures": self.failures, "settled": settled}
+
+    @classmethod
+    def resumed(cls, fields: Mapping[str, Any], *, lost: bool = True) -> Experience:
+        """The experience of a life that resumes the checkpoint with these ``fields``; ``lost``: whether steps after
+        it were lost, as far as is known."""
+        kept = fields.get(FIELD)
+        if not isinstance(kept, Mapping):
+            return cls()
+        failed = lost and not kept.get("settled")
+        return cls(trained_s=float(kept.get("trained_s", 0.0)), failures=int(kept.get("failures", 0)) + failed)
+
+
+def best_interval_s(seen: Experience) -> float:
+    """The interval that loses least training time to saves and, after failures, to repeated steps."""
+    if seen.cost_s is None:
+        return FIRST_S
+    mean_s = seen.mean_time_to_failure_s
+    cost_s = min(seen.cost_s, 2.0 * mean_s)  # the formula ends there; Daly's step to the mean would reverse the order
+    share = cost_s / (2.0 * mean_s)
+    best_s = math.sqrt(2.0 * cost_s * mean_s) * (1.0 + math.sqrt(share) / 3.0 + share / 9.0) - cost_s
+    return min(LONGEST_S, max(SHORTEST_S, best_s))
+
+
+_NOWHERE: Final = ConfigError("the job has no checkpoint directory", hint="give its session a checkpoint_dir")
+
+
+class OnDemand:
+    """See the module. ``saves``: whether there is a checkpoint directory."""
+
+    def __init__(self, tracker: HeartbeatReporter, *, saves: bool) -> None:
+        self._tracker, self._saves = tracker, saves
+        self._file: Path | None = None if tracker.page.path is None else tracker.page.path.with_suffix(SAVE_SUFFIX)
+        self._answered = self._pending = ""
+        self._step: int | None = None
+        """The snapshot that answers the pending request as soon as it is durable."""
+        self._newest: tuple[int, str] | None = None
+        """Step and name of the newest durable checkpoint."""
+
+    def wanted(self, step: int) -> bool:
+        """Whether a request waits for a save that has not begun; the state at hand is that of ``step``."""
+        self._look()
+        if not self._pending or self._step is not None:
+            return False
+        if not self._saves:
+            self._answer(problem=_NOWHERE)
+        elif self._newest is not None and self._newest[0] == step:
+            self._answer(self._newest[1])
+        return bool(self._pending)
+
+    def covered(self, step: int) -> None:
+        """A save of the state of ``step`` begins; without memory for a copy it ends before training goes on."""
+        if self._pending and self._step is None:
+            self._step = step
+
+    def given_up(self, step: int) -> None:
+        """The save of ``step`` made room for a newer one."""
+        if self._step == step:
+            self._step = None
+
+    def settled(self, step: int, name: str, error: BaseException | None) -> None:
+        """The checkpoint ``name`` of ``step`` is durable, or was not written because of ``error``."""
+        if error is None:
+            self._newest = (step, name)
+        if self._step == step:
+            known = error if isinstance(error, ElasticTrainerError) else CheckpointError(str(error))
+            self._answer(name) if error is None else self._answer(problem=known)
+
+    def _look(self) -> None:
+        if self._file is None or self._pending:
+            return
+        try:
+            asked = self._file.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return
+        if asked and asked != self._answered:
+            self._pending = asked
+
+    def _answer(self, name: str = "", problem: ElasticTrainerError | None = None) -> None:
+        self._answered, self._pending, self._step = self._pending, "", None
+        answer: dict[str, str | int] = {"id": self._answered, "name": name}
+        if problem is not None:
+            answer |= {"problem": str(problem)[:500], "code": problem.exit_code}
+        self._tracker.describe(on_demand=answer)
+
+
+AGAIN_S = 60.0
+"""Seconds after which copies that only stay in memory are tried again."""
+
+
+class Scarcity:
+    """See the module."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._seen_s = clock, float("-inf")
+        self._short = False
+
+    @property
+    def recent(self) -> bool:
+        """Whether there was too little a moment ago."""
+        return self._short and self._clock.monotonic() - self._seen_s < AGAIN_S
+
+    def seen(self, error: NoRoomError) -> None:
+        """A copy could not be made."""
+        if not self._short:
+            logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
+        self._short, self._seen_s = True, self._clock.monotonic()
+
+    def over(self) -> None:
+        """A copy was made."""
+        if self._short:
+            logger().info("checkpoint.beside_again", effect="training no longer waits for saves")
+        self._short = False
+
+
+def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
+    """Raise on all ranks if rank 0 cannot write checkpoints.
+
+    Not where a process continues a training: the directory could be written when that began.
+    """
+    with control.agreed():
+        if manager is None or control.rank != 0:
+            return
+        try:
+            in_round(None, manager.check_writable)
+        except CheckpointError as error:
+            if not _goes_on(manager, environment):
+                raise
+            logger().error("storage.refused", step=environment.reached, error=str(error))
+
+
+def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
+    """Whether the training was under way before: steps are known, or there is a checkpoint."""
+    try:
+        return environment.reached > 0 or (environment.midway and manager.newest() is not None)
+    except CheckpointError:
+        return False
+
+
+class Writers(StrEnum):
+    """Who writes checkpoints."""
+
+    AUTO = "auto"
+    """One rank of each node, if the state is large."""
+    RANK0 = "rank0"
+
+
+SHARED_FROM = 32 << 20
+"""Bytes of parameters from which on several nodes write a checkpoint together."""
+
+MOST_WRITERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """In how many files the nodes of a round write a checkpoint together, and where this one begins."""
+
+    parts: int = 1
+    turn: int = 0
+
+    @classmethod
+    def among(cls, place: RoundPlace, writers: Writers = Writers.AUTO) -> Shares:
+        """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
+        if writers is Writers.RANK0:
+            return cls()
+        nodes = place.world_size // place.local_world_size
+        return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
+
+    def worthwhile(self, module: torch.nn.Module) -> bool:
+        """The same on all ranks."""
+        return self.parts > 1 and sum(each.nbytes for each in module.parameters()) >= SHARED_FROM
+
+
+ALONE = Shares()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPart:
+    """One place's part of a sharded state, which its shard group copies together.
+
+    ``peers`` are the ranks of the group; None: they cannot be reached, and each acts for itself. ``writes``: the group
+    writes the checkpoints; else it has copies in memory only.
+    """
+
+    places: Places
+    peers: Control | None
+    writes: bool
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others of the group follow this place."""
+        return self.places.index == 0
+
+    @property
+    def helps(self) -> bool:
+        return self.writes and not self.leads
+
+    @property
+    def over(self) -> Event | None:
+        """Set when the round with the peers is over."""
+        return self.peers.works.over if self.peers is not None else None
+
+
+def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> None:
+    """``wait()`` for storage, and no longer than a round with others lasts: it may end because one of them is gone."""
+    peers = within.peers if isinstance(within, ShardPart) else within
+    if peers is not None:
+        peers.works.wait_for_own(ThreadedWork(wait))
+    else:
+        with storage_awaited():
+            wait()
+
+
+def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
+    """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
+    buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
+    return lambda name: name in buffers or not name.startswith(("model/", "optimizer/", "average/"))
+
 
 _LONG_AGO_S = -1e12
 

@@ -40,24 +40,36 @@ from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import ConfigError, DifferError, NonFiniteError, RoundBrokenError
+from elastic_trainer.errors import (
+    ConfigError,
+    DifferError,
+    NonFiniteError,
+    RejoinError,
+    RoundBrokenError,
+    TransientError,
+)
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.codecs import Codec
-from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
+from elastic_trainer.worker.comm.control import Codec, Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import Replica, Trainable
 from elastic_trainer.worker.model.tree import TreeReduction
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.report.ledger import Ledger
+from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, advanced, load_exactly, members_of, parameters_of
 from elastic_trainer.worker.state.saver import Saver
-from elastic_trainer.worker.state.training_state import Position, TrainingState
+from elastic_trainer.worker.state.training_state import (
+    OptimizerSet,
+    Position,
+    TrainingState,
+    advanced,
+    load_exactly,
+    members_of,
+    parameters_of,
+)
 from elastic_trainer.worker.steps.feed import Accord, DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
@@ -997,7 +1009,7 @@ Result = TypeVar("Result")
 
 class RoundEnd(Protocol):
     """What happens to a training when its round ends; in place it is
-    :class:`~elastic_trainer.worker.inplace.recovery.InPlaceRecovery`.
+    :class:`~elastic_trainer.worker.recovery.InPlaceRecovery`.
 
     ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
     through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
@@ -1632,3 +1644,81 @@ class Workplace:
 
     def closed(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
+
+
+Returned = TypeVar("Returned")
+
+
+class DrivenStep(Step):
+    """See the module. ``lost``: its round has ended, and what it computes is for nothing."""
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        if steps.replica.layout is not None:
+            raise ConfigError(
+                "begin_step() of a sharded model, which no rank can compute alone", hint="use `with session.step()`"
+            )
+        if steps.replica.apart:
+            raise ConfigError(
+                "begin_step() of ranks that train apart, whose steps a fault may undo together",
+                hint="use `with session.step()`",
+            )
+        if steps.several:
+            raise ConfigError("begin_step() with several models or optimizers", hint="use `with session.step()`")
+        super().__init__(steps, batch)
+        self._driver = steps
+        self.lost = self.ended = False
+        self.__enter__()
+        steps.replica.runner.intercept(self._call)
+
+    def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
+        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
+
+    def _alone(self, inputs: Any, named: Any) -> Any:
+        with self._driver.replica.aside():
+            return self._driver.replica.module(*inputs, **named)
+
+    def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
+        if not self.lost:
+            try:
+                return act()
+            except (RejoinError, TransientError, RuntimeError) as error:
+                if not self._driver.closed(self, error):
+                    self.end()
+                    raise
+                self.lost = True
+        return otherwise()
+
+    def _begin(self, part: Batch) -> None:
+        if not self.lost:
+            super()._begin(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        self._unless_lost(lambda: super(DrivenStep, self).backward(loss, count), lambda: None)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self._unless_lost(lambda: super(DrivenStep, self).clip(max_norm), lambda: torch.tensor(0.0))
+
+    def skip(self) -> None:
+        self._unless_lost(super().skip, lambda: None)
+
+    def update(self) -> None:
+        """``optimizer.step()``, unless the round has ended."""
+        self._unless_lost(self._driver.update, lambda: None)
+
+    def end(self) -> bool:
+        """Whether the step counts; if not, the ranks have changed, and the next batch drawn is this one again.
+
+        ConfigError if the step has neither made its update nor skipped it.
+        """
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.closed(self, None)
+        return self.committed
+
+    def abandon(self) -> None:
+        """The loop was left in the middle of the step: undo it."""
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.abandon(self)

@@ -38,8 +38,8 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model.replica import DataPart
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.fields import check_fields
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state.made import check_fields
 from elastic_trainer.worker.state.training_state import Position
 
 Fields = Mapping[str, Any]

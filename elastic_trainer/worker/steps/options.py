@@ -10,8 +10,7 @@ from typing import TypeVar
 from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
-from elastic_trainer.worker.state.cadence import Cadence, WhenBehind
-from elastic_trainer.worker.state.shares import Writers
+from elastic_trainer.worker.state.saver import Cadence, WhenBehind, Writers
 
 STOP_TIMEOUT_S = 10.0
 EVERY_STEPS = 100

@@ -1,19 +1,24 @@
-"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, as one value.
+"""Refuses further optimizers where a step that is given up could not undo their update.
 
-Each round binds it anew: other ranks share gradients, another rank saves, the data is cut differently.
+In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
+Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
 
-*Runs in* the worker's main thread.
-*Fails by* CheckpointError for what cannot be resumed, RoundBrokenError when a peer is lost, SystemExit 73 from
-:meth:`Training.save_last`, SystemExit 143 when stopped.
+*Runs in* the worker's main thread. *Owns* a hook that torch calls before each step of any optimizer.
+*Fails by* ConfigError, before the second optimizer has changed anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
@@ -22,25 +27,37 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
+from elastic_trainer.worker.comm.abort import is_collective_failure
 from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
-from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
-from elastic_trainer.worker.model import ema
-from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
-from elastic_trainer.worker.model.local import LocalReplica
-from elastic_trainer.worker.model.replica import check_optimizer
-from elastic_trainer.worker.state import loading
-from elastic_trainer.worker.state.cadence import Memory, WhenBehind
-from elastic_trainer.worker.state.fields import CUT, check_run
-from elastic_trainer.worker.state.heal import give
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
-from elastic_trainer.worker.state.remote_parts import find_neighbour, together
-from elastic_trainer.worker.state.restore import Origin, restore
-from elastic_trainer.worker.state.saver import Saver
-from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
-from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
-from elastic_trainer.worker.state.training_state import TrainingState, reseed
+from elastic_trainer.worker.model.average import averaged, checked_decay
+from elastic_trainer.worker.model.local import Apart, LocalReplica
+from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
+from elastic_trainer.worker.model.several import SeveralReplica
+from elastic_trainer.worker.model.tree import FIELD, arithmetic, check_ranks, check_resumed
+from elastic_trainer.worker.state.made import CUT, check_run
+from elastic_trainer.worker.state.restore import (
+    Origin,
+    ShardSource,
+    find_neighbour,
+    give,
+    kept_fields,
+    restore,
+    restore_shards,
+    together,
+)
+from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers
+from elastic_trainer.worker.state.training_state import (
+    OptimizerSet,
+    SchedulerSet,
+    Stateful,
+    TrainingState,
+    members_of,
+    parameters_of,
+    reseed,
+)
 from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
 from elastic_trainer.worker.steps.engine import (
     Comparison,
@@ -54,10 +71,284 @@ from elastic_trainer.worker.steps.engine import (
     Turn,
     Workplace,
 )
-from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch
-from elastic_trainer.worker.steps.outer import OuterSteps
-from elastic_trainer.worker.steps.replicas import Wrapped, replica_of
-from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
+from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch, OnShortage
+
+
+class SecondOptimizers:
+    """See the module. ``own`` are the session's, ``parts`` the script's registered objects, at any time."""
+
+    def __init__(
+        self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
+    ) -> None:
+        self._own, self._parts, self._steps = own, parts, steps
+        self._wrapped = _ids(module.parameters())
+        self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """The step in which each was first used."""
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._own or self._steps.updating:  # the session's may contain others
+            return
+        kind = type(optimizer).__name__
+        mine = _ids(_parameters(optimizer))
+        if mine & self._wrapped:
+            raise ConfigError(
+                f"a second optimizer, {kind}, was about to change parameters of the wrapped model; in place the session"
+                " could neither undo that nor send it to other ranks",
+                hint="train all of them with the optimizer given to session.wrap(), in parameter groups of their own",
+            )
+        number = self._steps.uncommitted
+        if number is not None and (self._seen.setdefault(optimizer, number) != number or self._registered(mine)):
+            raise ConfigError(
+                f"a second optimizer, {kind}, was about to make an update inside session.step(); in place a step may be"
+                " given up, and this update would stay",
+                hint="make it after the block, under `if step.committed:`, or put all that is trained in one model",
+            )
+
+    def _registered(self, parameters: frozenset[int]) -> bool:
+        """Whether a registered module has some of ``parameters``, or a registered optimizer trains them."""
+        return any(parameters & _ids(_parameters(part)) for part in self._parts.values())
+
+
+def _parameters(part: object) -> Iterable[torch.Tensor]:
+    if isinstance(part, torch.optim.Optimizer):
+        return parameters_of(part)
+    return part.parameters() if isinstance(part, nn.Module) else ()
+
+
+def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+    return frozenset(map(id, parameters))
+
+
+class OuterSteps:
+    """See the module. ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one.
+
+    A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
+    none reaches over it.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        replica: LocalReplica,
+        every: int,
+        round_end: RoundEnd,
+        collect: Callable[[], dict[str, Any]],
+        take_over: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._place, self._replica, self._every, self._round_end = place, replica, every, round_end
+        self._collect, self._take_over = collect, take_over
+        self._kept: dict[str, Any] | None = None
+        """The state at the last synchronisation; None until a step is begun from there."""
+        self._lines: list[dict[str, Any]] = []
+        """What the ledger will say of the steps since then."""
+        self._made = 0
+        """Steps made since then."""
+        self._undone = 0
+        """Those that a fault undid, until the next step begins."""
+        self._attempted: tuple[int, int] | None = None
+        """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
+        self._identity: dict[str, int] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether a step was begun since the last synchronisation."""
+        return self._kept is not None
+
+    def begin(self) -> None:
+        """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
+        if self._kept is not None:
+            return
+        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
+        if self._replica.lasting:
+            self._kept = copy.deepcopy(self._collect())
+        else:  # the end of the round ends the process
+            self._kept = {"model": self._replica.anchor()}
+
+    def made(self, step: Step) -> bool:
+        """After ``step``: synchronise if it is time; whether all ranks hold one state now."""
+        if self._place.ledger.enabled:
+            self._lines.append(self._place.entry(step))
+        step.recorded = True
+        self._made += 1
+        if step.number % self._every and not self._place.feed.at_end:
+            return False
+        self.synchronise()
+        return True
+
+    def synchronise(self) -> None:
+        """All ranks come to one state, unless they hold it."""
+        if self._kept is None or not self._made:
+            return
+        control, position = self._place.present.control, self._place.position
+        self._attempted = position.step, position.generation
+        self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
+        if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
+            raise ConfigError(
+                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
+                hint="say the same sync_every on all ranks, and let all make the same steps",
+            )
+        self._replica.synchronise(self._kept["model"], self._round_end.check_gradients)
+        self._kept = None
+        self._record()
+
+    def undo(self) -> None:
+        """The round has ended: go back to the last synchronisation."""
+        if self._kept is not None:
+            kept, self._kept, self._undone = self._kept, None, self._made
+            self._take_over(kept)
+
+    def finish(self) -> None:
+        """The script has left its loop: all ranks come to one state. ConfigError if a fault has undone the last steps:
+        the script would not make them again.
+        """
+        if self._undone:
+            raise ConfigError(
+                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
+                " synchronisation were undone",
+                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
+                f" ({self._every}), or with an epoch, loses none",
+            )
+        self.synchronise()
+
+    def healed(self) -> None:
+        """This rank has received the state of a peer. If that comes from the synchronisation that failed here, the
+        steps of this rank are in it."""
+        position = self._place.position
+        if self._attempted == (position.step, position.lineage):
+            self._undone = 0
+            self._record()
+
+    def require_closed(self) -> None:
+        """ConfigError between two synchronisations."""
+        if self._kept is not None and self._made:
+            raise ConfigError(
+                f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
+                hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
+                f" ({self._every})",
+            )
+
+    def _record(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self._place.ledger.write("step", **self._identity, **line)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    sync_batchnorm: bool
+    reduction: Reduction
+    apart: Apart | None
+    average: float | AveragedModel | None
+    ddp_options: Mapping[str, Any]
+    layout: ShardLayout | None
+    stages: Sequence[Any]
+    user: dict[str, Stateful]
+    pending: dict[str, Any]
+
+
+def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
+    """The replica for what was ``wrapped``."""
+    reduction, lasting = wrapped.reduction, place.environment.in_place
+    if wrapped.apart is not None:
+        _check_apart(place, wrapped, wrapped.apart)
+        return LocalReplica(wrapped.model, place.placement, place.tracker, wrapped.apart, lasting=lasting)
+    if isinstance(wrapped.optimizer, OptimizerSet):
+        _check_several(wrapped, reduction)
+        return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
+    if not is_sharded(wrapped.model) and not wrapped.stages:
+        return Replica(
+            wrapped.model,
+            place.placement,
+            wrapped.ddp_options,
+            place.tracker,
+            sync=wrapped.sync_batchnorm,
+            lasting=lasting,
+            reduction=reduction,
+        )
+    _refuse(
+        ("reduction='tree'", reduction is Reduction.TREE),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        to="a sharded model",
+        hint="leave it out: FSDP sums the gradients there",
+    )
+    if wrapped.layout is None:
+        raise ConfigError(
+            "the model is sharded, and not over a mesh of the session's",
+            hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    # slow to import, and what most jobs do not need
+    if wrapped.stages:
+        if wrapped.average is not None:
+            raise ConfigError("average does not go with stages", hint="leave it out")
+        from elastic_trainer.worker.model.stages import StagedReplica
+
+        return StagedReplica(
+            wrapped.model,
+            place.placement,
+            place.tracker,
+            wrapped.layout,
+            place.timeouts,
+            wrapped.stages,
+            lasting=lasting,
+        )
+    from elastic_trainer.worker.model.sharded import ShardedReplica
+
+    return ShardedReplica(
+        wrapped.model, place.placement, place.tracker, wrapped.layout, place.timeouts, lasting=lasting
+    )
+
+
+def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
+    _refuse(
+        ("a sharded model", is_sharded(wrapped.model)),
+        ("reduction='tree'", reduction is Reduction.TREE),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+        to="several models or optimizers",
+        hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
+    )
+
+
+def _check_apart(place: Workplace, wrapped: Wrapped, how: Apart) -> None:
+    name, options = f"reduction={wrapped.reduction.value!r}", place.options
+    _refuse(
+        ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
+        ("several models or optimizers", isinstance(wrapped.optimizer, OptimizerSet)),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        ("average", wrapped.average is not None),
+        ("a GradScaler (use bfloat16)", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+        ("out_of_memory", options.checks.out_of_memory != OnShortage.RAISE),
+        to=name,
+        hint="leave it out, or average in every step with reduction='ddp'",
+    )
+    every = options.cadence.every_steps
+    if every is not None and every % how.sync_every:
+        raise ConfigError(
+            f"checkpoint_every_steps is {every}, and {name} has one state of all ranks after each"
+            f" {how.sync_every} steps",
+            hint="give a multiple of sync_every",
+        )
+
+
+def _refuse(*options: tuple[str, bool], to: str, hint: str) -> None:
+    """ConfigError for the first option that is given."""
+    for option, given in options:
+        if given:
+            raise ConfigError(f"{option} does not go with {to}", hint=hint)
+
 
 _DOING = {
     Phase.ENDING: "has left its training loop",
@@ -131,10 +422,10 @@ class Training:
 
     def _average(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
         if self.replica.layout is None or wanted is None:
-            return ema.averaged(self.replica.module, wanted)
-        from elastic_trainer.worker.model.sharded_average import ShardedAverage
+            return averaged(self.replica.module, wanted)
+        from elastic_trainer.worker.model.average import ShardedAverage
 
-        return ShardedAverage(self.replica.module, ema.checked_decay(wanted))
+        return ShardedAverage(self.replica.module, checked_decay(wanted))
 
     def _auditing(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
         place, checks = self.place, self.place.options.checks
@@ -167,7 +458,7 @@ class Training:
         kept = self.origin.fields
         cut = self.place.feed.fields or {name: kept[name] for name in CUT if name in kept}
         closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
-        return {**cut, **self._claims, **loading.kept(kept), **closed}
+        return {**cut, **self._claims, **kept_fields(kept), **closed}
 
     # ---- the state, as others get it
 

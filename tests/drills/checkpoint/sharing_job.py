@@ -19,8 +19,8 @@ from elastic_trainer import Session
 from elastic_trainer.checkpoint import manager
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.variables import ENV_NODE
-from elastic_trainer.worker.report.ledger import process_id
-from elastic_trainer.worker.state.shares import SHARED_FROM, Writers
+from elastic_trainer.worker.report import process_id
+from elastic_trainer.worker.state.saver import SHARED_FROM, Writers
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.support.throttled import Stalled, ThrottledStorage
 

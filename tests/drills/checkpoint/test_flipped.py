@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import restore
 from tests.drills.checkpoint.flipping import cut, flipped, unnoticed
 from tests.drills.checkpoint.killing import COUNT

@@ -24,7 +24,7 @@ from torch import nn
 from elastic_trainer.checkpoint import Event, Transition
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.drills import job
-from elastic_trainer.worker.report.ledger import process_id
+from elastic_trainer.worker.report import process_id
 from elastic_trainer.worker.session import Session
 
 INTERLUDES = "interludes"

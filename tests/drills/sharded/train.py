@@ -37,7 +37,7 @@ from elastic_trainer.checkpoint.sharded import box_of, local
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.stages import StagedReplica
-from elastic_trainer.worker.report.ledger import process_id
+from elastic_trainer.worker.report import process_id
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.options import SavingOptions
 

@@ -18,16 +18,13 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.comm import waits as waiting
+from elastic_trainer.worker.comm import abort as waiting
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.cadence import Cadence, Memory, WhenBehind
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import restore
-from elastic_trainer.worker.state.saver import Saver
-from elastic_trainer.worker.state.shares import ShardPart
-from elastic_trainer.worker.state.storage_check import check_storage
+from elastic_trainer.worker.state.saver import Cadence, Memory, Saver, ShardPart, WhenBehind, check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
 from tests.support.memory_backend import ManualClock

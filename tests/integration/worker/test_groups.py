@@ -19,9 +19,9 @@ from elastic_trainer.errors import RoundBrokenError, TransientError
 from elastic_trainer.worker import alone
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Purpose
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions
 from tests.integration.worker.launch import free_port, run, standalone

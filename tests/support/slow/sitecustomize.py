@@ -20,7 +20,7 @@ def _wait(named: str) -> None:
 
 
 def _process_id() -> int:
-    """As the test sees it, which may be on another host (see worker/report/ledger.py)."""
+    """As the test sees it, which may be on another host (see worker/report.py)."""
     try:
         return int(os.readlink(os.path.join(os.environ["ELASTIC_TRAINER_LEDGER_DIR"], "proc", "self")))
     except (KeyError, OSError):

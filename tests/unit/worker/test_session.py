@@ -21,9 +21,9 @@ from elastic_trainer.errors import ConfigError, DataError, NonFiniteError, Stora
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.report.ledger import Ledger
+from elastic_trainer.worker.report import Ledger
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.state.cadence import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
+from elastic_trainer.worker.state.saver import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from elastic_trainer.variables import ENV_NODE
-from elastic_trainer.worker.steps.recorded_pass import PassDigests, PassRecorder
+from elastic_trainer.worker.steps.audit import PassDigests, PassRecorder
 from tests.integration.worker.scripts.audited import Fault, trained
 
 STEPS, DIES_IN = 12, "dying"

@@ -24,7 +24,7 @@ from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state import transfer
+from elastic_trainer.worker.state import restore
 from tests.drills.inplace.scripts.neighbours import Neighbours
 from tests.unit.worker.toys import Counter, data, loss_of, model
 
@@ -109,7 +109,7 @@ def main(scenario: Scenario) -> None:
         module, optimizer, scheduler, scaler = build(scenario)
         session.register("counter", counter)
         if values.get("small_pieces"):
-            transfer.CHUNK = 512
+            restore.CHUNK = 512
         if values.get("dies_after_pieces"):
             dying_source(values["dies_after_pieces"])
         neighbours = Neighbours() if values.get("neighbours") else None

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.worker.inplace.rounds import Rounds
+from elastic_trainer.worker.recovery import Rounds
 from elastic_trainer.worker.steps.options import GroupOptions
 
 WIDTH = 256

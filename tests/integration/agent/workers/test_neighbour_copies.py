@@ -25,7 +25,7 @@ from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
 from elastic_trainer.checkpoint.snapshot import DATA, LocalMemory, StateSnapshot, read
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.remote_parts import together
+from elastic_trainer.worker.state.restore import together
 from tests.support.waiting import eventually
 from tests.unit.worker.ranks import run_ranks
 

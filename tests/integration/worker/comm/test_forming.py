@@ -14,8 +14,8 @@ import torch
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 works = InterruptibleWaits(interruptible=True)

@@ -17,7 +17,7 @@ WORKER = """
 import os, sys, time
 from pathlib import Path
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 tracker = HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
 def stuck_in_this_very_function():
     print("ready", flush=True)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.model.ddp_sums import Gradients
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
+from elastic_trainer.worker.model.replica import Gradients
 
 Backward = Callable[[torch.Tensor], None]
 

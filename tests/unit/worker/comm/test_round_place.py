@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress, place_in, self_started
+from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress, place_in, self_started
 
 TORCHRUN = {
     "RANK": "3",

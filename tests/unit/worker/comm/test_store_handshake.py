@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import TransientError
-from elastic_trainer.worker.comm.store_handshake import meet
+from elastic_trainer.worker.comm.groups import meet
 
 
 def together(store: HashStore, world: int) -> set[str]:

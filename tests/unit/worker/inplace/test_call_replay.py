@@ -6,9 +6,8 @@ from contextlib import nullcontext
 
 import torch
 
-from elastic_trainer.worker.comm.codecs import JSON, bytes_of
-from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
+from elastic_trainer.worker.comm.control import JSON, Control, bytes_of
+from elastic_trainer.worker.recovery import NEWCOMER, CallReplay
 from tests.unit.worker.ranks import run_ranks
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.worker.inplace.escape import Escape
+from elastic_trainer.worker.recovery import Escape
 
 
 def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:

@@ -10,11 +10,9 @@ import pytest
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.round_place import RoundPlace
-from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
-from elastic_trainer.worker.inplace.rounds import Formed
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.comm.groups import Group, RoundPlace
+from elastic_trainer.worker.recovery import Formed, InPlaceRecovery
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.steps.options import CheckOptions
 
 

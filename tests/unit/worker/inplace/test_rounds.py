@@ -9,8 +9,8 @@ import pytest
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.ipc.messages import Ready
-from elastic_trainer.worker.comm.round_place import RoundPlace
-from elastic_trainer.worker.inplace.rounds import Formed, Rounds
+from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.recovery import Formed, Rounds
 
 REFUSED = RoundBrokenError("connect: refused, remote=[10.0.0.2]:25001$1")
 

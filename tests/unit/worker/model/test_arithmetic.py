@@ -9,7 +9,7 @@ import torch
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.arithmetic import arithmetic, check_ranks, check_resumed
+from elastic_trainer.worker.model.tree import arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps import training
 from tests.unit.worker.ranks import outcome, run_ranks

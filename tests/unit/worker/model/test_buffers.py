@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from elastic_trainer.worker.model.buffers import Buffers
+from elastic_trainer.worker.model.replica import Buffers
 
 
 class Averaging(nn.Module):

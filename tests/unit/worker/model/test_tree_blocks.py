@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data.plan import cut
-from elastic_trainer.worker.model.tree_blocks import Block, Stack, blocks_of, fold
+from elastic_trainer.worker.model.tree import Block, Stack, blocks_of, fold
 
 
 def joined(left: str, right: str) -> str:

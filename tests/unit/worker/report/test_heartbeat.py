@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic_trainer.ipc.page import PHASES, WORK, PageReader, PageWriter, Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter, process_age_s
+from elastic_trainer.worker.report import HeartbeatReporter, process_age_s
 from tests.support.memory_store import ManualClock
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.state.cadence import (
+from elastic_trainer.worker.state.saver import (
     FIELD,
     FIRST_S,
     LONGEST_S,

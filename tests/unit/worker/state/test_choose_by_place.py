@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elastic_trainer.model import StateIdentity
-from elastic_trainer.worker.state.heal import choose_by_place, most_common
-from elastic_trainer.worker.state.restore import StateCandidate
+from elastic_trainer.worker.state.restore import StateCandidate, choose_by_place, most_common
 
 OLD, NEW = StateCandidate(3, 7), StateCandidate(3, 8)
 

@@ -19,8 +19,7 @@ from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo,
 from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.storage.posix_io import PosixSource
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.loading import trial_size
-from elastic_trainer.worker.state.restore import Origin, whole
+from elastic_trainer.worker.state.restore import Origin, state_digest, trial_size
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.state.test_restore import Rank, damage
 
@@ -80,7 +79,7 @@ def kept(directory: Path, step: int, fields: Mapping[str, Any] | None = None, pa
 
 
 def equal(results: list[tuple[Origin, dict[str, Any]]], state: Mapping[str, Any]) -> bool:
-    return all(whole(found) == whole(dict(state)) for _, found in results)
+    return all(state_digest(found) == state_digest(dict(state)) for _, found in results)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -9,8 +9,8 @@ import pytest
 
 from elastic_trainer.errors import StorageError
 from elastic_trainer.ipc.page import SAVE_SUFFIX, PageReader, PageWriter
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.on_demand import OnDemand
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state.saver import OnDemand
 
 
 class Side:

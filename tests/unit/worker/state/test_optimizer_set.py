@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, kind_of, load_exactly
+from elastic_trainer.worker.state.training_state import OptimizerSet, SchedulerSet, kind_of, load_exactly
 from elastic_trainer.worker.steps.engine import Before
 
 

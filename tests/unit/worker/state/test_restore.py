@@ -17,8 +17,8 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.snapshot import DATA
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state import transfer
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state import restore as transfer
 from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import descriptor_of

@@ -15,11 +15,10 @@ from elastic_trainer.checkpoint import CheckpointManager, Live, StateSnapshot
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.storage.posix import PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.restore import Origin
-from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state.restore import Origin, ShardSource, restore_shards
 from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.state.test_restore import damage, in_memory, saved

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.round_place import RoundPlace
-from elastic_trainer.worker.state.shares import MOST_WRITERS, SHARED_FROM, Shares, Writers
+from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.state.saver import MOST_WRITERS, SHARED_FROM, Shares, Writers
 from elastic_trainer.worker.steps.options import SavingOptions
 
 

@@ -19,8 +19,7 @@ from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import shards
-from elastic_trainer.worker.state.heal import identity
-from elastic_trainer.worker.state.restore import whole
+from elastic_trainer.worker.state.restore import identity, state_digest
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.unit.checkpoint.states import same
 from tests.unit.worker.toys import Counter, data
@@ -164,7 +163,7 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
     new.apply(loaded.state, first_rank=True)
     assert {name: each.data_ptr() for name, each in new.module.state_dict().items()} == where
     assert all(each.requires_grad for each in new.module.parameters())
-    assert whole(new.collect()) == whole(old.collect())
+    assert state_digest(new.collect()) == state_digest(old.collect())
     moments = new.optimizer.state_dict()["state"][0]["exp_avg"]
     moments.zero_()
     again = manager.load_newest(new.live())

@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.audit import AuditFinding, AuditVerdict, Trial, together, trials, verdict
+from elastic_trainer.worker.steps.audit import (
+    AuditFinding,
+    AuditVerdict,
+    PassDigests,
+    PassRecorder,
+    Trial,
+    together,
+    trials,
+    verdict,
+)
 from elastic_trainer.worker.steps.options import CheckOptions
-from elastic_trainer.worker.steps.recorded_pass import PassDigests, PassRecorder
 from tests.unit.worker.toys import model
 
 A, B, C = (PassDigests(each, each) for each in (1, 2, 3))

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.steps.engine import OneRound, StepBoundaries
 from tests.support.memory_backend import ManualClock
 

@@ -15,7 +15,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.replica import DataPart
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.feed import DataFeed
 from tests.unit.worker.ranks import run_ranks

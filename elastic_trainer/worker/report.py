@@ -11,6 +11,7 @@ agent writes it for the metrics of its own process.
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,15 @@ import torch
 
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.ipc.page import NUMBERS, PHASES, Heartbeat, PageWriter, start_of
+from elastic_trainer.errors import ConfigError, StorageError
+from elastic_trainer.ipc.page import NUMBERS, PHASES, Heartbeat, PageReader, PageWriter, Reading, start_of
 from elastic_trainer.ipc.stacks import SIGNAL
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.families import SAVE_BUCKETS, observed
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
+from elastic_trainer.web.node_metrics import NodeCollector
 
 _SMOOTHING: Final = 0.1
 _START: Final = Cursor()
@@ -353,3 +357,119 @@ def _page(environment: WorkerEnvironment) -> PageWriter | None:
     except OSError as error:
         logger().warning("page.unavailable", path=str(path), error=str(error))
         return None
+
+
+PROC: Final = "proc"
+"""Where the ledger's directory shows the processes of its reader's host, if that is another one."""
+MOST_WAITING: Final = 16 << 20
+"""Upper bound on bytes that wait for the disk; further lines are dropped."""
+
+
+def process_id(directory: Path | None) -> int:
+    """This process's id, as the reader of the ledger in ``directory`` sees it.
+
+    Both may be on different hosts, each with process ids of its own (see local/hosts.py).
+    """
+    try:
+        return int(os.readlink(directory / PROC / "self")) if directory is not None else os.getpid()
+    except (OSError, ValueError):
+        return os.getpid()
+
+
+class Ledger:
+    """The file; does nothing when the environment names no directory."""
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
+        self._directory = environment.ledger_dir
+        self.enabled = environment.ledger_dir is not None
+        """Whether lines are written at all."""
+        self._path: Path | None = None
+        self._descriptor: int | None = None
+        self._waiting = bytearray()
+        self._refused = ""
+        """Why the disk refuses lines; empty while it accepts them."""
+        if environment.ledger_dir is None:
+            return
+        self._path = environment.ledger_dir / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
+        self._write_out()
+        if self._refused and not environment.midway:
+            where = environment.ledger_dir
+            raise StorageError(f"the ledger cannot be written in {where}: {self._refused}", hint="check the path")
+
+    def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
+        """Set the identity of the writer that every later line carries."""
+        place = {
+            "rank": rank,
+            "local_rank": local_rank,
+            "world": world,
+            "round": round,
+            "pid": process_id(self._directory),
+        }
+        self._identity.update(place)
+
+    def write(self, event: str, **values: Any) -> None:
+        if self._path is None:
+            return
+        moment = {"event": event, "t": SYSTEM.monotonic(), "wall": SYSTEM.wall()}
+        line = json.dumps({**moment, **self._identity, **values}) + "\n"
+        if len(self._waiting) + len(line) <= MOST_WAITING:
+            self._waiting += line.encode()
+        self._write_out()
+
+    def close(self) -> None:
+        self._path = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write_out(self) -> None:
+        """Write the waiting lines, starting at the first byte that the disk has not accepted."""
+        try:
+            descriptor = self._opened()
+            while self._waiting:
+                del self._waiting[: os.write(descriptor, self._waiting)]
+        except OSError as error:
+            before, self._refused = self._refused, error.strerror or str(error)
+            if not before:
+                logger().warning("ledger.not_written", path=str(self._path), error=self._refused)
+            return
+        self._refused = ""
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            if self._path is None:
+                raise ValueError("the ledger is closed")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        return self._descriptor
+
+
+def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) -> NodeEndpoint | None:
+    """This process's own endpoint, if requested and if no agent reads its page."""
+    if environment.pages is not None or not environment.metrics_base_port:
+        return None
+    if (environment.metrics_cert is None) != (environment.metrics_key is None):
+        raise ConfigError(
+            "environment: ELASTIC_TRAINER_METRICS_CERT and ELASTIC_TRAINER_METRICS_KEY need each other",
+            hint="set both or neither",
+        )
+    reader = PageReader.of(tracker.page.memory)
+
+    def look() -> list[Reading]:
+        reading = reader.read()
+        return [reading] if reading is not None else []
+
+    collector = NodeCollector(
+        environment.run_id, environment.node, look, lambda reading: reading.pulse.nonfinite, dict, None
+    )
+    options = EndpointOptions(
+        environment.metrics_address,
+        environment.metrics_base_port + environment.local_rank,
+        environment.metrics_token_file,
+        environment.metrics_cert,
+        environment.metrics_key,
+    )
+    endpoint = NodeEndpoint(options, collector)
+    logger().info("endpoint.opened", url=endpoint.url(options.address))
+    return endpoint

@@ -23,7 +23,7 @@ from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import final_message, logger
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
 from elastic_trainer.worker.state.training_state import Position
 
 WELCOME_TIMEOUT_S = 30.0
