@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from elastic_trainer.agent.rendezvous.node_place import SETTLE_S, NodePlace
-from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.reachability import Reached
-from elastic_trainer.agent.workers.record_writer import AGAIN_S, PendingWrites
-from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.agent.workers.conductor import (
+    Conductor,
+    ConductorConfig,
+    ConductorPorts,
+    PendingWrites,
+    Reached,
+    Worker,
+)
+from elastic_trainer.agent.workers.conductor_shell import AGAIN_S
 from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.errors import ConfigError, LeaseLostError, TransientError
 from elastic_trainer.ipc.channel import Connection

@@ -42,8 +42,6 @@ ROOMS = {
     "agent/health/save_requests.py": "agent",
     "agent/workers/conductor.py": "agent",
     "agent/workers/hang_rules.py": "agent",
-    "agent/workers/roster.py": "agent",
-    "agent/workers/suspicion_rules.py": "agent",
     "worker/comm/groups.py": "worker",
     "worker/state/saver.py": "worker",
 }

@@ -23,9 +23,8 @@ from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
-from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.periodic import PeriodicThread
-from elastic_trainer.agent.workers.watchdog import process_state
+from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.page import Reading

@@ -23,9 +23,8 @@ from elastic_trainer.agent.health.preemption import PreemptionWatch
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
-from elastic_trainer.agent.workers.kill import HungWorkers
-from elastic_trainer.agent.workers.reachability import records_of
-from elastic_trainer.agent.workers.watchdog import process_state
+from elastic_trainer.agent.workers.conductor_shell import records_of
+from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress

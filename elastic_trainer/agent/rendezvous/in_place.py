@@ -31,16 +31,17 @@ from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
-from elastic_trainer.agent.workers.channel_server import ChannelServer
-from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
+from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, ConductorPorts
+from elastic_trainer.agent.workers.conductor_shell import (
+    ChannelServer,
+    Reachability,
+    RecordWriter,
+    nodes_of,
+    records_of,
+)
 from elastic_trainer.agent.workers.local_sockets import descendants
 from elastic_trainer.agent.workers.periodic import DelayedCalls, PeriodicThread
-from elastic_trainer.agent.workers.reachability import Reachability, nodes_of, records_of
-from elastic_trainer.agent.workers.record_writer import RecordWriter
-from elastic_trainer.agent.workers.session_watch import SessionWatch
-from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
-from elastic_trainer.agent.workers.watchdog import Watchdog
+from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_now, kill_workers, queued_s, worker_pids
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, ReplacedError
 from elastic_trainer.ipc.listening import store_at
@@ -216,6 +217,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 health.hung.take,
                 health.pages.committed,
                 health.busy,
+                kill_now,
+                queued_s,
             ),
             calls.later,
             self._clock,

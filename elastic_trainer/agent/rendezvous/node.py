@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
-from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
-from elastic_trainer.agent.workers.rescue import Rescue
-from elastic_trainer.agent.workers.supervisor import Supervisor
+from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
+from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.membership.documents import Departure
 from elastic_trainer.membership.member import Member
 from elastic_trainer.telemetry.logs import logger

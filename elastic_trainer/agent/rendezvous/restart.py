@@ -31,12 +31,11 @@ from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
 from elastic_trainer.agent.suspicion.questions import StatusBoard
-from elastic_trainer.agent.workers.deaths import Deaths, by_rank, write_termination_message
-from elastic_trainer.agent.workers.false_starts import FalseStart, StartupWatch
-from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
-from elastic_trainer.agent.workers.rescue import Rescue
-from elastic_trainer.agent.workers.supervisor import Supervisor
+from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
+from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
+from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
     EXIT_CONFIG,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.suspicion.asking import Address, Asker
-from elastic_trainer.agent.workers import suspicion_rules
+from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
@@ -47,7 +47,7 @@ class Peers:
         self._number = -1
         self._around: dict[str, Address] = {}
         """The nodes that this one asks in the round of that number, including itself."""
-        self._delays: dict[str, suspicion_rules.AnswerDelays] = {}
+        self._delays: dict[str, hang_rules.AnswerDelays] = {}
         self._dead: set[str] = set()
         self._own_s = float("inf")
         """Seconds that this node's last answer to itself took."""
@@ -72,7 +72,7 @@ class Peers:
     def _meet(self, document: RoundDocument) -> None:
         """Look up the neighbours' addresses. One that announces a loopback address, unlike this node, stays unknown."""
         self.forget()
-        names = suspicion_rules.neighbours(document, self._node)
+        names = hang_rules.neighbours(document, self._node)
         keys = self._read((*names, self._node))
         own = keys[self._node].record.address if self._node in keys else LOOPBACK
         known = {name: each.record for name, each in keys.items() if refusal_proves(own, each.record.address)}
@@ -93,7 +93,7 @@ class Peers:
                 continue
             self._dead.discard(each.node)
             if not stood_still:
-                self._delays.setdefault(each.node, suspicion_rules.AnswerDelays()).note(each.after_s, now)
+                self._delays.setdefault(each.node, hang_rules.AnswerDelays()).note(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
             elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
@@ -126,8 +126,8 @@ class Peers:
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)
         own_s = self._own_s if own_s is None else now - own_s
-        lately = [self._delays.get(each, suspicion_rules.AnswerDelays()) for each in (name, self._node)]
-        return max(suspicion_rules.TIMES_OWN * own_s, *(each.limit_s(suspicion_rules.ANSWER_S, now) for each in lately))
+        lately = [self._delays.get(each, hang_rules.AnswerDelays()) for each in (name, self._node)]
+        return max(hang_rules.TIMES_OWN * own_s, *(each.limit_s(hang_rules.ANSWER_S, now) for each in lately))
 
     def close(self) -> None:
         self._asker.close()

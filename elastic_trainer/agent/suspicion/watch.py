@@ -18,12 +18,11 @@ from typing import Final
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers
 from elastic_trainer.agent.suspicion.questions import StatusBoard, WorkerActivity
-from elastic_trainer.agent.workers import suspicion_rules
-from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
-from elastic_trainer.agent.workers.hang_rules import Waiting
+from elastic_trainer.agent.workers import hang_rules
+from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor, Worker
+from elastic_trainer.agent.workers.hang_rules import Waiting, starved_s
 from elastic_trainer.agent.workers.periodic import PeriodicThread
-from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s, starved_s
+from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import RoundDocument
@@ -77,8 +76,8 @@ class Suspicion:
         document, workers = self._conductor.at_work()
         if now - self._looked_at > self._pause_s + LATE_S or document is not self._document:
             self._counts_from = now
-        if document is not self._document and (document is None or suspicion_rules.needed(document)):
-            self._peers.forget(but=() if document is None else [each.node for each in suspicion_rules.needed(document)])
+        if document is not self._document and (document is None or hang_rules.needed(document)):
+            self._peers.forget(but=() if document is None else [each.node for each in hang_rules.needed(document)])
         self._looked_at, self._document = now, document
         readings = {each.pid: each for each in self._pages.glance()}
         waits = self._waits(readings, now)
@@ -86,12 +85,12 @@ class Suspicion:
         self._pause_s = IDLE_S if document is None else TURN_S
         if document is None:
             return
-        if not suspicion_rules.needed(document) or now - self._status_board.asked_at < LOOKED_AT_S:
+        if not hang_rules.needed(document) or now - self._status_board.asked_at < LOOKED_AT_S:
             self._look_at(document, workers, readings, now)
         left_s = min(
-            (suspicion_rules.patience_s(readings[pid].pulse.step_s) - waits[pid] for pid in waits), default=math.inf
+            (hang_rules.patience_s(readings[pid].pulse.step_s) - waits[pid] for pid in waits), default=math.inf
         )
-        if left_s <= 0.0 and suspicion_rules.needed(document):
+        if left_s <= 0.0 and hang_rules.needed(document):
             self._find_out(document, now)
         else:
             self._asked_at = -math.inf
@@ -99,7 +98,7 @@ class Suspicion:
 
     def _waits(self, readings: Mapping[int, Reading], now: float) -> dict[int, float]:
         """How long each worker that waits for others has done so."""
-        seeking = [each for each in readings.values() if suspicion_rules.seeks_others(each)]
+        seeking = [each for each in readings.values() if hang_rules.seeks_others(each)]
         self._since = Waiting.seen(self._since, seeking, now)
         return {pid: now - max(each.since, self._counts_from) for pid, each in self._since.items()}
 
@@ -145,15 +144,15 @@ class Suspicion:
         asks = now - self._pinged_at >= PINGED_EVERY_S
         self._pinged_at = now if asks else self._pinged_at
         for worker in workers:
-            if worker.stuck or (not suspicion_rules.needed(document) and worker.free_for() > document.number):
+            if worker.stuck or (not hang_rules.needed(document) and worker.free_for() > document.number):
                 continue
             state = process_state(worker.pid)
             silent_s = now - max(worker.pinged_at, self._counts_from) if worker.pinged_at else 0.0
-            limit_s = worker.delays.limit_s(suspicion_rules.PONG_S, now)
+            limit_s = worker.delays.limit_s(hang_rules.PONG_S, now)
             if silent_s > limit_s:  # do not blame the worker for a busy machine
                 silent_s -= starved_s(queued_s(worker.pid), worker.queued)
             self._looks[worker.pid] = (state, silent_s)
-            why = suspicion_rules.stuck(readings.get(worker.pid), state, silent_s, limit_s)
+            why = hang_rules.stuck(readings.get(worker.pid), state, silent_s, limit_s)
             if why is not None and before.get(worker.pid, ("", 0.0))[0] == state:  # twice in a row
                 self._conductor.exclude(worker, why)
             elif asks and not worker.pinged_at:

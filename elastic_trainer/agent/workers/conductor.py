@@ -1,5 +1,8 @@
 """Leads this node's workers through rounds in place: sends their reports to the run, and its decisions to them.
 
+Also what it decides with: the workers of one life (``Life``), how those leave a round that is over (``Release``), when
+the node stays out of rounds (``Quarantine``, ``Backoff``).
+
 *Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``),
 one at a time. Nothing here waits: what takes time is a port, which is called back or writes later.
 *Owns* the table of workers.
@@ -11,19 +14,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.false_starts import FalseStart
+from elastic_trainer.agent.workers.hang_rules import LATE, AnswerDelays, starved_s
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
-from elastic_trainer.agent.workers.quarantine import Quarantine
-from elastic_trainer.agent.workers.reachability import Reached
-from elastic_trainer.agent.workers.release import Release
-from elastic_trainer.agent.workers.roster import Life, Worker
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import (
@@ -50,9 +49,530 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
+from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
 from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorConfig:
+    """The node whose workers are led. ``base`` is the constant part of the node's record.
+
+    A worker has ``sever_timeout_s`` seconds to leave a round that is over.
+    """
+
+    run: str
+    node: str
+    base: NodeRecord
+    sever_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorPorts:
+    """``on_progress`` receives rank 0's reports; ``committed(pid)`` reads a process's round and step from its page.
+
+    ``create_revision()`` is that of the node's key; ``busy(pid)`` says why a process is still in a round that is over,
+    empty if it has no reason; ``why_hung(pid)`` why one that has ended was killed as hung, once.
+    """
+
+    record_writer: PendingWrites
+    on_progress: Callable[[Progress], None]
+    create_revision: Callable[[], int]
+    ask: Ask
+    why_hung: Callable[[int], str | None]
+    committed: Callable[[int], tuple[int, int] | None]
+    busy: Callable[[int], str]
+    kill: Callable[[int, str], object]
+    queued_s: Callable[[int], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The nodes that have a key but cannot be reached from here, None if that is unknown; the records of all nodes."""
+
+    missing: tuple[str, ...] | None = None
+    records: Mapping[str, NodeRecord] = field(default_factory=dict)
+
+
+Ask = Callable[[tuple[str, ...], Callable[[Reached], None]], object]
+"""``ask(nodes, answered)``: looks whether ``nodes`` can be reached and calls ``answered`` from another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class FalseStart:
+    """How the last life failed, and how many consecutive lives failed in that way."""
+
+    what: str
+    count: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the node's record."""
+        return {"false_start": self.what, "false_starts": self.count}
+
+
+class PendingWrites:
+    """What is to be written next. ``wake()`` is called when there is something."""
+
+    def __init__(self, wake: Callable[[], None], clock: Clock = SYSTEM) -> None:
+        self._wake, self._clock = wake, clock
+        self._lock = threading.Lock()
+        self._record: NodeRecord | None = None
+        self._break: Break | None = None
+
+    def announce(self, record: NodeRecord) -> None:
+        """Write ``record`` as soon as possible; it replaces one that is still pending."""
+        with self._lock:
+            self._record = record
+        self._wake()
+
+    def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
+        """Write ``record`` and break the round of ``failure``, in one write if possible.
+
+        After ``within_s`` seconds the break is dropped: a suspicion is outdated by then.
+        """
+        until = Deadline.after(within_s, self._clock) if within_s is not None else None
+        with self._lock:
+            self._record, self._break = record, Break(failure, until)
+        self._wake()
+
+    def take(self) -> Write:
+        """The write to try now; ``keep`` it if it fails."""
+        with self._lock:
+            record, self._record = self._record, None
+            broken, self._break = self._break, None
+        return record, broken
+
+    def keep(self, record: NodeRecord | None, broken: Break | None) -> None:
+        """Keep the write for a retry, unless a newer one is pending."""
+        with self._lock:
+            if self._record is None:
+                self._record = record
+            if self._break is None and (broken is None or broken.until is None or not broken.until.expired):
+                self._break = broken
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A round to be broken, until the deadline if there is one."""
+
+    failure: RoundFailure
+    until: Deadline | None
+
+
+Write = tuple[NodeRecord | None, Break | None]
+
+
+ENOUGH_STEPS = 10
+LONGEST_S = 60.0
+DOUBLINGS = 6
+"""More lives would exceed :data:`LONGEST_S`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Consecutive lives that ended before they had committed :data:`ENOUGH_STEPS` steps."""
+
+    count: int = 0
+
+    def after(self, steps: int) -> Backoff:
+        """The back-off after a life of ``steps`` committed steps."""
+        return Backoff(0 if steps >= ENOUGH_STEPS else self.count + 1)
+
+    def back_off_s(self) -> float:
+        """Seconds to wait before joining: 0 after the first such life, then 1, 2, 4, ... up to a minute."""
+        doublings = min(self.count - 2, DOUBLINGS)
+        return 0.0 if doublings < 0 else min(LONGEST_S, 2.0**doublings)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One connected worker and its last messages."""
+
+    connection: Connection
+    pid: int
+    local_rank: int
+    life: int
+    ready: Ready | None = None
+    left: Leaving | None = None
+    sent_formation: int = 0
+    sent_over: int = 0
+    sent_drain: int = 0
+    offered: int = 0
+    """The round in which a planned change would give it a rank."""
+    heard_at: float = 0.0
+    """Monotonic time of its last message; 0 before the watchdog has seen it."""
+    busy: str = ""
+    """Why it is still in a round that is over, if known."""
+    pinged_at: float = 0.0
+    """Monotonic time of the first unanswered ping; 0: there is none."""
+    queued: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each of its threads had waited for a CPU at that time."""
+    delays: AnswerDelays = field(default_factory=AnswerDelays)
+    """How long its answers have taken."""
+    stuck: bool = False
+    """Whether it hung while others waited for it, and has not been free since."""
+    unread: deque[Message] = field(default_factory=deque)
+    """What it has said behind a message that waits for an answer, and first that message."""
+    inside: int = 0
+    """The newest round that it may have entered: it was sent its rank and had no reason to refuse."""
+
+    def ponged(self, now: float) -> None:
+        if self.pinged_at:
+            self.delays.note(now - self.pinged_at, now)
+        self.pinged_at = 0.0
+
+    def free_for(self) -> int:
+        """The lowest round number that this worker is free for; 0 before it is ready.
+
+        This skips a round that was over before the worker was sent its rank: it will report nothing about that one.
+        """
+        if self.ready is None:
+            return 0
+        unmet = self.sent_over + 1 if self.inside < self.ready.number else 0
+        return max(self.ready.number, unmet)
+
+    def stays_in(self, number: int) -> bool:
+        """Whether it may still be in a round up to ``number``; one that joined a later round never reports that."""
+        return 0 < self.inside <= number and self.free_for() <= number
+
+
+@dataclass(slots=True)
+class Life:
+    """One start of this node's workers."""
+
+    number: int
+    size: int
+    workers: dict[int, Worker] = field(default_factory=dict)
+    ended: bool = False
+    first_step: int | None = None
+    reached: Identity | None = None
+    """The known progress of the job in this life."""
+    joins_at: float = 0.0
+    """Monotonic time before which this node does not join."""
+
+    @property
+    def steps(self) -> int:
+        """Steps known to have been committed in this life."""
+        return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
+
+    def note(self, place: Identity) -> None:
+        """A worker has reported its progress."""
+        self.first_step = place.step if self.first_step is None else self.first_step
+        if self.reached is None or place.step >= self.reached.step:
+            self.reached = place
+
+    def came_to(self, number: int, step: int) -> None:
+        """A worker of round ``number`` holds the state after ``step``, whatever its last report says."""
+        if self.reached is None or step > self.reached.step:
+            self.reached = Identity(round=number, step=step)
+
+    # ---- the node's state
+
+    @property
+    def reports(self) -> list[Ready]:
+        """The last reports of the workers that are ready."""
+        return [worker.ready for worker in self.workers.values() if worker.ready is not None]
+
+    def complete(self, now: float) -> bool:
+        """Whether all workers are ready and the node may join at monotonic time ``now``."""
+        whole = bool(self.workers) and len(self.reports) == self.size
+        return whole and not self.ended and now >= self.joins_at
+
+    def state(self, now: float, *, evicted: bool) -> NodeState:
+        workers = self.workers.values()
+        if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
+            return NodeState.FINISHING
+        if not self.complete(now):
+            return NodeState.WARMING
+        return NodeState.DRAINING if evicted else NodeState.READY
+
+    def shown(self, now: float) -> dict[str, object]:
+        """The fields of the node's record that follow from the workers' messages."""
+        reports = self.reports
+        complete = self.complete(now)
+        states = [report.state for report in reports if report.state is not None]
+        newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
+        return {
+            "life": self.number,
+            "reported": min((worker.free_for() for worker in self.workers.values()), default=0) if complete else 0,
+            "planned": all(report.planned for report in reports),
+            "identity": Identity.model_validate(newest.model_dump()) if newest else None,
+            "step_time_s": max((report.step_time_s for report in reports), default=0.0),
+            "stuck": any(worker.stuck for worker in self.workers.values()),
+            "joinable": all(report.joinable for report in reports),
+            "newcomer": any(report.newcomer for report in reports),
+            "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
+            "committed": self.reached.step if self.reached is not None and not self.ended else 0,
+        }
+
+
+LONGEST_PAUSE_S: Final = 0.25
+LOOKS_PER_LIMIT: Final = 8
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A worker of ``life`` that has to leave round ``number``; its time counts from ``blocked_at``."""
+
+    life: Life
+    worker: Worker
+    number: int
+    blocked_at: float
+    looked_at: float
+    timer: Cancellable | None = None
+    queued: Mapping[str, float] = field(default_factory=dict)
+    """What its threads had waited for a CPU at the first look."""
+
+
+class Release:
+    """See the module. ``sever_timeout_s``: minimum limit of a blocked worker; ``late()`` is called while one stays."""
+
+    def __init__(
+        self,
+        sever_timeout_s: float,
+        ports: ConductorPorts,
+        late: Callable[[], None],
+        call_later: Later,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._sever_timeout_s, self._ports, self._late = sever_timeout_s, ports, late
+        self._later, self._clock = call_later, clock
+        self._pause_s = min(LONGEST_PAUSE_S, sever_timeout_s / LOOKS_PER_LIMIT)
+        self._expected: dict[int, _Expected] = {}
+
+    def limit_s(self, worker: Worker) -> float:
+        """Seconds that ``worker`` may take if it is not busy: at least two of its steps."""
+        step_s = worker.ready.step_time_s if worker.ready is not None else 0.0
+        return max(self._sever_timeout_s, 2.0 * step_s)
+
+    def expect(self, life: Life, worker: Worker, number: int) -> None:
+        """Round ``number`` is over: expect ``worker`` to report soon that it is free."""
+        self.freed(worker)
+        now = self._clock.monotonic()
+        self._expected[worker.pid] = each = _Expected(life, worker, number, now, now)
+        self._look_later(each)
+
+    def freed(self, worker: Worker) -> None:
+        """``worker`` is free, or has ended."""
+        worker.busy = ""
+        each = self._expected.pop(worker.pid, None)
+        if each is not None and each.timer is not None:
+            each.timer.cancel()
+
+    def close(self) -> None:
+        for each in list(self._expected.values()):
+            self.freed(each.worker)
+
+    def _look_later(self, each: _Expected) -> None:
+        each.timer = self._later(self._pause_s, lambda: self._look(each))
+
+    def _look(self, each: _Expected) -> None:
+        worker = each.worker
+        if self._expected.get(worker.pid) is not each:
+            return
+        if each.life.ended or worker.left is not None or not worker.stays_in(each.number):
+            del self._expected[worker.pid]
+            return
+        now, busy, queued = self._clock.monotonic(), self._known(worker), self._ports.queued_s(worker.pid)
+        stood_still = now - each.looked_at > LATE * self._pause_s
+        each.looked_at = now
+        if busy or stood_still or worker.unread:  # this agent was frozen, or has not read what the worker says
+            each.blocked_at = now
+        elif now - each.blocked_at > self.limit_s(worker) + starved_s(queued, each.queued):
+            del self._expected[worker.pid]
+            self._ports.kill(worker.pid, f"it did not leave round {each.number}, which is over")
+            return
+        each.queued = each.queued or queued
+        self._note(worker, each.number, busy)
+        self._look_later(each)
+
+    def _known(self, worker: Worker) -> str:
+        try:
+            return self._ports.busy(worker.pid)
+        except Exception:  # noqa: BLE001 - the edge of a thread: the worker must leave whatever a page contains
+            logger().exception("page.unreadable", pid=worker.pid)
+            return ""
+
+    def _note(self, worker: Worker, number: int, busy: str) -> None:
+        """Keep the last reason for its delay until it is free: it has had no time to leave since."""
+        if busy and busy != worker.busy:
+            worker.busy = busy
+            logger().info("worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=number, busy=busy)
+        self._late()
+
+
+SHORTEST_S = 1.0
+TIMES_UNSEEN = 10.0
+"""How much longer a node keeps out whose agent reaches the others while its workers do not: only a round could show
+that they do again, and each try stops the others."""
+
+
+class Quarantine:
+    """See the module. ``present()`` is the present round; ``released()`` is called when its members can be reached;
+    ``ask`` finds out who can, and ``call_later`` makes a call at a later time."""
+
+    def __init__(
+        self,
+        node: str,
+        ask: Ask,
+        present: Callable[[], RoundDocument | None],
+        released: Callable[[], None],
+        call_later: Later,
+    ) -> None:
+        self._node, self._ask, self._present, self._released = node, ask, present, released
+        self._later = call_later
+        self.unreachable: tuple[str, ...] = ()
+        """Nodes that this one could not reach when a round with them failed to form; itself if they cannot reach it."""
+        self._unseen = False
+        """Whether this node's agent reached those whom its workers did not."""
+        self.active = False
+        """Whether this node stays out of rounds."""
+        self._closed = False
+        self._asked_in, self._answer = -1, ""
+        self._checks: deque[tuple[RoundDocument, Failed | Ready, Callable[[str], None]]] = deque()
+        self._since_round = 0
+        self._backoff = Backoff()
+        self._timer: Cancellable | None = None
+
+    def check(self, document: RoundDocument | None, message: Failed | Ready, then: Callable[[str], None]) -> None:
+        """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
+        that was not the first consecutive round that failed to form. ``message``: what a worker said about that round.
+
+        Calls ``then`` with who was not reached, where, and what to do, for people; empty if nobody is known.
+        """
+        if document is None or (document.stalled < FAILED_ROUNDS - 1 and not document.accuses(self._node)):
+            then("")
+            return
+        self._checks.append((document, message, then))
+        if len(self._checks) == 1:  # of several workers that report one round, all get the answer
+            self._check_next()
+
+    def _check_next(self) -> None:
+        document, message, _ = self._checks[0]
+        news = isinstance(message, Failed) and bool(message.tried or message.loopback)
+        if document.number == self._asked_in and (self._answer or not news):
+            self._checked()
+            return
+        self._asked_in = document.number
+        if isinstance(message, Failed) and message.loopback:
+            self._note(document, message, Reached())
+            return
+        self._ask(self._others(document), partial(self._note, document, message))
+
+    def _note(self, document: RoundDocument, message: Failed | Ready, reached: Reached) -> None:
+        nodes, self._answer = self._find(document, message, reached)
+        self.note_unreachable(nodes)
+        if nodes:
+            logger().warning(
+                "node.cut_off", node=self._node, round=document.number, unreachable=nodes, reason=self._answer
+            )
+        self._checked()
+
+    def _checked(self) -> None:
+        _, _, then = self._checks[0]
+        then(self._answer)  # may add one
+        self._checks.popleft()
+        if self._checks:
+            self._check_next()
+
+    def _others(self, document: RoundDocument) -> tuple[str, ...]:
+        return tuple(member.node for member in document.members if member.node != self._node)
+
+    def _find(self, document: RoundDocument, message: Failed | Ready, reached: Reached) -> tuple[tuple[str, ...], str]:
+        """This node if its worker knows that others cannot reach it, the nodes that this agent does not reach, else the
+        one that its worker did not; and the sentence about it."""
+        if isinstance(message, Failed) and message.loopback:
+            self._unseen = True
+            return (self._node,), misleads(self._node, message.loopback)
+        others = {name: reached.records[name] for name in self._others(document) if name in reached.records}
+        self._unseen = False
+        if missing := reached.missing:
+            record = others[missing[0]]
+            why = f"its agent does not answer at port {record.probe_port}"
+            return missing, cannot_reach(self._node, missing[0], record.address, "", why)
+        if isinstance(message, Failed) and (one := blamed(message.tried, others)) is not None:
+            self._unseen = True
+            return (one,), cannot_reach(self._node, one, others[one].address, message.tried, message.error)
+        return (), ""
+
+    @property
+    def own_fault(self) -> str:
+        """Why others cannot reach this node's workers, if it knows."""
+        return self._answer if self._node in self.unreachable else ""
+
+    def note_unreachable(self, nodes: tuple[str, ...]) -> None:
+        """``nodes`` cannot be reached. If no round can form without them, check again until they can."""
+        self.unreachable = nodes
+        if nodes:
+            self._after(SHORTEST_S, self._look_again, away=False)
+
+    def clear(self) -> None:
+        """Steps were committed, or the workers are new: forget earlier failures."""
+        self.unreachable = ()
+        if not self.active:
+            self._backoff, self._unseen = Backoff(), False
+
+    def enter(self, document: RoundDocument) -> None:
+        """The round of ``document`` excludes this node as unreachable. Acts once for each round."""
+        if document.number <= self._since_round:
+            return
+        self._since_round, self.active = document.number, True
+        self._unseen |= document.unformed >= UNFORMED_ROUNDS
+        self._wait()
+
+    def close(self) -> None:
+        self.active, self._closed = False, True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._backoff = self._backoff.after(0)
+        seconds = max(SHORTEST_S, self._backoff.back_off_s()) * (TIMES_UNSEEN if self._unseen else 1.0)
+        logger().warning("node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._after(seconds, self._try_again, away=True)
+
+    def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
+        """Schedule ``act``, unless the node has become a member (``away``) or was excluded, which has its own timer."""
+        if self._closed or self.active is not away:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._later(seconds, act)
+
+    def _look_again(self) -> None:
+        document = self._present()
+        if self.active or self._closed or not self.unreachable or document is None:
+            return
+        if document.state is RoundState.BROKEN:  # otherwise committed steps prove that all can be reached
+            self._ask(self._others(document), self._looked_again)
+        else:
+            self._looked_again(Reached())
+
+    def _looked_again(self, reached: Reached) -> None:
+        if reached.missing == () and not self.active and not self._closed:
+            self.unreachable = ()
+            self._released()
+        else:
+            self._after(SHORTEST_S, self._look_again, away=False)
+
+    def _try_again(self) -> None:
+        document = self._present()
+        if self.active and document is not None:
+            self._ask(self._others(document), self._tried_again)
+
+    def _tried_again(self, reached: Reached) -> None:
+        if not self.active:
+            return
+        self.unreachable = reached.missing or ()
+        if reached.missing != ():  # without the store no round could add this node either
+            self._wait()
+            return
+        self.active = False
+        logger().info("quarantine.ended", node=self._node)
+        self._released()
+
 
 SUSPECTED_S = 1.0
 """Seconds after which an unwritten suspicion is dropped: the suspect may have recovered since."""

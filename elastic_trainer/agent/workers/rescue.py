@@ -1,28 +1,47 @@
-"""Rescues the state of a job whose workers have all died: their newest snapshots, in memory that this agent holds.
+"""Keeps the snapshots of this node's workers past their death, and copies of another node's shards, in memory.
 
-New workers resume from them (checkpoint.arena). This module also commits them to storage, without torch, since the next
-failure may take the node. Rank 0's node does so at once; the other nodes check after a while whether it was done or is
-in progress. They hold the same step with their own ranks' buffers, and storage needs those of only one. Each worker has
-its own memory files: the first worker's for whole states, all workers' for the places of a sharded model.
+``Rescue``: new workers resume from the newest snapshots of those that died (checkpoint.arena). It also commits them to
+storage, without torch, since the next failure may take the node. Rank 0's node does so at once; the other nodes check
+after a while whether it was done or is in progress. They hold the same step with their own ranks' buffers, and storage
+needs those of only one. Each worker has its own memory files: the first worker's for whole states, all workers' for the
+places of a sharded model.
 
-*Runs in* the agent: a thread each time this node's workers die; torchrun's main thread when the node leaves.
-*Owns* the memory files. *Fails by* nothing: a failed commit is logged, and new workers still resume from memory.
-*Invariant*: bytes that changed after they were sealed are never committed (checkpoint.commit).
+``NeighbourCopies``: a model that is sharded over all nodes loses shards with a node. Each node therefore leaves a copy
+of its own with the next one (checkpoint.neighbours has the protocol), and the workers that start after a failure read
+all parts from the agents that have them. There are two copies of each worker's part: one is whole while the other is
+overwritten.
+
+*Runs in* the agent: a thread each time this node's workers die, torchrun's main thread when the node leaves; a thread
+that accepts connections of other nodes, and one for each.
+*Owns* the memory files (those of copies are empty at first: workers that start before learn their paths) and the port.
+*Fails by* nothing: a failed commit is logged, and new workers still resume from memory; a client that breaks the
+protocol, is silent for long or lacks the key is hung up on.
+*Invariant*: bytes that changed after they were sealed are never committed (checkpoint.commit). A copy without its seal
+is none, and the copy that the sender needs is never overwritten.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
-from elastic_trainer.checkpoint.arena import MEMORY_NAME, SLOTS, newest
+from elastic_trainer.checkpoint.arena import KEPT_FREE, MEMORY_NAME, SLOTS, available, newest
+from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import rescued_name
+from elastic_trainer.checkpoint.neighbours import IDLE_S, LONGEST_REQUEST, admitted, framed
+from elastic_trainer.checkpoint.snapshot import DATA, break_seal, read, reseal
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
-from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.errors import CheckpointError, ElasticTrainerError
+from elastic_trainer.ipc.listening import listen
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
+from elastic_trainer.membership.documents import MOST_WORKERS, NodeState, RoundDocument, RoundState
 from elastic_trainer.telemetry.logs import logger
 
 APART_S = 2.0
@@ -155,3 +174,145 @@ def survivors(document: RoundDocument, nodes: Mapping[str, NodeView]) -> list[st
         and (view.create_revision, view.record.life) == (member.create_revision, member.life)
         and view.record.state is not NodeState.WARMING
     ]
+
+
+_MOST_AT_ONCE = 1024
+_RETRY_S = 0.05
+
+
+class NeighbourCopies:
+    """See the module."""
+
+    def __init__(self, address: str, workers: int) -> None:
+        self._copies = {number: _memory(number) for number in range(workers)}
+        self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._closing = False
+        self._key = secrets.token_hex(16)
+        self._socket = listen(address)
+        self._port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="neighbour-copies", daemon=True).start()
+
+    @property
+    def here(self) -> str:
+        """Port and key, for other nodes."""
+        return f"{self._port} {self._key}"
+
+    @property
+    def files(self) -> list[int]:
+        """The memory files of the copies."""
+        with self._lock:
+            return [each for slots in self._copies.values() for each in slots]
+
+    def stop(self) -> None:
+        """Stop serving."""
+        self._closing = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Stop serving, and free the memory."""
+        self.stop()
+        with self._lock:
+            copies, self._copies = self._copies, {}
+        for each in copies.values():
+            for descriptor in each:
+                os.close(descriptor)
+
+    def _accept(self) -> None:
+        with self._socket:
+            while not self._closing:
+                try:
+                    client, _ = self._socket.accept()
+                except OSError:
+                    if not self._closing:
+                        pause(_RETRY_S)  # for example out of descriptors
+                    continue
+                if not self._places.acquire(blocking=False):
+                    client.close()
+                    continue
+                try:
+                    threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
+                except RuntimeError as error:  # the limit of processes is reached
+                    logger().warning("neighbour_copies.refused", reason=str(error))
+                    client.close()
+                    self._places.release()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with framed(client) as link:
+                if not admitted(link, self._key):
+                    logger().warning("neighbour_copies.refused", reason="a client does not know the key")
+                    return
+                while not self._closing and link.poll(IDLE_S):
+                    request = json.loads(link.recv_bytes(LONGEST_REQUEST))
+                    if "read" in request:
+                        self._send(link, request)
+                    else:
+                        self._keep(link, request)
+        except EOFError:
+            pass  # it has what it wanted
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger().debug("neighbour_copies.hung_up", reason=str(error) or type(error).__name__)
+        finally:
+            self._places.release()
+
+    def _send(self, link: Any, request: dict[str, Any]) -> None:
+        descriptor = int(str(request["read"]).rpartition("/")[2])
+        begin, end = int(request["begin"]), int(request["begin"]) + int(request["size"])
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
+            raise ValueError(f"{request['read']} is not a memory file of a snapshot")
+        while begin < end and not self._closing:
+            piece = os.pread(descriptor, min(PIECE, end - begin), begin)
+            link.send_bytes(piece)
+            if not piece:
+                return
+            begin += len(piece)
+
+    def _keep(self, link: Any, request: dict[str, Any]) -> None:
+        number, size = int(request["put"]), int(request["size"])
+        if not (0 <= number < MOST_WORKERS and size > DATA):
+            raise ValueError(f"a copy of worker {number} with {size} bytes")
+        descriptor = self._oldest(number, tuple(request["keep"] or ()))
+        refused = _make_room(descriptor, size)
+        link.send_bytes(refused.encode())
+        if refused:
+            return
+        break_seal(descriptor)
+        begin = DATA
+        while begin < size:
+            begin += os.pwrite(descriptor, link.recv_bytes(PIECE), begin)
+        reseal(descriptor, link.recv_bytes(LONGEST_REQUEST), size)
+        link.send_bytes(b"")
+
+    def _oldest(self, number: int, keep: tuple[Any, ...]) -> int:
+        """The memory file of worker ``number`` to overwrite: that with the older copy, but not the one to ``keep``."""
+        with self._lock:
+            if self._closing:
+                raise ValueError("this agent leaves")
+            if number not in self._copies:
+                self._copies[number] = _memory(number)
+            return min(self._copies[number], key=lambda each: (_order(each) == keep, _order(each)))
+
+
+def _memory(number: int) -> list[int]:
+    return [os.memfd_create(f"{MEMORY_NAME}copy-{number}") for _ in range(SLOTS)]
+
+
+def _order(descriptor: int) -> tuple[int, int]:
+    try:
+        found = read(descriptor)
+    except CheckpointError:
+        return -1, -1
+    return found.order if found is not None else (-1, -1)
+
+
+def _make_room(descriptor: int, size: int) -> str:
+    """Let the file have ``size`` bytes; why not, if there is too little memory."""
+    there, free = os.fstat(descriptor).st_size, available()
+    if size <= there:
+        return ""
+    if free is not None and free < size - there + KEPT_FREE:
+        return f"a copy needs {size / 1e6:,.0f} MB of memory on the next node, which has {free / 1e6:,.0f} MB left"
+    os.ftruncate(descriptor, size)
+    return ""

@@ -31,10 +31,10 @@ FAULTS = [
     ("conductor", "self._send(worker, Exit(code=code, reason=document.reason))", "pass"),
     ("conductor", "Life(life.number + 1,", "Life(life.number,"),
     ("conductor", "self._release.expect(self._life, worker, number)", "pass"),
-    ("release", "if busy or stood_still", "if stood_still"),
-    ("release", "or stood_still or", "or"),
-    ("quarantine", "if self._checks:", "if False:"),
-    ("record_writer", "if self._record is None:", "if False:"),
+    ("conductor", "if busy or stood_still", "if stood_still"),
+    ("conductor", "or stood_still or", "or"),
+    ("conductor", "if self._checks:", "if False:"),
+    ("conductor", "if self._record is None:", "if False:"),
     ("watchdog", "elif now - worker.heard_at > self._limit_s:", "elif False:"),
 ]
 """A module of ``agent/workers``, a text of it, and what is planted in its place."""

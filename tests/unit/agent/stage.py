@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
-from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.reachability import Ask, Reached
-from elastic_trainer.agent.workers.record_writer import PendingWrites
+from elastic_trainer.agent.workers.conductor import (
+    Ask,
+    Conductor,
+    ConductorConfig,
+    ConductorPorts,
+    PendingWrites,
+    Reached,
+)
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
@@ -175,6 +179,8 @@ class Stage:
             lambda pid: self.hung.pop(pid, None),
             self.committed.get,
             lambda pid: "",
+            lambda pid, reason: None,
+            lambda pid: {},
         )
         self.conductor = Conductor(ConductorConfig("run", "me", BASE), self.ports, self.alarms.later, self.alarms.clock)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_trainer.agent.workers.channel_server import ChannelServer
-from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.agent.workers.conductor import Worker
+from elastic_trainer.agent.workers.conductor_shell import ChannelServer
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import CHANNEL_VERSION, Exit, Hello, Leaving, Message, read_from_agent

@@ -15,8 +15,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from elastic_trainer.agent.workers import neighbour_copies
-from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
+from elastic_trainer.agent.workers import rescue
+from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
 from elastic_trainer.checkpoint import neighbours as protocol
 from elastic_trainer.checkpoint.arena import SLOTS
@@ -217,7 +217,7 @@ def test_only_memory_files_of_snapshots_are_served(nodes: list[Node], tmp_path: 
 
 
 def test_a_node_without_memory_for_a_copy_says_so(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbour_copies, "available", lambda: 1000)
+    monkeypatch.setattr(rescue, "available", lambda: 1000)
     with pytest.raises(RefusedError, match="MB of memory on the next node, which has 0 MB left"):
         nodes[0].leaves(1, nodes[1])
     assert nodes[1].kept() == []
@@ -228,7 +228,7 @@ def test_a_neighbour_hangs_up_on_who_asks_nothing_for_long_and_takes_the_next_co
 ) -> None:
     """Copies are as rare as they cost little; a process that is gone must not keep a connection."""
     monkeypatch.setattr(protocol, "SILENCE_S", 1)
-    monkeypatch.setattr(neighbour_copies, "IDLE_S", 1.0)
+    monkeypatch.setattr(rescue, "IDLE_S", 1.0)
     client = Neighbour(nodes[1].address, 0)
     client.keep(nodes[0].copies(1), None, lambda: False)
     eventually(lambda: "neighbour" not in {each.name for each in threading.enumerate()}, "it does not hang up")

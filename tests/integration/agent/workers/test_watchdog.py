@@ -7,8 +7,9 @@ import subprocess
 import sys
 from typing import Any, cast
 
-from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import ping, queued_s, starved_s
+from elastic_trainer.agent.workers.conductor import Worker
+from elastic_trainer.agent.workers.hang_rules import starved_s
+from elastic_trainer.agent.workers.watchdog import ping, queued_s
 from tests.support.waiting import eventually
 
 BUSY = "import os; os.sched_setaffinity(0, [int({cpu})]); print(flush=True)\nwhile True: pass"

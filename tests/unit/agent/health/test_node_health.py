@@ -26,7 +26,7 @@ from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import HangLimits
-from elastic_trainer.agent.workers.kill import HungWorkers
+from elastic_trainer.agent.workers.watchdog import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading

@@ -14,8 +14,8 @@ from elastic_trainer.agent.suspicion.asking import Address, PeerReply
 from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers, Suspects
 from elastic_trainer.agent.suspicion.questions import StatusBoard, WorkerActivity
 from elastic_trainer.agent.suspicion.watch import TURN_S, Suspicion
-from elastic_trainer.agent.workers import suspicion_rules
-from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.agent.workers import hang_rules
+from elastic_trainer.agent.workers.conductor import Worker
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
@@ -110,7 +110,7 @@ def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
     """Each waits for the others in each of its steps; no message is sent, no process looked at."""
     room.waits()
     for _ in range(50):
-        room.turns(suspicion_rules.LEAST_WAIT_S - TURN_S)
+        room.turns(hang_rules.LEAST_WAIT_S - TURN_S)
         room.page = replace(room.page, pulse=replace(room.page.pulse, moved_at=room.clock.monotonic()))
     assert (room.asked, room.pings) == (0, 0)
 
@@ -118,7 +118,7 @@ def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
 def test_who_waits_for_too_long_asks_and_the_silent_are_suspected_once(room: Room) -> None:
     """When that had no effect, they are asked anew before they are suspected again."""
     room.waits()
-    room.turns(2 * suspicion_rules.LEAST_WAIT_S)
+    room.turns(2 * hang_rules.LEAST_WAIT_S)
     assert (room.asked, room.accused) == (1, [])
     room.suspects_now = Suspects((Ghost(node="b", mod_revision=2),), "b is silent")
     room.turns(0.9)
@@ -140,11 +140,11 @@ def test_steps_of_long_are_given_longer(room: Room) -> None:
 def test_time_in_which_this_agent_stood_still_counts_for_nobody(room: Room) -> None:
     """The wait begins anew, and so does what others had to answer."""
     room.waits()
-    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
+    room.turns(0.9 * hang_rules.LEAST_WAIT_S)
     room.clock.advance(10.0 + LATE_S)
-    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
+    room.turns(0.9 * hang_rules.LEAST_WAIT_S)
     assert room.asked == 0
-    room.turns(suspicion_rules.LEAST_WAIT_S)
+    room.turns(hang_rules.LEAST_WAIT_S)
     assert room.asked == 1
     assert room.awake_at > 10.0
 
@@ -155,7 +155,7 @@ def test_a_round_that_is_new_is_waited_for_from_its_beginning(room: Room) -> Non
     room.document = round_of(3, "a", "b", "c", state=RoundState.BROKEN)
     room.turns(5.0)
     room.document = round_of(4, "a", "b")
-    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
+    room.turns(0.9 * hang_rules.LEAST_WAIT_S)
     assert room.asked == 0
 
 
@@ -291,7 +291,7 @@ def test_who_answers_too_late_is_suspected() -> None:
     """By the key that it has now, so that whatever it writes next withdraws it."""
     around = Around()
     assert around.after(0.01, "a", "b") == []
-    assert around.after(suspicion_rules.ANSWER_S) == ["c"]
+    assert around.after(hang_rules.ANSWER_S) == ["c"]
     found = around.peers.suspects(around.clock.monotonic(), 0.0)
     assert found is not None
     assert found.ghosts == (node("c", ord("c"), mod=7).ghost,)
@@ -303,7 +303,7 @@ def test_a_node_behind_a_loopback_address_is_not_asked_from_another_host() -> No
     around = Around(addresses={"a": "10.0.0.1", "b": "10.0.0.2", "c": "127.0.0.1"})
     assert set(around.line.asked) == {"a", "b"}
     assert around.after(0.01, "a", "b") == []
-    assert around.after(suspicion_rules.ANSWER_S) == []
+    assert around.after(hang_rules.ANSWER_S) == []
 
 
 def test_a_node_that_does_not_answer_itself_suspects_nobody() -> None:

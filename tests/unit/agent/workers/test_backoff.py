@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.workers.backoff import ENOUGH_STEPS, LONGEST_S, Backoff
+from elastic_trainer.agent.workers.conductor import ENOUGH_STEPS, LONGEST_S, Backoff
 
 
 def after(*lives: int) -> Backoff:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.workers.false_starts import FalseStart
+from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.ipc.messages import (
     Drain,
     Evicted,

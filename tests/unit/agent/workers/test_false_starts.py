@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.workers.false_starts import AT_START_S, FalseStart, StartupWatch, described
+from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.workers.deaths import AT_START_S, StartupWatch, described
 from tests.support.memory_backend import ManualClock
 
 PORT = 0x1234

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.workers.kill import HungWorkers, kill_now
+from elastic_trainer.agent.workers.watchdog import HungWorkers, kill_now
 from tests.support.waiting import LIMIT_S
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.workers import listening
-from elastic_trainer.agent.workers.listening import in_tables, listened_at
+from elastic_trainer.agent.workers import local_sockets
+from elastic_trainer.agent.workers.local_sockets import in_tables, listened_at
 
 ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
 
@@ -20,7 +20,7 @@ def test_a_port_is_listened_at_from_listen_to_close(
 ) -> None:
     """A bound socket does not listen yet; nor does the one that connects to it."""
     if not netlink:
-        monkeypatch.setattr(listening, "NETLINK_SOCK_DIAG", 31)  # there is no such protocol
+        monkeypatch.setattr(local_sockets, "NETLINK_SOCK_DIAG", 31)  # there is no such protocol
     with socket.socket(family) as server, socket.socket(family) as client:
         server.bind((address, 0))
         port = server.getsockname()[1]

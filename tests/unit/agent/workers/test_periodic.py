@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic_trainer.agent.workers.periodic import IDLE_S, DelayedCalls, PeriodicThread
-from elastic_trainer.agent.workers.session_watch import SessionWatch, doing
+from elastic_trainer.agent.workers.watchdog import SessionWatch, doing
 from elastic_trainer.errors import EXIT_FAILURE, SessionTimeoutError
 from tests.support.memory_backend import ManualClock
 from tests.support.threadless import no_new_threads

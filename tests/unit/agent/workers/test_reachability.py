@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_trainer.agent.workers import reachability as contacts
-from elastic_trainer.agent.workers.quarantine import Quarantine
-from elastic_trainer.agent.workers.reachability import Reachability, Reached, reaches, records_of
+from elastic_trainer.agent.workers import conductor_shell as contacts
+from elastic_trainer.agent.workers.conductor import Quarantine, Reached
+from elastic_trainer.agent.workers.conductor_shell import Reachability, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.messages import Failed, Leaving

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from elastic_trainer.agent.workers.record_writer import AGAIN_S, RecordWriter
+from elastic_trainer.agent.workers.conductor_shell import AGAIN_S, RecordWriter
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavailableError
 from elastic_trainer.membership.documents import NodeRecord

@@ -8,9 +8,7 @@ from typing import cast
 
 import pytest
 
-from elastic_trainer.agent.workers.conductor_config import ConductorPorts
-from elastic_trainer.agent.workers.release import Release
-from elastic_trainer.agent.workers.roster import Life, Worker
+from elastic_trainer.agent.workers.conductor import ConductorPorts, Life, Release, Worker
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Ready
 from tests.unit.agent.stage import Alarms, Line, Stage

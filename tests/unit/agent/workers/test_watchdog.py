@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import LATE, Watchdog, process_state
+from elastic_trainer.agent.workers.conductor import Worker
+from elastic_trainer.agent.workers.hang_rules import LATE
+from elastic_trainer.agent.workers.watchdog import Watchdog, process_state
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Ping
 from tests.support.memory_store import ManualClock
