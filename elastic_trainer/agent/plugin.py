@@ -24,9 +24,9 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Make the handler for torchrun's ``parameters``, or end the process with a sentence."""
-    from elastic_trainer.agent.rendezvous import sigterm
+    from elastic_trainer.agent.rendezvous import launcher
 
-    sigterm.listen()
+    launcher.listen_for_sigterm()
     from elastic_trainer import torch_internals
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end

@@ -1,4 +1,4 @@
-"""``elastic-trainer admin``: options in, a password or a list out; the work is store/granting's.
+"""``elastic-trainer admin``: options in, a password or a list out; the work is store/accounts's.
 
 *Runs in* the process of the command. *Owns* the file of ``--output``, which only its owner can read.
 *Fails by* ConfigError; StorageError where a password is set and its output then fails.
@@ -22,9 +22,9 @@ from elastic_trainer.cli import connection
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import AccessDeniedError, ConfigError, StorageError
 from elastic_trainer.settings import StoreSettings, secret
-from elastic_trainer.store import connect_checked, granting
-from elastic_trainer.store.accounts import ROOT, Accounts
-from elastic_trainer.store.rights import MONITOR, granted
+from elastic_trainer.store import accounts as granting
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.accounts import MONITOR, ROOT, Accounts, granted
 
 LIMIT_S = 60.0
 """How long etcd may take for everything: it takes a tenth of a second for each password by design."""

@@ -18,8 +18,7 @@ from elastic_trainer.errors import AccessDeniedError, ConfigError, StoreUnavaila
 from elastic_trainer.monitor.read.reading import MOST_RUNS, run_names
 from elastic_trainer.settings import StoreSettings, resolved_store, store_endpoint
 from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 
 CONNECT_S = 10.0
 """How long etcd may take to answer a command that a person waits for."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.agent.rendezvous.addresses import default_node_id
+from elastic_trainer.agent.suspicion.peers import default_node_id
 from elastic_trainer.cli.options import at_least, console, key_values, seconds
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError

@@ -18,11 +18,9 @@ from elastic_trainer.cli.options import at_least
 from elastic_trainer.cli.wording import moment, named
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.membership.documents import DocumentError, JournalEntry
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import DocumentError, Incident, JournalEntry
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, WatchEvent
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
 from elastic_trainer.wording import counted

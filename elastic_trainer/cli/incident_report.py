@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.cli.wording import moment, named, number, ranges
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import JournalEntry
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident, JournalEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from elastic_trainer.cli.wording import named, ranges
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.membership.health import GONE
+from elastic_trainer.membership.documents import GONE
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

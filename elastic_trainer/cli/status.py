@@ -18,7 +18,7 @@ from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
 from elastic_trainer.monitor.read.reading import Pacing, Reader, StoreReading
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
 
 _EVERY_S = 1.0

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from elastic_trainer.cli.events import as_line
 from elastic_trainer.cli.wording import UNKNOWN, duration, moment, named, number, percent, ranges
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident
 from elastic_trainer.monitor.model.snapshot import Listing, NodeStatus, RankStatus, RunSnapshot, StoreStatus
 from elastic_trainer.monitor.model.state import IN_WORDS
 from elastic_trainer.telemetry.rank import GAUGES, Unit

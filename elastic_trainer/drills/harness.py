@@ -22,12 +22,10 @@ from elastic_trainer.local.ledger import Line
 from elastic_trainer.local.ports import HOST, free_ports
 from elastic_trainer.local.rounds import RoundFeed
 from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.membership.health import NodeHealth
+from elastic_trainer.membership.documents import NodeHealth, RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 
 CONNECT_S = 20.0
 PREFIX = "/elastic_trainer"

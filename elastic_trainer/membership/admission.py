@@ -23,9 +23,8 @@ from elastic_trainer.membership.documents import (
     VersionError,
 )
 from elastic_trainer.membership.member import closed_error
-from elastic_trainer.membership.round_write import event_number
-from elastic_trainer.store.api import KeyValue, Put, Store, absent, none_below, unchanged
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.writes import event_number
+from elastic_trainer.store.api import KeyValue, Put, RunKeys, Store, absent, none_below, unchanged
 from elastic_trainer.telemetry.logs import logger
 
 ATTEMPTS = 20

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState, uncompressed
-from elastic_trainer.store.api import Compare, Delete, Field, Read, Relation, Store, prefix_end, unchanged
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Compare, Delete, Field, Read, Relation, RunKeys, Store, prefix_end, unchanged
 
 _NAMED = 5
 

@@ -4,19 +4,23 @@
 torchrun's main thread.
 *Owns* the node's lease and key, the view of the run.
 *Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
-outage of the store is waited out).
+outage of the store is waited out); ConfigError when another live node uses the same id, ReplacedError when that came
+later.
 *Invariant*: every write of the round document is a ``round_write``. If the store was restored from an older state, the
 member first brings it forward to where the run was, before it decides anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
-from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import (
     ConfigError,
     ElasticTrainerError,
@@ -27,9 +31,37 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
-from elastic_trainer.membership.agent_port import start_probes
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, live_members
-from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
+from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, has_places, live_members
+from elastic_trainer.membership.core import (
+    LEASE_SLACK_S,
+    LOOK_AGAIN_S,
+    PROBE_TIMEOUT_S,
+    STRAYS,
+    AskOldest,
+    ChangeWatch,
+    CommitRound,
+    Core,
+    Effect,
+    Ended,
+    Event,
+    LogDelay,
+    Looked,
+    Notify,
+    Oldest,
+    Pause,
+    Probed,
+    ProbePort,
+    PublishAgain,
+    Renew,
+    Request,
+    Return,
+    Steps,
+    Transaction,
+    first_names,
+    oldest_keys,
+    written_by_nodes,
+)
 from elastic_trainer.membership.documents import (
     Departure,
     DocumentError,
@@ -39,41 +71,202 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
-from elastic_trainer.membership.effects import (
-    AskOldest,
-    ChangeWatch,
-    CommitRound,
-    Effect,
-    Ended,
-    Event,
-    LogDelay,
-    Looked,
-    Notify,
-    Oldest,
-    Probed,
-    PublishAgain,
-    Return,
-)
-from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
-from elastic_trainer.membership.parting import closing, is_left, parting
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.roll_call import RollCall, named, roll_call
-from elastic_trainer.membership.round_write import (
+from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.membership.writes import (
     ATTEMPT_S,
     Author,
+    OwnKey,
     RoundFailure,
     breaking,
+    closing,
     free_again,
+    is_left,
     is_on,
+    parting,
     round_write,
 )
-from elastic_trainer.membership.shard_groups import has_places
-from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.membership.watch_scope import LEASE_SLACK_S
-from elastic_trainer.store.api import Read, Store, TransactionResult
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, Read, RunKeys, Store, TransactionResult, prefix_end
+from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.wording import counted
+
+ENDING_S = 0.1
+"""How long a connection that was accepted is kept: until the next probe."""
+
+
+def refuses(host: str, port: int, timeout_s: float) -> bool:
+    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing.
+
+    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: then
+    nobody refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as accepted:
+            accepted.settimeout(min(ENDING_S, timeout_s))
+            with contextlib.suppress(ConnectionResetError):
+                accepted.recv(1)
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:
+    """Probe each of ``nodes`` in its own thread, which calls ``answered``. ``own``: the address of this node."""
+    for node in nodes:
+        try:
+            threading.Thread(target=_probe, args=(node, own, answered), name=f"probe-{node.id}", daemon=True).start()
+        except RuntimeError:  # the limit of processes is reached
+            answered(Probed(node.id, node.mod_revision, dead=False))
+
+
+def _probe(node: NodeView, own: str, answered: Callable[[Probed], None]) -> None:
+    dead = False
+    try:
+        address = node.record.address
+        dead = refusal_proves(own, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
+        if dead:
+            logger().warning("node.found_dead", node=node.id, address=address)
+    finally:
+        answered(Probed(node.id, node.mod_revision, dead))
+
+
+PROBE_LIMIT_S = 0.2
+
+
+class Presence:
+    """Writes the ``key`` of ``node_id``."""
+
+    def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
+        self._store, self._session, self._clock = store, session, clock
+        self.key = OwnKey(keys, node_id, session, clock)
+        self._lock = threading.RLock()
+        self.node_id = node_id
+
+    @property
+    def ttl_s(self) -> float:
+        """How long the key outlives the last keepalive of its owner."""
+        return self._session.ttl_s
+
+    @property
+    def address(self) -> str:
+        """The one that this node announces."""
+        return self.key.record.address if self.key.record is not None else LOOPBACK
+
+    @contextmanager
+    def writing(self, record: NodeRecord) -> Iterator[Put]:
+        """Context of a transaction that writes ``record`` with the round: no other thread writes the key meanwhile."""
+        with self._lock:
+            self.key.written = None
+            yield self.key.put(record)
+
+    def wrote(self, record: NodeRecord, revision: int) -> None:
+        """Take note that such a transaction succeeded, at ``revision`` of the store."""
+        with self._lock:
+            self.key.wrote(record, revision)
+
+    def publish(self, record: NodeRecord, deadline: Deadline) -> None:
+        """Write ``record``; retries during an outage of the store until ``deadline``."""
+        self._perform(self.key.publishing(record, deadline))
+
+    def return_from_loss(self, deadline: Deadline) -> None:
+        """After the lease was lost: write the record as a new incarnation; see :meth:`OwnKey.returning`."""
+        was_away = self.key.away
+        self._perform(self.key.returning(deadline))
+        if was_away:
+            logger().warning("node.returned", node=self.node_id, create_revision=self.key.create_revision)
+
+    def publish_again(self, deadline: Deadline) -> None:
+        """Write the present record once more: a restored store may hold an older one."""
+        self._perform(self.key.publishing_again(deadline))
+
+    def close(self) -> None:
+        """Delete the key; if the store is unreachable, the key disappears when its lease ends."""
+        self._session.close()
+
+    def _perform(self, steps: Steps) -> None:
+        """Answer the requests of ``steps``; holds the key's lock except during shared pauses."""
+        answer: TransactionResult | bool | None = None
+        error: ElasticTrainerError | None = None
+        while True:
+            with self._lock:
+                request = self._next(steps, answer, error)
+                while request is not None and not (isinstance(request, Pause) and request.shared):
+                    answer, error = self._ask(request)
+                    request = self._next(steps, answer, error)
+            if request is None:
+                return
+            answer, error = self._ask(request)
+
+    @staticmethod
+    def _next(
+        steps: Steps, answer: TransactionResult | bool | None, error: ElasticTrainerError | None
+    ) -> Request | None:
+        try:
+            return steps.throw(error) if error is not None else steps.send(answer)
+        except StopIteration:
+            return None
+
+    def _ask(self, request: Request) -> tuple[TransactionResult | bool | None, ElasticTrainerError | None]:
+        try:
+            return self._answer(request), None
+        except ElasticTrainerError as error:
+            return None, error
+
+    def _answer(self, request: Request) -> TransactionResult | bool | None:
+        if isinstance(request, Transaction):
+            limit = Deadline.after(request.limit_s, self._clock)
+            return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
+        if isinstance(request, ProbePort):
+            proves = refusal_proves(self.address, request.host)
+            return proves and refuses(request.host, request.port, PROBE_LIMIT_S)
+        if isinstance(request, Renew):
+            self._session.renew(Deadline.after(request.limit_s, self._clock))
+        else:
+            pause(request.seconds, clock=self._clock)
+        return None
+
+
+NAMED = 32
+"""Upper bound on the nodes that a message names."""
+CALLED = 64
+"""Members that are looked up; if none of them is present, the round counts as having no live member."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """The present nodes, for people, and whether members of the round are among them."""
+
+    present: str
+    round_lives: bool
+
+
+def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadline: Deadline) -> RollCall:
+    """Read the nodes of the run from the store."""
+    everyone = Read(keys.nodes, prefix_end(keys.nodes), limit=NAMED + 1 + STRAYS, keys_only=True)
+    members = current.members[:CALLED] if current is not None else ()
+    reads = [Read(keys.node(member.node), keys_only=True) for member in members]
+    try:
+        found = store.transact([], [everyone, *reads], deadline=deadline)
+    except ElasticTrainerError as error:
+        return RollCall(f"not known: {error}", round_lives=False)
+    names = [name for name, _ in written_by_nodes(found.reads[0].items, keys)]
+    there = [read.first for read in found.reads[1:]]
+    lives = any(
+        key is not None and key.create_revision == member.create_revision
+        for key, member in zip(there, members, strict=True)
+    )
+    return RollCall(named(names), lives)
+
+
+def named(names: list[str]) -> str:
+    """The first of ``names``, in words."""
+    if not names:
+        return "none"
+    return ", ".join(names[:NAMED]) + (" and others" if len(names) > NAMED else "")
+
 
 WRITE_TIMEOUT_S = 5.0
 ASK_LIMIT_S = 2.0

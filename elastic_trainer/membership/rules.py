@@ -2,33 +2,290 @@
 
 Every node that watches the nodes runs ``decide``; safety does not depend on which node runs it, because one compare
 on the round document commits its result.
+
+From bottom to top: how often the run may fail at one step; which node stays out when nodes cannot reach each other; how
+a round document is built; the rules.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastic_trainer.membership.cluster_view import (
     ClusterView,
+    Limits,
     NodeView,
     accused,
     by_seniority,
     candidates,
+    has_places,
+    in_groups,
+    is_ghost,
     live_members,
     living,
     losses,
     newcomers,
+    newest_groups,
+    next_number,
     same_life,
 )
-from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.failure_budget import FailureBudget, carried, count, count_lives
-from elastic_trainer.membership.reachability import HINT, apart, last_to_come, left_out, names_itself
-from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
+from elastic_trainer.membership.documents import (
+    Ghost,
+    Identity,
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+    join_address,
+)
 from elastic_trainer.model import Cause, RecoveryMode
 from elastic_trainer.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class FailureBudget:
+    """Failures since the job last made progress, which was to ``step`` (None: no step yet)."""
+
+    step: int | None
+    failures: int
+    stalled: int
+    place: Identity | None = None
+    """The job's position in the data, with the samples of the next step."""
+    culprits: tuple[str, ...] = ()
+    """In restart mode: the nodes whose own workers failed there."""
+    fewest: int = 0
+    """The size in nodes of the smallest round that was tried since then; 0 for none."""
+
+    def verdict(self, limits: Limits) -> str:
+        """Why the run has to end; empty if it may continue."""
+        if self.failures >= limits.failure_limit:
+            what = f"{self.failures} worker failures"
+        elif self.stalled >= limits.stalled_rounds:
+            what = f"{self.stalled} consecutive rounds ended"
+        else:
+            return ""
+        if self.step is None:
+            return f"{what} before the first step"
+        return f"{what} after step {self.step}, without a step committed since{_samples(self.place)}"
+
+
+UNSPENT = FailureBudget(None, 0, 0)
+"""The budget of a run that starts."""
+
+
+def carried(current: RoundDocument) -> FailureBudget:
+    """The counts as ``current`` carries them."""
+    fewest = current.fewest or len(current.members)
+    return FailureBudget(current.last_step, current.failures, current.stalled, fewest=fewest)
+
+
+def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> FailureBudget:
+    """The counts after the end of the present round, whose successor will consist of ``ready``."""
+    if current.state is RoundState.DRAINING:
+        return carried(current)
+    ended = [node for member, node in live_members(view) if node.record.life > member.life]
+    # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
+    known = [node.record.identity for node in ready if node.record.identity is not None]
+    known = known or [node.record.reached for node in ended if node.record.reached is not None]
+    place = max(known, key=lambda each: each.step, default=None)
+    failed = int(current.worker_failed or bool(ended))
+    if place is not None and (current.last_step is None or place.step > current.last_step):
+        return FailureBudget(place.step, failed, 0, place)
+    fewest = carried(current).fewest
+    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place, fewest=fewest)
+
+
+def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
+    """The counts in restart mode: consecutive lives that ended with a worker failure after the same step.
+
+    Each life starts at a checkpoint, so one that ends before that step says nothing about it: such failures come from
+    machines, at any step. A life that ended with the loss of a node says nothing about the step either.
+    """
+    before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
+    ended = [node for member, node in live_members(view) if node.record.life > member.life]
+    reached = [node.record.reached for node in ended if node.record.reached is not None]
+    place = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
+    culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
+    if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
+        return before
+    if place.step != current.last_step:
+        return FailureBudget(place.step, 1, 0, place, tuple(sorted(culprits)))
+    return FailureBudget(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
+
+
+def _samples(place: Identity | None) -> str:
+    """The samples that come next at ``place``, for people: each epoch has its own order."""
+    if place is None or not place.batch:
+        return ""
+    last = place.samples + place.batch - 1
+    return f" (epoch {place.epoch}, samples {place.samples} to {last} of its order)"
+
+
+FAILED_ROUNDS = 2
+"""Consecutive rounds without a committed step after which the report of one side alone is enough."""
+UNFORMED_ROUNDS = 4
+"""Consecutive rounds that could not be formed after which the last to come is left out, though nobody names it."""
+HINT = "to check, run 'elastic-trainer doctor --endpoint HOST:2379 --run-id check --peers 2' on both"
+
+
+def left_out(tried: list[NodeView], stalled: int) -> NodeView | None:
+    """The node that most others could not reach, the last one in case of a tie; None if all may stay.
+
+    ``tried`` were in the round that failed, in this order. Two nodes that report each other count at once; a node that
+    only others report may just have been slow for a moment. One that names itself knows better than all others.
+    """
+    if culprits := [node for node in tried if names_itself(node)]:
+        return culprits[-1]
+    pairs = _named(tried)
+    named = Counter(name for node, name in pairs if stalled >= FAILED_ROUNDS or (name, node) in pairs)
+    most = max(named.values(), default=0)
+    return next((node for node in reversed(tried) if most and named[node.id] == most), None)
+
+
+def names_itself(node: NodeView) -> bool:
+    """Whether it knows that others cannot reach its workers; its ``cause`` says why."""
+    return node.id in node.record.unreachable
+
+
+def last_to_come(tried: list[NodeView], unformed: int) -> NodeView | None:
+    """The last of ``tried`` if round after round could not be formed and no node is named; else None.
+
+    The network may let the agents through and not the workers. The round without it shows whether it was the cause.
+    """
+    return tried[-1] if tried and unformed >= UNFORMED_ROUNDS else None
+
+
+def blamed(tried: str, others: Mapping[str, NodeRecord]) -> str | None:
+    """The one of ``others`` that a worker did not reach at the address ``tried``; None if that is not known.
+
+    Who announces that address alone, or the only one that there is. A worker that waited in vain tried none: the other
+    may have died.
+    """
+    if not tried:
+        return None
+    found = [name for name, record in others.items() if record.address == tried] or list(others)
+    return found[0] if len(found) == 1 else None
+
+
+def cannot_reach(node: str, other: str, announced: str, tried: str, why: str) -> str:
+    """The sentence for people; ``tried``: where ``node`` looked for ``other``, if known."""
+    at = f"{announced}, which {other} announces"
+    if tried not in ("", announced):
+        at = f"{tried}, which its worker published, while its agent announces {announced}"
+    return f"node {node} cannot reach node {other} at {at} ({why}); {HINT}"
+
+
+def misleads(node: str, interfaces: str) -> str:
+    """The sentence about a node whose gloo was bound to loopback interfaces by the user."""
+    return (
+        f"workers of node {node} publish 127.0.0.1, which no other host reaches: GLOO_SOCKET_IFNAME={interfaces};"
+        " unset it there, or name an interface that other hosts reach"
+    )
+
+
+def apart(ready: list[NodeView]) -> tuple[str, str] | None:
+    """Two of ``ready`` that report each other: a round with both could not form."""
+    named = _named(ready)
+    return min(((node, name) for node, name in named if (name, node) in named), default=None)
+
+
+def _named(ready: list[NodeView]) -> set[tuple[str, str]]:
+    """Pairs of ``ready``: the first could not reach the second."""
+    present = {node.id for node in ready}
+    return {(node.id, name) for node in ready for name in node.record.unreachable if name in present - {node.id}}
+
+
+def broken(
+    current: RoundDocument,
+    reason: str,
+    *,
+    worker_failed: bool = False,
+    cause: Cause | None = None,
+    suspects: tuple[Ghost, ...] = (),
+    lost: tuple[str, ...] = (),
+    unformed: bool = False,
+) -> RoundDocument:
+    """The round document after a failure; ``suspects`` are excluded until they write their keys.
+
+    ``unformed``: ranks did not reach each other when its groups were to be formed.
+
+    A planned change that was in progress counts as made, since some ranks may have switched already: the broken round
+    is the one that it leads to.
+    """
+    base = current.next if current.next is not None else current
+    ghosts = current.ghosts if current.next is not None else base.ghosts
+    update = {
+        "state": RoundState.BROKEN,
+        "reason": reason,
+        "next": None,
+        "ghosts": (*ghosts, *suspects),
+        "worker_failed": worker_failed,
+        "unformed": base.unformed + 1 if unformed else 0,
+        "cause": cause,
+        "lost": lost or tuple(ghost.node for ghost in suspects),
+    }
+    return base.model_copy(update=update)
+
+
+def compose(
+    view: ClusterView,
+    chosen: list[NodeView],
+    reason: str,
+    budget: FailureBudget = UNSPENT,
+    *,
+    left_out: str | None = None,
+    cause: Cause | None = None,
+) -> RoundDocument:
+    """The next round, with ``chosen`` as members in this order; ``cause`` ended the previous one."""
+    members, first_rank = [], 0
+    for node in chosen:
+        size = node.record.local_world_size
+        members.append(
+            RoundMember(
+                node=node.id,
+                create_revision=node.create_revision,
+                life=node.record.life,
+                first_rank=first_rank,
+                local_world_size=size,
+                role=node.record.role,
+            )
+        )
+        first_rank += size
+    head = chosen[0].record
+    return RoundDocument(
+        epoch=view.round.epoch if view.round else 1,
+        number=next_number(view),
+        nonce=view.nonce,
+        state=RoundState.ACTIVE,
+        members=tuple(members),
+        store=join_address(head.address, head.store_port),
+        ghosts=_ghosts(view, {node.id for node in chosen}),
+        reason=reason,
+        last_step=budget.step,
+        failures=budget.failures,
+        stalled=budget.stalled,
+        fewest=min(budget.fewest or len(members), len(members)),
+        unformed=view.round.unformed if view.round is not None and view.round.state is RoundState.BROKEN else 0,
+        culprits=budget.culprits,
+        left_out=left_out,
+        cause=cause,
+    )
+
+
+def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
+    """Keys of members that the next round excludes although their leases are still alive."""
+    left_out = {node.id: node for _, node in live_members(view)}
+    left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
+    present = {node.id for node in candidates(view)}
+    present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}
+    return tuple(node.ghost for name, node in sorted(left_out.items()) if name not in chosen and name not in present)
+
 
 FALSE_STARTS = 2
 """Consecutive lives that failed at startup in the same way on all nodes, after which the run fails."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundDocument
-from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watch, WatchEvent
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, Watch, WatchEvent
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 

@@ -15,8 +15,7 @@ from elastic_trainer.preflight.judge import judge
 from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.network import MOST_ASKED, Neighbor, reaching
 from elastic_trainer.preflight.report import NodeReport, Published, count, publish, published, report_in
-from elastic_trainer.store.api import Order, Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Order, RunKeys, Store
 
 STORE_S = 5.0
 """Time limit of each request to the store."""

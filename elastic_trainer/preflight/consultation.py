@@ -20,8 +20,7 @@ from elastic_trainer.preflight.report import report_of
 from elastic_trainer.preflight.together import measured_together
 from elastic_trainer.settings import StoreSettings
 from elastic_trainer.store import connect
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 
 KEEP_S = 600.0
 """Seconds that a doctor's report stays in the store for comparison."""

@@ -20,8 +20,7 @@ from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, 
 from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.child import Doing
 from elastic_trainer.preflight.network import Neighbor
-from elastic_trainer.store.api import KeyValue, Order, Put, Store, absent, created_at
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store, absent, created_at
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.wording import counted
 

@@ -15,8 +15,7 @@ from pydantic import Field
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.finding import Finding, bad, sentence
-from elastic_trainer.store.api import KeyValue, Order, Put, Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 

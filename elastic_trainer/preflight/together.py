@@ -18,8 +18,7 @@ from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.meeting import AbsentError, Meeting, attended
 from elastic_trainer.preflight.network import Neighbor, reaching
 from elastic_trainer.preflight.pairs import Measured, Pair
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 
 _MODULE = "elastic_trainer.preflight.collective"
 

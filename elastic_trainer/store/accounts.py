@@ -1,20 +1,125 @@
-"""Reads and changes etcd's users and roles, through etcd's own Auth API.
+"""This package's users and roles in etcd: which there are, the steps that create them, and etcd's Auth API.
 
-*Runs in* the main thread of a command. *Owns* one connection.
-*Fails by* AccessDeniedError for a user without the role ``root``, otherwise as any call to the store.
+``root`` may do everything. ``monitor`` reads all runs. ``run-<run>`` reads and writes only the keys of that run.
+
+*Runs in* the main thread of a command. *Owns* one connection; it changes etcd step by step, and completed steps remain.
+*Fails by* ConfigError, AccessDeniedError for a user without the role ``root``, otherwise as any call to the store.
+*Invariant*: when repeated after a failure, each function continues where it stopped; authentication is enabled last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Self
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import AccessDeniedError, ConfigError, OutcomeUnknownError
 from elastic_trainer.settings import StoreSettings
-from elastic_trainer.store.connection import StoreConnection
+from elastic_trainer.store.api import RunKeys, prefix_end
+from elastic_trainer.store.etcd import StoreConnection
 from elastic_trainer.store.retry import within
-from elastic_trainer.store.rights import Right
+
+MONITOR = "monitor"
+RUN_PREFIX = "run-"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Right:
+    """The right to read, and with ``write`` to write, the keys from ``key`` up to but not including ``range_end``."""
+
+    key: str
+    range_end: str
+    write: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A user and a role of the same name that has exactly this right."""
+
+    name: str
+    right: Right
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The present state of etcd: the roles of each user, the rights of each role."""
+
+    users: Mapping[str, Iterable[str]]
+    roles: Mapping[str, frozenset[Right]]
+
+
+class RightsStep(StrEnum):
+    """One step of creating an account."""
+
+    ADD_ROLE = "add_role"
+    GIVE_RIGHT = "give_right"
+    ADD_USER = "add_user"
+    SET_PASSWORD = "set_password"
+    GIVE_ROLE = "give_role"
+
+
+def account_of(prefix: str, run: str) -> Account:
+    """The account of one run. Raises ConfigError for an invalid run name."""
+    root = RunKeys(prefix, run).root
+    return Account(f"{RUN_PREFIX}{run}", Right(root, prefix_end(root), write=True))
+
+
+def monitors_account(prefix: str) -> Account:
+    """The monitor's account, which reads all runs."""
+    root = f"{prefix}/"
+    return Account(MONITOR, Right(root, prefix_end(root), write=False))
+
+
+def steps(account: Account, known: Known) -> tuple[RightsStep, ...]:
+    """The steps, in order, that create ``account`` with a new password.
+
+    The user comes last: without its role it can do nothing, but with a role of unknown rights it might do anything.
+    Raises ConfigError if a role of this name has other rights, which another application may need.
+    """
+    name, rights = account.name, known.roles.get(account.name)
+    if rights is not None and rights - {account.right}:
+        raise ConfigError(
+            f"etcd has a role {name!r} with other rights: {told(sorted(rights)[0])}",
+            hint="another --prefix uses this etcd: use other run names, or remove the role with etcdctl",
+        )
+    user = known.users.get(name)
+    if user is not None and set(user) - {name}:
+        raise ConfigError(
+            f"etcd's user {name!r} has the role {sorted(set(user) - {name})[0]!r} too",
+            hint="revoke that role with etcdctl, or remove the user",
+        )
+    found = [RightsStep.ADD_ROLE] if rights is None else []
+    if not rights:
+        found.append(RightsStep.GIVE_RIGHT)
+    found.append(RightsStep.ADD_USER if user is None else RightsStep.SET_PASSWORD)
+    if user is None or name not in user:
+        found.append(RightsStep.GIVE_ROLE)
+    return tuple(found)
+
+
+def told(right: Right) -> str:
+    """``right`` in words."""
+    return f"{'read and write' if right.write else 'read'} {right.key} up to {right.range_end}"
+
+
+def granted(known: Known, prefix: str) -> dict[str, bool]:
+    """The runs below ``prefix`` that have an account; False for an incomplete or wrong account."""
+    found = dict[str, bool]()
+    for name in sorted({*known.users, *known.roles}):
+        if not name.startswith(RUN_PREFIX):
+            continue
+        try:
+            account = account_of(prefix, name.removeprefix(RUN_PREFIX))
+        except ConfigError:
+            continue
+        rights = known.roles.get(name, frozenset())
+        if rights and account.right not in rights:
+            continue  # of another prefix
+        found[name.removeprefix(RUN_PREFIX)] = rights == {account.right} and set(known.users.get(name, ())) == {name}
+    return found
+
 
 ROOT = "root"
 """The user and the role that may do everything; etcd requires both before authentication can be enabled."""
@@ -111,3 +216,75 @@ class Accounts:
             f"etcd at {self._connection.where} does not let {who} administer users",
             hint="pass --user root with --password-file",
         )
+
+
+def known(accounts: Accounts) -> Known:
+    """Read etcd's present users and roles; works also while authentication is disabled."""
+    return Known(accounts.users(), accounts.roles())
+
+
+def initialize(accounts: Accounts, prefix: str, root_password: str, monitor_password: str) -> Account:
+    """Create ``root`` with ``root_password`` and the monitor's account, which is returned; enable authentication."""
+    was_on = accounts.on
+    present = known(accounts)
+    if ROOT not in present.roles:
+        accounts.add_role(ROOT)
+    if ROOT not in present.users:
+        accounts.add_user(ROOT, root_password)
+    elif not was_on:  # while authentication is disabled the present password is unverified
+        accounts.set_password(ROOT, root_password)
+    if ROOT not in present.users.get(ROOT, ()):
+        accounts.give_role(ROOT, ROOT)
+    account = monitors_account(prefix)
+    _perform(accounts, account, present, monitor_password)
+    if not was_on:
+        accounts.enable()
+    return account
+
+
+def grant(accounts: Accounts, prefix: str, run: str, password: str) -> Account:
+    """Create the account of ``run`` with this password. Raises ConfigError while authentication is disabled."""
+    account = account_of(prefix, run)
+    _require_on(accounts)
+    _perform(accounts, account, known(accounts), password)
+    return account
+
+
+def revoke(accounts: Accounts, prefix: str, run: str) -> None:
+    """Remove the account of ``run``. Its keys stay. Raises ConfigError if there is none."""
+    account = account_of(prefix, run)
+    _require_on(accounts)
+    present = known(accounts)
+    rights = present.roles.get(account.name)
+    if account.name not in present.users and rights is None:
+        raise ConfigError(f"no rights were granted to run {run!r}", hint="see elastic-trainer admin list")
+    if rights and account.right not in rights:
+        raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="pass its --prefix")
+    if account.name in present.users:
+        accounts.remove_user(account.name)
+    if rights is not None:
+        accounts.remove_role(account.name)
+
+
+def _require_on(accounts: Accounts) -> None:
+    if not accounts.on:
+        raise ConfigError(
+            "authentication is disabled: everybody can read and write everything in etcd",
+            hint="run elastic-trainer admin init first",
+        )
+
+
+def _perform(accounts: Accounts, account: Account, present: Known, password: str) -> None:
+    name = account.name
+    for step in steps(account, present):
+        match step:
+            case RightsStep.ADD_ROLE:
+                accounts.add_role(name)
+            case RightsStep.GIVE_RIGHT:
+                accounts.give_right(name, account.right)
+            case RightsStep.ADD_USER:
+                accounts.add_user(name, password)
+            case RightsStep.SET_PASSWORD:
+                accounts.set_password(name, password)
+            case RightsStep.GIVE_ROLE:
+                accounts.give_role(name, name)

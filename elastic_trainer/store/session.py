@@ -1,21 +1,24 @@
-"""Holds a lease: grants it, keeps it alive, and reports its loss.
+"""What one process keeps in the store: a lease, and keys that it overwrites.
 
-*Runs in* any member process; one thread (``lease-keeper``) for each session.
+*Runs in* any member process; one thread (``lease-keeper``) for each lease.
 *Owns* the lease and that thread.
 *Fails by* setting :attr:`LeaseSession.lost`; it retries for ever while the store is unreachable.
 *Invariant*: ``lost`` is set only when the store itself reports that the lease has ended. While the store is unreachable
-the lease is only suspect: no other node can act on its end either.
+the lease is only suspect: no other node can act on its end either. A key is never overwritten with an older value: a
+write of unknown outcome may still happen later, over an old connection or by an etcd member that was frozen, so each
+write is guarded by the revision that the writer knows, and a late one changes nothing.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError, LeaseLostError
-from elastic_trainer.store.api import Lease, Store
+from elastic_trainer.store.api import Compare, Lease, Put, Read, Store, unchanged
 from elastic_trainer.store.retry import RetryBackoff
 from elastic_trainer.telemetry.logs import logger
 
@@ -137,4 +140,27 @@ class LeaseSession:
             return True
         except ElasticTrainerError:
             return True
+        return False
+
+
+class Slot:
+    """See the module. A value by another writer of ``key`` is overwritten once its revision is known."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._revision = 0
+
+    def replace(self, value: bytes, deadline: Deadline, guards: Sequence[Compare] = ()) -> bool:
+        """Write ``value``; False if ``guards`` do not hold, or another process writes at the same time."""
+        for _ in range(2):
+            guard = unchanged(self._key, self._revision)
+            done = self._store.transact([*guards, guard], [Put(self._key, value)], [Read(self._key)], deadline=deadline)
+            if done.succeeded:
+                self._revision = done.revision
+                return True
+            there = done.reads[0].first
+            found = there.mod_revision if there is not None else 0
+            if found == self._revision:
+                return False
+            self._revision = found  # of an earlier writer, or of our own write whose answer was lost
         return False

@@ -1,7 +1,7 @@
 """The gauges of a rank, each declared once.
 
 A field of :class:`RankGauges` appears in the heartbeat page (``ipc/page.py``), in its node's health document
-(``membership/health.py``), in ``/api/runs/<run>``, in the metrics of the node's endpoint, and in the tables of
+(``membership/documents.py``), in ``/api/runs/<run>``, in the metrics of the node's endpoint, and in the tables of
 ``elastic-trainer status`` and the status page. To add one, declare it here and set it in the worker.
 """
 

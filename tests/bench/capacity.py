@@ -23,8 +23,7 @@ from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
-from elastic_trainer.store.api import Put, Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys, Store
 from elastic_trainer.telemetry.families import FAMILIES
 from tests.bench.capacity_nodes import LOCAL_WORLD_SIZE
 from tests.bench.capacity_plan import NODES, Costs, costs, need

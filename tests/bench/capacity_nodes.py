@@ -25,10 +25,8 @@ from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
-from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.member import Member, Presence
+from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.store.session import LeaseSession
 from tests.bench.capacity_transport import AioStore, EventLoop
 

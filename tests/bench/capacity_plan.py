@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import COMPRESS_FROM
-from elastic_trainer.membership.round_write import JOURNAL_LENGTH
+from elastic_trainer.membership.writes import JOURNAL_LENGTH
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.session import REFRESHES_PER_TTL
 

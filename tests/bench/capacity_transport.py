@@ -20,7 +20,7 @@ import grpc
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, StoreUnavailableError
-from elastic_trainer.store import failures, wire
+from elastic_trainer.store import etcd
 from elastic_trainer.store.api import (
     Compare,
     Lease,
@@ -33,9 +33,8 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.channel import KEEPALIVE_PATH
 from elastic_trainer.store.descriptors import load_etcd3
-from elastic_trainer.store.etcd import WATCH_CALL_S, _batch, _history
+from elastic_trainer.store.etcd import KEEPALIVE_PATH, WATCH_CALL_S, _batch, _history
 from elastic_trainer.store.retry import within
 from elastic_trainer.store.watch import EventBatch, WatchLoop, WatchReading
 
@@ -91,11 +90,11 @@ class AioStore:
         *,
         deadline: Deadline,
     ) -> TransactionResult:
-        request = wire.transaction(self.rpc, guards, success, failure)
+        request = etcd.transaction(self.rpc, guards, success, failure)
         response = self.call(self.kv.Txn, request, deadline, write=True)
         revision = response.header.revision
         reads = (part.response_range for part in response.responses if part.HasField("response_range"))
-        return TransactionResult(response.succeeded, tuple(wire.snapshot(r.kvs, revision) for r in reads), revision)
+        return TransactionResult(response.succeeded, tuple(etcd.snapshot(r.kvs, revision) for r in reads), revision)
 
     def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
         request = self.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=secrets.randbits(62) + 1)
@@ -112,7 +111,7 @@ class AioStore:
         self.call(self.lease.LeaseRevoke, self.rpc.LeaseRevokeRequest(ID=lease_id), deadline)
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
-        fields = wire.prefix_bounds(prefix, exact=exact)
+        fields = etcd.prefix_bounds(prefix, exact=exact)
         watch = WatchLoop(lambda revision: _AioStream(self, fields, revision), listener, prefix)
         self._watches.append(watch)
         return watch
@@ -127,8 +126,8 @@ class AioStore:
         self.loop.submit(self.channel.close(None)).result()
 
     def _range(self, wanted: Read, deadline: Deadline) -> Snapshot:
-        response = self.call(self.kv.Range, wire.reading(self.rpc, wanted), deadline)
-        return wire.snapshot(response.kvs, response.header.revision)
+        response = self.call(self.kv.Range, etcd.reading(self.rpc, wanted), deadline)
+        return etcd.snapshot(response.kvs, response.header.revision)
 
     def call(self, method: Callable[..., Any], request: Any, deadline: Deadline, *, write: bool = False) -> Any:
         """The response to ``request``, asked again within the deadline where the product does."""
@@ -143,7 +142,7 @@ class AioStore:
                 return self.loop.submit(send()).result()
             except grpc.aio.AioRpcError as error:
                 where = self._endpoint
-                raise failures.translate(error.code().name, error.details() or "", where=where, write=write) from error
+                raise etcd.translate(error.code().name, error.details() or "", where=where, write=write) from error
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 raise StoreUnavailableError("the connection to etcd is closed") from error
 
@@ -178,7 +177,7 @@ class _AioStream:
     def read(self) -> WatchReading:
         request = self._store.rpc.RangeRequest(**self._fields)
         response = self._store.call(self._store.kv.Range, request, Deadline.after(WATCH_CALL_S))
-        return WatchReading(wire.snapshot(response.kvs, response.header.revision), _history(response.header))
+        return WatchReading(etcd.snapshot(response.kvs, response.header.revision), _history(response.header))
 
     def cancel(self) -> None:
         self._task.cancel()

@@ -31,7 +31,7 @@ from elastic_trainer.monitor.model.snapshot import as_json, snapshot
 from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
 from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector

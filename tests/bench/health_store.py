@@ -10,20 +10,22 @@ from typing import Self
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import (
+    Incident,
     JournalEntry,
+    NodeHealth,
     NodeRecord,
     NodeState,
+    RankHealth,
     RoundDocument,
     RoundMember,
     RoundState,
+    Saved,
     Spec,
 )
-from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth, Saved
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
-from elastic_trainer.store.api import Operation, Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Operation, Put, RunKeys
 from elastic_trainer.telemetry.families import CAUSES, PHASES, RECOVERY_BUCKETS, SAVE_BUCKETS
 
 RANKS = 8

@@ -11,10 +11,9 @@ from typing import Any
 from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.membership.composition import broken
-from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.health import Incident
-from elastic_trainer.membership.round_write import Author, round_write
+from elastic_trainer.membership.documents import Incident, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.rules import broken
+from elastic_trainer.membership.writes import Author, round_write
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.contents import RunDocuments
@@ -24,8 +23,7 @@ from elastic_trainer.monitor.model.snapshot import as_values, snapshot
 from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 from tests.bench.health_store import LIMIT_S, SimulatedRun, name
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 

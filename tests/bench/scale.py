@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 from unittest import mock
 
-from elastic_trainer.membership import leader_priority
+from elastic_trainer.membership import core
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Identity, NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import RecoveryMode
@@ -264,7 +264,7 @@ def counted(world: Scale) -> Iterator[None]:
         mock.patch.object(Etcd, "request", requesting),
         mock.patch.object(SimWatch, "push", pushing),
         mock.patch.object(SimWatch, "_attach", attaching),
-        mock.patch.object(leader_priority, "elders", indexed.elders),
+        mock.patch.object(core, "elders", indexed.elders),
         mock.patch.object(RoundDocument, "member", lambda document, node: indexed.member(document, node)),
         mock.patch.object(RoundDocument, "decode", lru_cache(8)(RoundDocument.decode)),
         mock.patch.object(NodeRecord, "decode", lru_cache(1 << 18)(NodeRecord.decode)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from elastic_trainer.agent.rendezvous.node_place import SETTLE_S, NodePlace
+from elastic_trainer.agent.rendezvous.in_place import SETTLE_S, NodePlace
 from elastic_trainer.agent.workers.conductor import (
     Conductor,
     ConductorConfig,
@@ -36,11 +36,10 @@ from elastic_trainer.ipc.messages import (
     StateReport,
     Welcome,
 )
-from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.cluster_view import NodeView, has_places
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.shard_groups import has_places
 from elastic_trainer.model import Incarnation
 from tests.simulation.agents import Agent, Place, Trainer, Watcher
 from tests.simulation.invariants import NO_HEALTHY_KILLED, Violation

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from elastic_trainer.ipc.messages import Formation
 from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.core import position
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.rollback_guard import position
 from elastic_trainer.model import Incarnation
 from tests.simulation.agents import Place
 

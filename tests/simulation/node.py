@@ -11,14 +11,15 @@ from typing import Any, cast
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, OutcomeUnknownError, ReplacedError, TransientError
-from elastic_trainer.membership import member, round_write
+from elastic_trainer.membership import member, writes
 from elastic_trainer.membership.cluster_view import Limits, NodeView
-from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
-from elastic_trainer.membership.documents import NodeRecord, RoundDocument
-from elastic_trainer.membership.effects import (
+from elastic_trainer.membership.core import (
+    LEASE_SLACK_S,
+    LOOK_AGAIN_S,
     AskOldest,
     ChangeWatch,
     CommitRound,
+    Core,
     Effect,
     Ended,
     Event,
@@ -33,14 +34,14 @@ from elastic_trainer.membership.effects import (
     Return,
     Steps,
     Transaction,
+    first_names,
+    oldest_keys,
+    written_by_nodes,
 )
-from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
-from elastic_trainer.membership.own_key import ATTEMPT_S, OwnKey
-from elastic_trainer.membership.round_write import Author, RoundFailure
+from elastic_trainer.membership.documents import NodeRecord, RoundDocument
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.membership.watch_scope import LEASE_SLACK_S
-from elastic_trainer.store.api import Store, TransactionResult
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.writes import ATTEMPT_S, Author, OwnKey, RoundFailure
+from elastic_trainer.store.api import RunKeys, Store, TransactionResult
 from elastic_trainer.store.session import REFRESHES_PER_TTL
 from tests.simulation.etcd import Etcd, Link, WatchStore
 from tests.simulation.loop import Host, Process, Signal
@@ -236,11 +237,11 @@ class SimNode:
         document: RoundDocument,
         seen: Observation,
         record: NodeRecord | None = None,
-        limit_s: float = round_write.ATTEMPT_S,
+        limit_s: float = writes.ATTEMPT_S,
     ) -> Generator[Any, Any, bool]:
         author = Author(KEYS, self.name, self.key.create_revision)
         more = [self.key.put(record)] if record is not None else []
-        write = round_write.round_write(author, document, seen.round_revision, self.loop.wall(), *more, limit_s=limit_s)
+        write = writes.round_write(author, document, seen.round_revision, self.loop.wall(), *more, limit_s=limit_s)
         if write is None:
             return False
         if record is not None:
@@ -327,13 +328,13 @@ class SimNode:
         deadline = Deadline.after(limit_s, self.loop)
         while not deadline.expired:
             seen = self.view.look()
-            document = round_write.breaking(seen.round, failure, self.limits)
+            document = writes.breaking(seen.round, failure, self.limits)
             if document is None:
                 return
             if record is not None:
                 yield from self._lock()
             try:
-                limit_left_s = min(round_write.ATTEMPT_S, deadline.remaining_s())
+                limit_left_s = min(writes.ATTEMPT_S, deadline.remaining_s())
                 if (yield from self._commit(document, seen, record, limit_left_s)):
                     return
             except TransientError:

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.round_write import RoundFailure, free_again
+from elastic_trainer.membership.writes import RoundFailure, free_again
 from elastic_trainer.model import Cause, Incarnation
 from tests.simulation.agents import Agent, Place, Trainer, Watcher
 from tests.simulation.loop import Process, Signal

@@ -10,19 +10,20 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import (
     Document,
+    Incident,
     JournalEntry,
+    NodeHealth,
     NodeRecord,
     NodeState,
+    RankHealth,
     RoundDocument,
     RoundMember,
     RoundState,
     Spec,
 )
-from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.store.api import Put, Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys, Store
 
 PREFIX = "/elastic_trainer"
 

@@ -39,7 +39,7 @@ ROOMS = {
     "preflight/clocks.py": "preflight",
     "preflight/judge.py": "preflight",
     "preflight/pairs.py": "preflight",
-    "agent/health/save_requests.py": "agent",
+    "agent/health/node_health.py": "agent",
     "agent/workers/conductor.py": "agent",
     "agent/workers/hang_rules.py": "agent",
     "worker/comm/groups.py": "worker",

@@ -11,7 +11,7 @@ from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.membership.documents import JournalEntry, NodeRecord, NodeState, RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 
 LIMIT_S = 180.0
 """How long anything may take on a slow machine before a test fails."""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident
 from elastic_trainer.monitor.model.snapshot import incident as described
 
 Json = dict[str, Any]

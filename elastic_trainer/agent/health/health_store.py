@@ -11,11 +11,9 @@ from typing import Final
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.membership.documents import DocumentError
-from elastic_trainer.membership.health import GONE, Incident, NodeHealth, added_up
-from elastic_trainer.store.api import Delete, KeyValue, Operation, Put, Read, Store, absent, unchanged
-from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.slot import Slot
+from elastic_trainer.membership.documents import GONE, DocumentError, Incident, NodeHealth, added_up
+from elastic_trainer.store.api import Delete, KeyValue, Operation, Put, Read, RunKeys, Store, absent, unchanged
+from elastic_trainer.store.session import Slot
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 

@@ -12,9 +12,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
-from elastic_trainer.membership.health import Incident
-from elastic_trainer.membership.parting import no_survivor
+from elastic_trainer.membership.documents import Incident, RoundDocument, RoundMember, RoundState, RunResult
+from elastic_trainer.membership.writes import no_survivor
 from elastic_trainer.model import Cause, Phase
 
 SILENT_S = 60.0

@@ -1,46 +1,210 @@
-"""This node's health in one place: heartbeat pages, watchdog, incidents, metrics endpoint.
+"""This node's health in one place: heartbeat pages, watchdog, incidents, metrics endpoint, preemption notices.
 
-*Runs in* the agent: built in torchrun's main thread; the parts have threads of their own.
+*Runs in* the agent: built in torchrun's main thread; the parts have threads of their own, such as ``preemption``.
 *Owns* those parts.
-*Fails by* ConfigError for an endpoint that somebody asked for and that cannot be opened; else nothing.
+*Fails by* ConfigError for an endpoint that somebody asked for and that cannot be opened; else nothing: a metadata
+service that does not answer is logged once and asked again.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import signal
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
-from elastic_trainer.agent.health.log_place import log_place
-from elastic_trainer.agent.health.node_health import Health, HealthPorts, HealthSubject
+from elastic_trainer.agent.health.node_health import (
+    Evictions,
+    Health,
+    HealthPorts,
+    HealthSubject,
+    SaveRequests,
+    StragglerWatch,
+)
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.preemption import PreemptionWatch
-from elastic_trainer.agent.health.save_requests import SaveRequests
-from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor_shell import records_of
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
-from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.health import added_up, goodput
+from elastic_trainer.membership.documents import RoundDocument, RoundState, added_up, goodput
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.round_write import RoundFailure
-from elastic_trainer.model import Cause, Phase
+from elastic_trainer.membership.writes import RoundFailure
+from elastic_trainer.model import Cause, Phase, as_text
 from elastic_trainer.settings import RendezvousOptions
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED
 from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
+
+
+def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
+    """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
+    try:
+        found = os.fstat(output)
+        target = os.readlink(f"/proc/self/fd/{output}")
+    except OSError:
+        return ""
+    if stat.S_ISREG(found.st_mode):
+        return f"file:{as_text(target)}"
+    if environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}":
+        return f"journal:{_unit(Path('/proc/self/cgroup'))}"
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        return ""
+    job, _, index = hostname.rpartition("-")
+    return f"job:{job}/{index}" if environ.get("JOB_COMPLETION_INDEX") == index else f"pod:{hostname}"
+
+
+def _unit(listed: Path) -> str:
+    """The systemd unit of this process, by the name of its group."""
+    try:
+        paths = [Path(line.rpartition(":")[2]) for line in listed.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    units = (part for path in paths for part in reversed(path.parts) if part.endswith(".service"))
+    return next(units, "")
+
+
+EVERY_S: Final = 3.0
+LIMIT_S: Final = 2.0
+SILENT_TURNS: Final = 3
+"""Turns without an answer after which the log says so: right after its start a machine's service may not be there."""
+_LARGEST: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataAnswer:
+    """What the service said; ``text`` without white space at its ends."""
+
+    status: int
+    text: str
+
+
+Ask = Callable[[str, str, Mapping[str, str]], MetadataAnswer]
+"""``ask(method, path, headers)``. *Fails by* OSError and HTTPException."""
+
+
+def ec2(ask: Ask) -> str | None:
+    """A spot instance's notice (IMDSv2, which hands out a token first); 404 means that there is none."""
+    token = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+    if token.status != http.client.OK:
+        raise OSError(f"no token: status {token.status}")
+    found = ask("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token.text})
+    if found.status == http.client.NOT_FOUND:
+        return None
+    action = _object(found)
+    return f"EC2 will {action.get('action')} this instance at {action.get('time')}"
+
+
+def gce(ask: Ask) -> str | None:
+    """A preempted or spot VM, and a host whose maintenance ends its VMs."""
+    for path, bad in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
+        found = ask("GET", f"/computeMetadata/v1/instance/{path}", {"Metadata-Flavor": "Google"})
+        if found.status != http.client.OK:
+            raise OSError(f"status {found.status}")
+        if found.text == bad:
+            return f"Compute Engine takes this VM back: {path} is {bad}"
+    return None
+
+
+def azure(ask: Ask) -> str | None:
+    """Scheduled events that end this VM; those of others in its scale set are shown too."""
+    headers = {"Metadata": "true"}
+    name = ask("GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    if name.status != http.client.OK:
+        raise OSError(f"status {name.status}")
+    for event in _object(ask("GET", "/metadata/scheduledevents?api-version=2020-07-01", headers)).get("Events", ()):
+        kind, when = event.get("EventType"), event.get("NotBefore") or "once"
+        if kind in ("Preempt", "Terminate", "Reboot", "Redeploy") and name.text in event.get("Resources", ()):
+            return f"Azure will {kind} this VM, not before {when}"
+    return None
+
+
+def _object(found: MetadataAnswer) -> dict[str, Any]:
+    if found.status != http.client.OK:
+        raise OSError(f"status {found.status}")
+    value = json.loads(found.text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+CLOUDS: Final[Mapping[str, tuple[Callable[[Ask], str | None], str]]] = {
+    "ec2": (ec2, "http://169.254.169.254"),
+    "gce": (gce, "http://169.254.169.254"),
+    "azure": (azure, "http://169.254.169.254"),
+}
+"""What to ask, and where."""
+
+
+def asking(base: str) -> Ask:
+    """Asks the service at ``base``: without proxies and redirects, and never for long."""
+    address = urlsplit(base)
+
+    def ask(method: str, path: str, headers: Mapping[str, str]) -> MetadataAnswer:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=LIMIT_S)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            found = connection.getresponse()
+            return MetadataAnswer(found.status, found.read(_LARGEST).decode("utf-8", "replace").strip())
+        finally:
+            connection.close()
+
+    return ask
+
+
+def _leave() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class PreemptionWatch:
+    """See the module. ``source`` is a cloud's name, or ``name@http://HOST:PORT`` for a service elsewhere."""
+
+    def __init__(self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = _leave) -> None:
+        name, _, base = source.partition("@")
+        self._node, self._leave = node, leave
+        self._notice, usual = CLOUDS[name]
+        self._ask = asking(base or usual)
+        self._silent = 0
+        self._thread = PeriodicThread("preemption", self.look, clock)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def look(self) -> float:
+        """One turn: leave if the machine is to go; seconds until the next."""
+        try:
+            reason = self._notice(self._ask)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._silent += 1
+            if self._silent == SILENT_TURNS:
+                logger().warning("preemption.unwatched", node=self._node, error=str(error) or type(error).__name__)
+            return EVERY_S
+        self._silent = 0
+        if reason is None:
+            return EVERY_S
+        logger().warning("node.preempted", node=self._node, reason=reason)
+        self._leave()
+        return IDLE_S
+
 
 _BREAK_S = 10.0
 

@@ -3,17 +3,24 @@
 ``next_rendezvous`` returns a provisional world of this node alone; the workers get their real ranks through their
 Session.
 
-*Runs in* torchrun's main thread, and threads of the same process.
+*Runs in* torchrun's main thread, and threads of the same process: ``join-timeout``, ``places``, ``progress``,
+``plain-script-guard``, those of the conductor.
 *Owns* what the restart handler owns, and the conductor, its channel and threads, this node's TCP store, the guard
 against plain scripts.
 *Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
+*Invariant*: an unreachable store never ends the node: no round can form then, and training may continue. Progress of a
+round is written only while the store holds that round. All workers of one life keep the same place in a shard group,
+since they hold its shards.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,16 +28,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
-from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, RoundStore, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.node_place import NodePlace
-from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
-from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
-from elastic_trainer.agent.suspicion.neighbours import Peers
-from elastic_trainer.agent.suspicion.watch import Suspicion
+from elastic_trainer.agent.suspicion.watch import Peers, Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.conductor_shell import (
     ChannelServer,
@@ -39,17 +40,22 @@ from elastic_trainer.agent.workers.conductor_shell import (
     nodes_of,
     records_of,
 )
-from elastic_trainer.agent.workers.local_sockets import descendants
-from elastic_trainer.agent.workers.periodic import DelayedCalls, PeriodicThread
+from elastic_trainer.agent.workers.local_sockets import descendants, sockets_of, sockets_to
+from elastic_trainer.agent.workers.periodic import IDLE_S, DelayedCalls, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_now, kill_workers, queued_s, worker_pids
-from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, ReplacedError
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
 from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings, has_places, living, move, place_of
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
+from elastic_trainer.membership.view import Observation
+from elastic_trainer.store.api import RunKeys, Store, unchanged
+from elastic_trainer.store.session import Slot
 from elastic_trainer.telemetry import logs
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import (
     ENV_CHANNEL,
     ENV_FORM_TIMEOUT,
@@ -59,6 +65,251 @@ from elastic_trainer.variables import (
     ENV_SHARD_NODES,
     ENV_SHARD_PLACE,
 )
+
+SETTLE_S, SETTLES = 0.25, 20
+"""How long nodes that start together wait to see each other's places, and how often."""
+LOOK_S, STANDING_S = 2.0, 0.3
+"""Interval at which a spare looks while others train, and while nobody does; with hundreds of nodes it is longer."""
+CROWD = 50
+PATIENCE_S = 30.0
+"""How long a spare that holds state waits for another node to take the missing place of its group."""
+
+
+class NodePlace:
+    """See the module. ``nodes()`` are all nodes of the run, read from the store."""
+
+    def __init__(
+        self,
+        member: Member,
+        node: str,
+        nodes: Callable[[], dict[str, NodeView]],
+        conductor: Conductor,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
+        self._clock = clock
+        self._looked_at, self._crowd = -math.inf, 1.0
+        self._since: float | None = None
+        """Since when this node is the one that should restart its workers."""
+        self._thread = PeriodicThread("places", self.turn, clock)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def take(self, announce: Callable[[int | None], None]) -> int | None:
+        """Choose and announce the place of new workers; None if nodes have no places."""
+        place = None
+        for place in self.choices():
+            announce(place)
+            if place is not None:
+                pause(SETTLE_S)
+        return place
+
+    def choices(self) -> Iterator[int | None]:
+        """The place of new workers, and another one each time that the nodes which start with them are seen there."""
+        if not has_places(self._member.limits):
+            yield None
+            return
+        place = None
+        for _ in range(SETTLES):
+            view = self._view(self._nodes(), self._member.look().round)
+            found = place_of(living(view), self._node, view.limits.shard_nodes)
+            if found == place:
+                return
+            yield (place := found)
+
+    def turn(self) -> float:
+        """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
+        if not has_places(self._member.limits):
+            return IDLE_S
+        seen, mine = self._member.look(), self._member.published()
+        current = seen.round
+        trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
+        if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:
+            self._since = None
+            return LOOK_S
+        stands = current is not None and current.state is RoundState.BROKEN
+        now, look_s = self._clock.monotonic(), STANDING_S if stands else LOOK_S
+        if now - self._looked_at < look_s * self._crowd:
+            return STANDING_S
+        nodes = self._nodes()
+        self._looked_at, self._crowd = now, max(1.0, len(nodes) / CROWD)
+        found = move(self._view(nodes, current))
+        if found is None or found[0].id != self._node:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since >= (PATIENCE_S if mine.identity is not None else look_s):
+            self._since = None
+            self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
+        return STANDING_S
+
+    def _view(self, nodes: dict[str, NodeView], current: RoundDocument | None) -> ClusterView:
+        dead = self._member.found_dead(nodes)
+        return ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce="", suspects=dead)
+
+
+LOOK_EVERY_S = 0.5
+
+
+class JoinTimeout:
+    """Counts the time in which this node is ready without a round in effect, up to ``join_timeout_s`` seconds."""
+
+    def __init__(
+        self,
+        member: Member,
+        join_timeout_s: float,
+        give_up: Callable[[JoinTimeoutError], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
+        self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
+        self._since = clock.monotonic()
+        self._thread = PeriodicThread("join-timeout", self.turn, clock)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def turn(self) -> float:
+        """Check whether this node still waits; returns the seconds until the next look."""
+        seen, mine = self._member.look(), self._member.published()
+        waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
+        now = self._clock.monotonic()
+        if not (waits and seen.connected) or _under_way(seen):
+            self._since = now
+        elif now - self._since >= self._join_timeout_s:
+            self._give_up(self._member.join_timeout(self._join_timeout_s))
+            return IDLE_S
+        return self._pause_s
+
+
+def _under_way(seen: Observation) -> bool:
+    """Whether the run has ended, or a round with live members is in effect or soon will be."""
+    current = seen.round
+    if current is None:
+        return False
+    if current.state is RoundState.BROKEN:  # a node that watches only the round will watch the nodes if this lasts
+        return any(node.record.busy for node in _members(seen, current))
+    if current.state is RoundState.CLOSED:
+        return True
+    if current.state is RoundState.DRAINING and current.next is None:
+        return False  # too few nodes will remain
+    if not seen.follows_nodes:
+        return True  # the deciding nodes handle it
+    return bool(_members(seen, current))
+
+
+def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
+    """The members of the round that are present."""
+    keys = {(member.node, member.create_revision) for member in current.members}
+    return [node for node in seen.nodes.values() if (node.id, node.create_revision) in keys]
+
+
+EVERY_S = 1.0
+
+
+class ProgressWriter:
+    """See the module."""
+
+    def __init__(self, store: Store, keys: RunKeys, clock: Clock = SYSTEM) -> None:
+        self._keys, self._clock = keys, clock
+        self._slot = Slot(store, keys.progress)
+        self._lock = threading.Lock()
+        self._latest: tuple[Progress, int] | None = None
+        self._not_before = 0.0
+        self._thread = PeriodicThread("progress", self.turn, clock)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, progress: Progress, round_revision: int) -> None:
+        """Replace the pending progress; ``round_revision`` is that of the round document that it belongs to."""
+        with self._lock:
+            self._latest = (progress, round_revision)
+        self._thread.wake()
+
+    def close(self) -> None:
+        """Stop the thread; tries to write the last progress."""
+        self._thread.close()
+        self._not_before = 0.0
+        self.turn()
+
+    def turn(self) -> float:
+        """Write the newest progress if it is due; returns the seconds until the next turn."""
+        now = self._clock.monotonic()
+        if now < self._not_before:
+            return self._not_before - now
+        with self._lock:
+            latest, self._latest = self._latest, None
+        if latest is None:
+            return IDLE_S
+        self._not_before = now + EVERY_S
+        progress, round_revision = latest
+        guard = unchanged(self._keys.round, round_revision)
+        try:
+            self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
+        except ElasticTrainerError as error:
+            logger().debug("progress.not_written", error=str(error))
+        return EVERY_S
+
+
+PAUSE_S = 0.1
+"""Pause after each check of the open connections."""
+_WAITING = 128
+
+
+class PlainScriptGuard:
+    """Listens on 127.0.0.1 until closed. ``suspects()`` returns the processes that may not connect."""
+
+    def __init__(self, caught: Callable[[], None], suspects: Callable[[], Iterable[int]]) -> None:
+        self._caught, self._suspects = caught, suspects
+        self._closing = threading.Event()
+        self._warned = False
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(_WAITING)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._watch, name="plain-script-guard", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closing.wait(PAUSE_S):  # otherwise this process is out of descriptors for now
+                    return
+                continue
+            with connection:  # a worker that waits for an answer stays connected, and can be found
+                guilty = self._find_suspect()
+            if guilty:
+                self._caught()
+                return
+            self._closing.wait(PAUSE_S)
+
+    def _find_suspect(self) -> bool:
+        """Whether a suspect is connected, or is waiting to be accepted."""
+        strangers = sockets_to("127.0.0.1", self.port)
+        for pid in self._suspects():
+            if strangers & sockets_of(pid):
+                return True
+        if not self._warned:
+            self._warned = True
+            logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")
+        return False
+
+    def close(self) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore

@@ -1,28 +1,135 @@
-"""What torchrun starts on this node, for whom and why: read from the frames of torchrun's agent, which passes none on.
+"""Where this package meets torchrun's agent: signals, what it starts and why, the store it gets, how it exits.
 
-The handler needs the number of workers before it can assign ranks. torchrun's own backends get it from a second
-exchange after the rendezvous, in which any node can block on a dying one.
+*Signals.* torchrun does not handle SIGTERM and SIGHUP correctly before its first workers, a second time, after a
+success, and when the process that started it ignores SIGHUP.
+Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
+evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
+that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions
+of destructors and callbacks. So it is raised again until the process ends. Where its end itself hangs, it exits at once
+after a while.
+torchrun's own handler raises each time, even while torchrun ends its workers because of the previous signal: the second
+signal then leaves workers behind that no process ends. Two come at once when the process that started torchrun dies
+with several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
+When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: these are
+about to exit with 0, and must still do so.
+SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start: torchrun
+would handle it all the same, and pass it on to workers that ignore it, which are killed then. So it stays ignored.
 
-*Runs in* torchrun's main thread, inside ``next_rendezvous``.
-*Fails by* ConfigError when no torchrun agent is calling.
+*What it starts.* The handler needs the number of workers before it can assign ranks. torchrun's own backends get it
+from a second exchange after the rendezvous, in which any node can block on a dying one; here it is read from the frames
+of torchrun's agent, which passes none on.
+
+*Its store* answers from the round document, without a network. torchrun uses it for two things: the ranks of its
+workers (a role exchange), and a barrier when its workers have finished. Neither needs other nodes here, so no node can
+block or fail on a dying one.
+
+*Runs in* torchrun's main thread. *Owns* the process's handlers for SIGTERM and SIGHUP before and after torchrun's own,
+which it replaces, and after an early signal its real-time timer and SIGALRM.
+*Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is; ConfigError
+when no torchrun agent is calling; KeyError for keys of the store that torchrun 2.13 does not use.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import json
 import os
 import pwd
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult, WorkerSpec
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import SignalException, api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ConfigError, ElasticTrainerError, last_line
+
+if TYPE_CHECKING:
+    from elastic_trainer.membership.documents import RoundDocument, RoundMember
+
+Handler = Callable[[int, FrameType | None], None]
+_TORCHRUNS = "_terminate_process_handler"
+"""torchrun's handler for SIGTERM, SIGINT, SIGHUP and SIGQUIT once it starts workers (torch 2.10 to 2.13)."""
+LEAVING = (signal.SIGTERM, signal.SIGHUP)
+"""What asks a node to leave by plan, with exit code 143."""
+_AGAIN_S, _LIMIT_S = 1.0, 20.0
+
+
+def listen_for_sigterm() -> None:
+    """Handle SIGTERM and SIGHUP from now on, unless the process already does or ignores SIGHUP; a second signal cannot
+    disturb the first."""
+    for each in LEAVING:
+        if signal.getsignal(each) is signal.SIG_DFL:
+            signal.signal(each, unless_leaving(_leave))
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torchrun's --signals-to-handle (torch 2.10 to 2.13)
+    if handled is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        kept = [name for name in handled.split(",") if name.strip() != "SIGHUP"]
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(kept)
+    torchruns: Handler | None = getattr(api, _TORCHRUNS, None)
+    if torchruns is not None:
+        setattr(api, _TORCHRUNS, unless_leaving(torchruns))
+
+
+def unless_leaving(handler: Handler) -> Handler:
+    """``handler``, but ignored while this thread still handles the exception of an earlier signal.
+
+    A swallowed exception is no longer being handled: the next signal raises again.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _leaving(sys.exception()):
+            handler(number, frame)
+
+    return handle
+
+
+def _leaving(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, SignalException) or (isinstance(error, SystemExit) and error.code == EXIT_LEFT):
+            return True
+        error = error.__context__
+    return False
+
+
+def ignore_sigterm() -> None:
+    """The run has succeeded: this process is about to exit with 0, so ignore what asks it to leave."""
+    if threading.current_thread() is threading.main_thread():
+        for each in LEAVING:
+            signal.signal(each, signal.SIG_IGN)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    # Uses neither a logger nor a stream: the main thread may be inside one.
+    sent = signal.Signals(number)
+    told = f"elastic-trainer: {sent.name} came before the workers were started: this node leaves\n".encode()
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, told)
+    limit, again = Deadline.after(_LIMIT_S), unless_leaving(_leave_again)
+
+    def remind(number: int, frame: FrameType | None) -> None:
+        if limit.expired:
+            os._exit(EXIT_LEFT)
+        again(number, frame)
+
+    signal.signal(signal.SIGALRM, remind)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, _LIMIT_S)  # not before: Python itself is exiting
+    raise SystemExit(EXIT_LEFT) from SignalException(f"{sent.name} came early", sent)
+
+
+def _leave_again(number: int, frame: FrameType | None) -> None:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == "__main__":  # otherwise Python itself is exiting
+        raise SystemExit(EXIT_LEFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +220,131 @@ def _callers() -> Iterator[dict[str, Any]]:
     while frame is not None:
         yield frame.f_locals
         frame = frame.f_back
+
+
+ROLE_INFO = "torchelastic/role_info/"
+ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+BARRIER_COUNT = "/num_members"
+BARRIER_END = "/last_member"
+
+
+class RoundStore:
+    """A torch ``Store`` for torchrun's agent (duck-typed: workers never get it).
+
+    ``finish(timeout_s)`` is called when this node's workers have succeeded; it returns when all other nodes have ended.
+    """
+
+    def __init__(self, document: RoundDocument, finish: Callable[[float], None]) -> None:
+        self._document, self._finish = document, finish
+        self._values: dict[str, bytes] = {}
+        self._timeout = timedelta(seconds=300)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Keep ``value``; torchrun writes its own role information."""
+        self._values[key] = value.encode() if isinstance(value, str) else value
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``: written before, or known from the round."""
+        if key.startswith(ASSIGNED_RANKS):
+            return self._assigned(int(key.removeprefix(ASSIGNED_RANKS)))
+        if key in self._values:
+            return self._values[key]
+        if key.startswith(ROLE_INFO):
+            return self._role_info(int(key.removeprefix(ROLE_INFO)))
+        raise KeyError(f"torchrun requested {key!r}, which this backend does not know")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up; the barrier's counter never reaches the number of nodes, so that ``wait`` decides."""
+        count = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(count))
+        return 0 if key.endswith(BARRIER_COUNT) else count
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for the end of the run (the barrier), or return at once for keys that are known."""
+        if any(key.endswith(BARRIER_END) for key in keys):
+            self._finish((timeout or self._timeout).total_seconds())
+
+    def _member(self, index: int) -> RoundMember:
+        return self._document.members[index]
+
+    def _assigned(self, index: int) -> bytes:
+        member = self._member(index)
+        alike = [other for other in self._document.members if other.role == member.role]
+        role_rank = sum(other.local_world_size for other in alike if other.first_rank < member.first_rank)
+        role_size = sum(other.local_world_size for other in alike)
+        return json.dumps([member.first_rank, self._document.world_size, role_rank, role_size]).encode()
+
+    def _role_info(self, index: int) -> bytes:
+        member = self._member(index)
+        return json.dumps({"role": member.role, "rank": index, "local_world_size": member.local_world_size}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReason:
+    """``planned``: the node was asked to leave; otherwise it gave up."""
+
+    planned: bool
+    reason: str
+    exit_code: int
+
+
+def exit_reason_of(error: BaseException | None, *, made_steps: bool, died: str = "") -> ExitReason | None:
+    """What ``error`` means for the run; None for a process that succeeds. ``died``: how its worker died."""
+    if isinstance(error, SignalException):
+        name = signal.Signals(error.sigval).name
+        return ExitReason(True, name, EXIT_LEFT if error.sigval in LEAVING else EXIT_FAILURE)
+    if isinstance(error, KeyboardInterrupt):
+        return ExitReason(True, "SIGINT", EXIT_FAILURE)
+    if isinstance(error, SystemExit):
+        return _of_exit(error)
+    if isinstance(error, ElasticTrainerError):
+        return ExitReason(False, error.message, error.exit_code)
+    if error is None:
+        return None
+    code = exit_code_after(error, made_steps=made_steps)
+    reason = f"{died}, and no --max-restarts is left" if isinstance(error, ChildFailedError) else last_line(error)
+    return ExitReason(False, reason, EXIT_FAILURE if code is None else code)
+
+
+def _of_exit(error: SystemExit) -> ExitReason | None:
+    code = error.code if isinstance(error.code, int) else EXIT_FAILURE if error.code else 0
+    if code == 0:
+        return None
+    why = error.__cause__ or error.__context__
+    if code == EXIT_LEFT:
+        sent = why.sigval if isinstance(why, SignalException) else signal.SIGTERM
+        return ExitReason(True, signal.Signals(sent).name, code)
+    return ExitReason(False, why.message if isinstance(why, ElasticTrainerError) else "it cannot continue", code)
+
+
+def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:
+    """The exit code that this process must use instead of torchrun's; None if torchrun's is right.
+
+    ``made_steps``: its workers have made steps, so their configuration was right.
+    """
+    if was_terminated(error):
+        return EXIT_LEFT
+    if made_steps:
+        return None
+    if isinstance(error, ChildFailedError) and any(each.exitcode == EXIT_CONFIG for each in error.failures.values()):
+        return EXIT_CONFIG
+    return None
+
+
+def was_terminated(error: BaseException | None) -> bool:
+    """Whether ``error``, which ended this process, is the one that torchrun raises on SIGTERM or SIGHUP."""
+    return isinstance(error, SignalException) and error.sigval in LEAVING

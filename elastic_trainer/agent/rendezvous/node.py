@@ -1,18 +1,137 @@
-"""This node from its arrival in the run to its end."""
+"""This node from its arrival in the run to its end: allowed sizes of the run, the optional check of the machine, parts.
+
+*Runs in* torchrun's main thread. The check (``--rdzv-conf preflight=warn|refuse``) runs once, after the run has
+admitted the node and before the node writes its key; its report and the incident stay in the store.
+*Fails by* ConfigError if no node count is allowed, UnfitError if unfit nodes are refused. A store that does not answer
+never makes a node unfit.
+*Invariant*: a refused node never had a node key.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
+from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.service import HealthService
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort
+from elastic_trainer.agent.suspicion.peers import LivenessPort
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.watchdog import Supervisor
-from elastic_trainer.membership.documents import Departure
+from elastic_trainer.clock import Clock, Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, TransientError, UnfitError
+from elastic_trainer.membership.documents import Departure, Incident
 from elastic_trainer.membership.member import Member
+from elastic_trainer.model import PreflightMode
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison
+from elastic_trainer.preflight.coordination import round_trip
+from elastic_trainer.preflight.examination import Subject, examine
+from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
+from elastic_trainer.preflight.limits import GIB, FitLimits
+from elastic_trainer.preflight.report import report_of
+from elastic_trainer.settings import RendezvousOptions
+from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_ADDRESS, ENV_COPIES_HERE, ENV_MEMORY
+
+
+def allowed_sizes(options: RendezvousOptions, low: int, high: int) -> tuple[int, ...]:
+    """Counts from ``low`` to ``high`` that ``sizes``, ``multiple_of``, ``shard_nodes`` allow, ascending; empty: all."""
+    named = {int(size) for size in options.sizes.split(":")} if options.sizes else None
+    group = options.shard_nodes
+    for given, counts in ((f"--nnodes {low}:{high}", {low, high}), (f"sizes={options.sizes}", named or ())):
+        if any(count % group for count in counts):
+            raise ConfigError(
+                f"{given} does not divide into shard groups of {group} nodes (--rdzv-conf shard_nodes={group})",
+                hint=f"these numbers count nodes, not groups: use multiples of {group}",
+            )
+    if named is None and options.multiple_of == group == 1:
+        return ()
+    step = math.lcm(options.multiple_of, group)
+    allowed = tuple(size for size in sorted(named or range(low, high + 1)) if low <= size <= high and size % step == 0)
+    if not allowed:
+        given = f"sizes={options.sizes}" if options.sizes else f"multiple_of={options.multiple_of}"
+        raise ConfigError(
+            f"--rdzv-conf {given} allows no node count within --nnodes {low}:{high}", hint="change one of them"
+        )
+    return allowed
+
+
+KEEP_S = 7 * 24 * 3600.0
+"""How long a report stays for comparison with newcomers; it outlives its node, for the node's successor."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCandidate:
+    """A node that wants to join a job of at least ``least`` nodes."""
+
+    node: str
+    address: str
+    workers: int
+    least: int
+
+
+def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock) -> None:
+    """Check this node. Bad findings become an incident, and refuse the node if the options say so."""
+    begun = clock.monotonic()
+    logger().info("preflight.started", limit_s=options.preflight_timeout)
+    findings = examined(store, keys, options, candidate, clock)
+    for finding in findings:
+        if finding.status is Status.WARN:
+            logger().warning("preflight.warned", check=finding.name, text=finding.text, hint=finding.hint)
+    unfit = bad(findings)
+    took_s = round(clock.monotonic() - begun, 3)
+    logger().info("preflight.finished", fit=not unfit, checks=len(findings), duration_s=took_s)
+    if not unfit:
+        return
+    for finding in unfit:
+        logger().warning("node.unfit", check=finding.name, text=finding.text, hint=finding.hint)
+    text = f"node {candidate.node} is not fit: {sentence(unfit)}"
+    refused = options.preflight is PreflightMode.REFUSE
+    outcome = "it does not join" if refused else "it joins anyway"
+    _write_incident(store, keys, candidate.node, f"{text} ({outcome})", clock)
+    if refused:
+        raise UnfitError(text, hint=unfit[0].hint or "run the job on another machine")
+
+
+def examined(
+    store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock
+) -> list[Finding]:
+    """Run the checks of this node, then compare it with the others."""
+    limits = limits_of(options)
+    comparison = PeerComparison(store, keys, candidate.node, limits, clock)
+    subject = Subject(
+        address=candidate.address,
+        directory=options.preflight_dir,
+        workers=candidate.workers,
+        compute=options.preflight_compute,
+        limits=limits,
+    )
+    own = examine(subject, Deadline.after(options.preflight_timeout, clock))
+    report = report_of(candidate.node, candidate.address, own.findings, own.versions, clock.wall())
+    found = [*own.findings]
+    try:
+        found.append(round_trip(store, keys.round, limits, Deadline.after(STORE_S, clock), clock))
+        comparison.publish(report, KEEP_S)
+        # A job cannot start without its minimum of nodes, so waiting for their results costs little.
+        others = candidate.least - 1 if candidate.least > limits.peers else 0
+        found += comparison.findings(others=others, wait_s=options.preflight_wait, keep_s=KEEP_S)
+    except TransientError as error:
+        found.append(Finding("peers", Status.SKIPPED, f"the other nodes' results are unknown: {error}"))
+    return found
+
+
+def limits_of(options: RendezvousOptions) -> FitLimits:
+    """The limits that the options set."""
+    return FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
+
+
+def _write_incident(store: Store, keys: RunKeys, node: str, text: str, clock: Clock) -> None:
+    incident = Incident(wall=clock.wall(), by=node, kind="node_unfit", reason=text, nodes=(node,))
+    try:
+        HealthStore(store, keys, node).write_incident(incident)
+    except ElasticTrainerError as error:
+        logger().warning("incident.not_written", error=str(error))
 
 
 @dataclass(frozen=True, slots=True)

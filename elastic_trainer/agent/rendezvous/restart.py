@@ -22,15 +22,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.health.service import HealthService
-from elastic_trainer.agent.rendezvous import sigterm
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id
-from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
-from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, exit_reason_of
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, job, local_workers
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
-from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
-from elastic_trainer.agent.suspicion.questions import StatusBoard
+from elastic_trainer.agent.rendezvous.launcher import (
+    LocalWorkers,
+    RoundStore,
+    exit_code_after,
+    exit_reason_of,
+    failures,
+    ignore_sigterm,
+    job,
+    local_workers,
+)
+from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit
+from elastic_trainer.agent.suspicion.peers import LivenessPort, ReservedPort, StatusBoard, default_node_id
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
@@ -58,13 +61,12 @@ from elastic_trainer.membership.documents import (
     Spec,
     split_address,
 )
-from elastic_trainer.membership.member import Member, closed_error
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.member import Member, Presence, closed_error
+from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints
 from elastic_trainer.store import connect_patiently
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry import logs
@@ -481,7 +483,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))
-        sigterm.ignore_sigterm()
+        ignore_sigterm()
 
 
 def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:

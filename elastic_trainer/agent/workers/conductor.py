@@ -49,8 +49,8 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
-from elastic_trainer.membership.reachability import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.rules import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
+from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 

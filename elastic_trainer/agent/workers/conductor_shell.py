@@ -35,8 +35,7 @@ from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.membership.member import Member
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.ipc.page import WORK, Reading
-from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.health import NodeHealth
+from elastic_trainer.membership.documents import NodeHealth, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Phase
 
 STEPS_PER_LIMIT: Final = 10.0

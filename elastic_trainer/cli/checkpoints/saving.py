@@ -20,10 +20,15 @@ from elastic_trainer.cli.checkpoints.places import add_json
 from elastic_trainer.cli.options import seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, PermanentError
-from elastic_trainer.membership.documents import Document, DocumentError, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.save_request import SaveRequest
-from elastic_trainer.store.api import Delete, KeyValue, Put, Read, Store, prefix_end, unchanged
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import (
+    Document,
+    DocumentError,
+    RoundDocument,
+    RoundState,
+    RunResult,
+    SaveRequest,
+)
+from elastic_trainer.store.api import Delete, KeyValue, Put, Read, RunKeys, Store, prefix_end, unchanged
 from elastic_trainer.store.untrusted import plain
 
 DocumentT = TypeVar("DocumentT", bound=Document)

@@ -32,7 +32,7 @@ from elastic_trainer.local.hosts import PRIVATE, Segment, check_possible
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail, end_of
 from elastic_trainer.local.wording import last_error
-from elastic_trainer.membership.health import added_up
+from elastic_trainer.membership.documents import added_up
 from elastic_trainer.wording import counted
 
 POLL_S = 0.05

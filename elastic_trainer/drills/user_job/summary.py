@@ -12,8 +12,7 @@ from elastic_trainer.drills.measure import Recovery, recovery
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.local.ledger import Audit, Line, LineKind, audit
 from elastic_trainer.local.wording import exit_text
-from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.membership.health import goodput
+from elastic_trainer.membership.documents import RoundDocument, goodput
 from elastic_trainer.model import Phase
 from elastic_trainer.wording import counted
 

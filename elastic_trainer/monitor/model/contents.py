@@ -8,8 +8,18 @@ from functools import cached_property
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Departure, JournalEntry, RoundDocument, RoundState, Spec
-from elastic_trainer.membership.health import GONE, Incident, NodeHealth, Saved, added_up
+from elastic_trainer.membership.documents import (
+    GONE,
+    Departure,
+    Incident,
+    JournalEntry,
+    NodeHealth,
+    RoundDocument,
+    RoundState,
+    Saved,
+    Spec,
+    added_up,
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.health import NodeHealth, Saved
+from elastic_trainer.membership.documents import NodeHealth, Saved
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.curves import Curves, Point, Recorder

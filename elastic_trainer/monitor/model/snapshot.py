@@ -12,8 +12,16 @@ from typing import Any, Final
 from pydantic_core import to_json, to_jsonable_python
 
 from elastic_trainer.membership import stragglers
-from elastic_trainer.membership.documents import JournalEntry, RoundMember, RoundState
-from elastic_trainer.membership.health import RANK_FIELDS, Incident, NodeHealth, RankHealth, goodput
+from elastic_trainer.membership.documents import (
+    RANK_FIELDS,
+    Incident,
+    JournalEntry,
+    NodeHealth,
+    RankHealth,
+    RoundMember,
+    RoundState,
+    goodput,
+)
 from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.attention import ORDER, Concern, concerns

@@ -7,8 +7,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Final
 
-from elastic_trainer.membership.documents import JournalEntry, NodeState, RoundMember, RoundState, RunResult
-from elastic_trainer.membership.health import RankHealth
+from elastic_trainer.membership.documents import JournalEntry, NodeState, RankHealth, RoundMember, RoundState, RunResult
 from elastic_trainer.monitor.model.contents import RunDocuments
 
 GATHERING: Final = "gathering"

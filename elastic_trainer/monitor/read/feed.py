@@ -16,13 +16,21 @@ from pydantic import BaseModel
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Departure, DocumentError, JournalEntry, NodeRecord, RoundDocument, Spec
-from elastic_trainer.membership.health import GONE, Incident, NodeHealth
+from elastic_trainer.membership.documents import (
+    GONE,
+    Departure,
+    DocumentError,
+    Incident,
+    JournalEntry,
+    NodeHealth,
+    NodeRecord,
+    RoundDocument,
+    Spec,
+)
 from elastic_trainer.model import is_name
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.read.document_cache import DocumentCache
-from elastic_trainer.store.api import KeyValue, Read, Snapshot, Store, prefix_end
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import KeyValue, Read, RunKeys, Snapshot, Store, prefix_end
 from elastic_trainer.store.untrusted import cleaned, plain
 
 PAGE = 500

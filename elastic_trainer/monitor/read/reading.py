@@ -21,8 +21,7 @@ from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.store.api import Read, Snapshot, Store, prefix_end
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Read, RunKeys, Snapshot, Store, prefix_end
 from elastic_trainer.telemetry.logs import logger
 
 EVERY_S = 1.0

@@ -12,7 +12,7 @@ from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.drills.table import DRILLS
 from elastic_trainer.drills.wedge import STUCK, Wedge, ask
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import Cause
 
 PATIENT = {"regroup_grace": "10"}

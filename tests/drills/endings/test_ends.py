@@ -12,8 +12,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.local import processes
-from elastic_trainer.membership.documents import NodeState, RunResult
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident, NodeState, RunResult
 from tests.drills.endings.job import LASTING, LIMIT_S, Job
 from tests.support.metadata import MetadataServer
 

@@ -14,9 +14,9 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.membership.health import NodeHealth
+from elastic_trainer.membership.documents import NodeHealth
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import granting
+from elastic_trainer.store import accounts as granting
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Read
 from tests.drills.endings.job import Job

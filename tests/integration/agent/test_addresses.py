@@ -14,9 +14,9 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort
+from elastic_trainer.agent.suspicion.peers import LivenessPort, ReservedPort
 from elastic_trainer.ipc.listening import listen, store_at
-from elastic_trainer.membership.agent_port import refuses
+from elastic_trainer.membership.member import refuses
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
@@ -28,7 +28,7 @@ TRIES = 3000
 
 LISTEN = """
 import sys
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort
+from elastic_trainer.agent.suspicion.peers import LivenessPort
 print(LivenessPort(sys.argv[1], lambda question: None).port, flush=True)
 input()
 """

@@ -9,10 +9,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.addresses import LivenessPort
-from elastic_trainer.agent.suspicion.asking import Asker, PeerReply
-from elastic_trainer.agent.suspicion.liveness_server import MOST_AT_ONCE
-from elastic_trainer.agent.suspicion.questions import Question, StatusAnswer, StatusBoard, WorkerActivity, read
+from elastic_trainer.agent.suspicion.peers import (
+    MOST_AT_ONCE,
+    Asker,
+    LivenessPort,
+    PeerReply,
+    Question,
+    StatusAnswer,
+    StatusBoard,
+    WorkerActivity,
+    read,
+)
 from elastic_trainer.clock import Deadline
 from tests.support.waiting import LIMIT_S
 

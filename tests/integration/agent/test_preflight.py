@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_UNFIT
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident
 from tests.support.plainjob import LIMIT_S, PlainJob
 
 UNUSABLE = "/proc/checkpoints"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.health import NodeHealth
+from elastic_trainer.membership.documents import NodeHealth
 from tests.support.plainjob import LIMIT_S, SCRIPT, PlainJob
 
 

@@ -21,7 +21,7 @@ from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
-from elastic_trainer.store.handshake import refusal
+from elastic_trainer.store.connect import refusal
 from tests.drills.endings.job import Job
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.requirements import needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from elastic_trainer.agent.health.preemption import CLOUDS, EVERY_S, SILENT_TURNS, PreemptionWatch
+from elastic_trainer.agent.health.service import CLOUDS, EVERY_S, SILENT_TURNS, PreemptionWatch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import rendezvous_options
 from tests.support.metadata import MetadataServer

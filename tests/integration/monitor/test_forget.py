@@ -12,8 +12,7 @@ from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import JournalEntry, RoundDocument, RoundState, RunResult
 from elastic_trainer.settings import StoreSettings
 from elastic_trainer.store import connect
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys
 from tests.support.plainjob import PlainJob
 from tests.support.waiting import soon
 

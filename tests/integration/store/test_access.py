@@ -23,7 +23,7 @@ from elastic_trainer.local.etcd import EtcdCluster, EtcdServer, ServerTls
 from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
-from elastic_trainer.store.connection import StoreConnection
+from elastic_trainer.store.etcd import StoreConnection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.guarded import guard

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic_trainer.settings import Endpoint
-from elastic_trainer.store.diagnosis import examine
+from elastic_trainer.store.connect import examine
 
 ETCD = b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5.1","etcdcluster":"3.5.0"}'
 

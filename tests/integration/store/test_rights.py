@@ -24,11 +24,11 @@ from elastic_trainer.errors import (
 )
 from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.store import connect_checked, granting
-from elastic_trainer.store.accounts import Accounts
+from elastic_trainer.store import accounts as granting
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.accounts import Account, Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
-from elastic_trainer.store.connection import StoreConnection
-from elastic_trainer.store.rights import Account
+from elastic_trainer.store.etcd import StoreConnection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.ipc.page import PHASES, Heartbeat, Reading
-from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.health import NodeHealth, RankHealth
+from elastic_trainer.membership.documents import NodeHealth, RankHealth, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Phase
 
 

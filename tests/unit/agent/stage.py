@@ -18,7 +18,7 @@ from elastic_trainer.agent.workers.conductor import (
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.writes import RoundFailure
 from tests.support.memory_backend import ManualClock
 
 BASE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=29500, probe_port=1)

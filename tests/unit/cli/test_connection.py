@@ -10,8 +10,7 @@ from elastic_trainer.cli import connection
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store.api import Order, Put, Snapshot
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Order, Put, RunKeys, Snapshot
 from tests.support.memory_store import MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/elastic_trainer", "run")

@@ -8,8 +8,7 @@ import pytest
 
 from elastic_trainer.cli.incident_report import as_json, as_markdown, report
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import JournalEntry, RoundState
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident, JournalEntry, RoundState
 from tests.support.monitored import entry, incident
 
 DIED = incident(7, kind="worker_died", cause=None, reason="worker 0 (rank 1) ended with exit code 1: ValueError: x | y")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health.log_place import log_place
+from elastic_trainer.agent.health.service import log_place
 from elastic_trainer.cli import logs
 from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
 from elastic_trainer.cli.main import main

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from elastic_trainer.cli.checkpoints import saving
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.save_request import SaveRequest
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import SaveRequest
+from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import MemoryStore
 
 KEYS = RunKeys("/p", "run")

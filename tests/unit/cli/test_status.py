@@ -18,8 +18,7 @@ from elastic_trainer.cli.monitor import listen_address
 from elastic_trainer.cli.status import LiveShow, PlainShow
 from elastic_trainer.cli.status_view import list_view, run_view
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.health import Saved
+from elastic_trainer.membership.documents import RoundState, Saved
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary

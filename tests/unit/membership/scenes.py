@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Tracker
 from elastic_trainer.membership.documents import (
     NodeRecord,
     NodeState,
@@ -15,7 +15,6 @@ from elastic_trainer.membership.documents import (
     RoundState,
 )
 from elastic_trainer.membership.rules import Decision, decide
-from elastic_trainer.membership.sightings import Tracker
 
 LIMITS = Limits(min_nodes=2, max_nodes=4, last_call_s=3.0, join_batch_s=1.0, join_interval_s=5.0, deputy_delay_s=0.25)
 

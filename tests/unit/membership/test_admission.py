@@ -20,10 +20,9 @@ from elastic_trainer.membership.documents import (
     RunResult,
     Spec,
 )
-from elastic_trainer.membership.round_write import event_number
+from elastic_trainer.membership.writes import event_number
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import LIMIT_S, soon
 

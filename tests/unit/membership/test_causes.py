@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
-from elastic_trainer.membership.rules import Action
+from elastic_trainer.membership.rules import Action, broken
 from elastic_trainer.model import Cause
 from tests.unit.membership.scenes import Scene, node, round_of
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from elastic_trainer.membership.core import Core
+from elastic_trainer.membership.core import CommitRound, Core, Ended, Looked, Notify, TurnOutcome
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.effects import CommitRound, Ended, Looked, Notify, TurnOutcome
 from elastic_trainer.membership.rules import Action
 from elastic_trainer.membership.view import Observation
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.core import SENIORS
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.leader_priority import SENIORS
-from elastic_trainer.membership.roll_call import roll_call
-from elastic_trainer.membership.round_write import Author, RoundFailure, breaking, free_again, round_write
-from elastic_trainer.store.api import Put, absent, created_at, unchanged
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.member import roll_call
+from elastic_trainer.membership.writes import Author, RoundFailure, breaking, free_again, round_write
+from elastic_trainer.store.api import Put, RunKeys, absent, created_at, unchanged
 from tests.simulation.node import KEYS
 from tests.simulation.world import World
 from tests.support.memory_store import MemoryStore

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_trainer.membership.delays import MIN_DELAY_S, Delays
+from elastic_trainer.membership.core import MIN_DELAY_S, Delays, LogDelay
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.effects import LogDelay
 from elastic_trainer.membership.rules import Action, Decision
 
 from .scenes import node, round_of

@@ -17,8 +17,7 @@ from elastic_trainer.membership.documents import (
     Spec,
 )
 from elastic_trainer.membership.forgetting import Remains, forget, is_old, look, refusal
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import soon
 

@@ -7,20 +7,23 @@ import random
 
 import pytest
 
-from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
-from elastic_trainer.membership.effects import AskOldest, ChangeWatch, Looked
-from elastic_trainer.membership.leader_priority import (
+from elastic_trainer.membership.core import (
     CROWD,
     DEPUTY_PATIENCE_S,
+    JITTER,
     SENIORS,
+    AskOldest,
+    ChangeWatch,
+    Looked,
     Plan,
+    WatchScope,
     elders,
     first_names,
     is_surplus_watcher,
     plan,
 )
+from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
 from elastic_trainer.membership.view import Observation
-from elastic_trainer.membership.watch_scope import JITTER, WatchScope
 from elastic_trainer.store.api import KeyValue
 from tests.unit.membership.scenes import node, round_of
 

@@ -9,13 +9,11 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ReplacedError
-from elastic_trainer.membership import presence as presence_module
+from elastic_trainer.membership import member as presence_module
+from elastic_trainer.membership.core import Return
 from elastic_trainer.membership.documents import NodeRecord
-from elastic_trainer.membership.effects import Return
-from elastic_trainer.membership.member import WRITE_TIMEOUT_S, Member
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.member import WRITE_TIMEOUT_S, Member, Presence
+from elastic_trainer.store.api import Put, RunKeys
 from elastic_trainer.store.session import LeaseSession
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.unit.agent.stage import Jumping

@@ -16,11 +16,10 @@ from elastic_trainer.errors import (
     ReplacedError,
     StoreUnavailableError,
 )
+from elastic_trainer.membership.core import Pause, ProbePort, Renew, Steps, Transaction
 from elastic_trainer.membership.documents import NodeRecord, NodeState
-from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Steps, Transaction
-from elastic_trainer.membership.own_key import OwnKey
-from elastic_trainer.store.api import Put, TransactionResult
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.writes import OwnKey
+from elastic_trainer.store.api import Put, RunKeys, TransactionResult
 from tests.simulation.node import Flag
 from tests.support.late import LateStore
 from tests.support.memory_store import ManualClock, MemoryBackend

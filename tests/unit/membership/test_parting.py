@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import (
     Departure,
+    Incident,
     NodeRecord,
     RoundDocument,
     RoundMember,
     RoundState,
     RunResult,
 )
-from elastic_trainer.membership.health import Incident
-from elastic_trainer.membership.parting import closing, is_left, parting
-from elastic_trainer.membership.round_write import Author, round_write
+from elastic_trainer.membership.rules import broken
+from elastic_trainer.membership.writes import Author, closing, is_left, parting, round_write
 from elastic_trainer.model import Cause
-from elastic_trainer.store.api import Delete, Put, TransactionResult
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Delete, Put, RunKeys, TransactionResult
 from tests.support.memory_store import MemoryStore
 from tests.unit.membership.test_own_key import OLD, Owner
 

@@ -7,12 +7,10 @@ from typing import cast
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.core import PROBE_INTERVAL_S, AgentProbes, ChangeWatch, Probed, unconfirmed
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.effects import ChangeWatch, Probed
-from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.probe import PROBE_INTERVAL_S, AgentProbes, unconfirmed
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.member import Member, Presence
+from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.support.threadless import no_new_threads
 from tests.unit.membership.scenes import Scene, node, round_of

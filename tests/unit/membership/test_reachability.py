@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.reachability import (
+from elastic_trainer.membership.rules import (
     FAILED_ROUNDS,
     UNFORMED_ROUNDS,
     blamed,

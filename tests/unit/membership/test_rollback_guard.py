@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_trainer.membership.core import OTHERS_AFTER_S, RollbackGuard
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
-from elastic_trainer.membership.rollback_guard import OTHERS_AFTER_S, RollbackGuard
 from elastic_trainer.membership.rules import Action
 
 MEMBERS = tuple(

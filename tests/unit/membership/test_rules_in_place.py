@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.reachability import UNFORMED_ROUNDS
-from elastic_trainer.membership.rules import Action, Decision
+from elastic_trainer.membership.rules import UNFORMED_ROUNDS, Action, Decision, broken
 from elastic_trainer.model import Cause, RecoveryMode
 
 from .scenes import LIMITS, Scene, node, round_of

@@ -9,10 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.membership.cluster_view import NodeView, candidates, living
+from elastic_trainer.membership.cluster_view import NodeView, candidates, in_groups, living, move, place_of
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.rules import Action
-from elastic_trainer.membership.shard_groups import in_groups, move, place_of
 
 from .scenes import Scene, node, round_of
 from .test_rules_in_place import IN_PLACE, free, held, made, names

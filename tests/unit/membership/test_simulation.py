@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_trainer.agent.rendezvous import node_place
-from elastic_trainer.membership import cluster_view, composition, core, own_key, round_write, rules, shard_groups
+from elastic_trainer.agent.rendezvous import in_place
+from elastic_trainer.membership import cluster_view, core, rules, writes
 from elastic_trainer.membership.cluster_view import ClusterView
+from elastic_trainer.membership.core import RollbackGuard
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.rollback_guard import RollbackGuard
 from elastic_trainer.membership.rules import Decision
 from elastic_trainer.store.api import Compare, Field, Relation
 from tests.simulation.invariants import (
@@ -75,24 +75,24 @@ def _holds_always(key: str, revision: int) -> Compare:
 
 def write_over_any_round(patch: pytest.MonkeyPatch) -> None:
     """The compare on the round document is gone."""
-    patch.setattr(round_write, "unchanged", _holds_always)
+    patch.setattr(writes, "unchanged", _holds_always)
 
 
 def repeat_the_number(patch: pytest.MonkeyPatch) -> None:
     """The next round has the number of the present one."""
-    patch.setattr(composition, "next_number", lambda view: max(1, cluster_view.number_of(view)))
+    patch.setattr(rules, "next_number", lambda view: max(1, cluster_view.number_of(view)))
 
 
 def break_without_an_end(patch: pytest.MonkeyPatch) -> None:
     """A round that was broken is active still."""
-    broken = composition.broken
+    broken = rules.broken
 
     def kept(current: RoundDocument, *given: object, **more: object) -> RoundDocument:
         document = broken(current, *given, **more)  # type: ignore[arg-type]
         return document.model_copy(update={"state": RoundState.ACTIVE})
 
     patch.setattr(rules, "broken", kept)
-    patch.setattr(round_write, "broken", kept)
+    patch.setattr(writes, "broken", kept)
 
 
 def forget_what_was_seen(patch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def forget_what_was_seen(patch: pytest.MonkeyPatch) -> None:
 
 def give_all_the_first_rank(patch: pytest.MonkeyPatch) -> None:
     """Each node of a round begins at rank 0."""
-    compose = composition.compose
+    compose = rules.compose
 
     def composed(*given: object, **more: object) -> RoundDocument:
         document = compose(*given, **more)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def drop_one_of_the_planned(patch: pytest.MonkeyPatch) -> None:
 
 def take_any_place(patch: pytest.MonkeyPatch) -> None:
     """A node takes the place that a round has for an earlier life of it."""
-    patch.setattr(own_key.OwnKey, "is_mine", lambda self, member: member is not None)
+    patch.setattr(writes.OwnKey, "is_mine", lambda self, member: member is not None)
 
 
 def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -161,18 +161,18 @@ def take_one_more(patch: pytest.MonkeyPatch) -> None:
 
 def never_return(patch: pytest.MonkeyPatch) -> None:
     """A node whose lease was lost does not show itself again."""
-    patch.setattr(own_key.OwnKey, "away", property(lambda self: False))
+    patch.setattr(writes.OwnKey, "away", property(lambda self: False))
 
 
 def forget_the_places(patch: pytest.MonkeyPatch) -> None:
     """Groups are made of whoever comes, as in restart mode."""
-    for module in (rules, shard_groups):
+    for module in (rules, cluster_view):
         patch.setattr(module, "in_groups", lambda view, ready: list(ready))
 
 
 def never_move(patch: pytest.MonkeyPatch) -> None:
     """Spares of one place wait for ever for those of another."""
-    patch.setattr(node_place, "move", lambda view: None)
+    patch.setattr(in_place, "move", lambda view: None)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import cast
 import pytest
 
 from elastic_trainer.membership.view import Feed, RunView
-from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, WatchEvent
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
 from tests.unit.membership.scenes import node, round_of
 
 KEYS = RunKeys("/p", "run")

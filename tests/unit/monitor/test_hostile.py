@@ -22,8 +22,7 @@ from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
 from elastic_trainer.monitor.read.reading import Reader
 from elastic_trainer.monitor.serve.answers import MonitorSite
 from elastic_trainer.monitor.serve.board import Board
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.answers import Answer, Request
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore

@@ -9,8 +9,7 @@ import pytest
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store.api import prefix_end
-from elastic_trainer.store.channel import options, resolved, target
-from elastic_trainer.store.connection import StoreConnection
+from elastic_trainer.store.etcd import StoreConnection, options, resolved, target
 
 
 @pytest.mark.parametrize(

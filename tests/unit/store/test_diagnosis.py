@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.settings import Endpoint
-from elastic_trainer.store.diagnosis import judge
+from elastic_trainer.store.connect import judge
 
 HERE = Endpoint(host="10.0.0.1", port=2379)
 ETCD = b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5.1","etcdcluster":"3.5.0"}'

@@ -14,7 +14,7 @@ from elastic_trainer.errors import (
     PermanentError,
     StoreUnavailableError,
 )
-from elastic_trainer.store.failures import is_stale_token, translate
+from elastic_trainer.store.etcd import is_stale_token, translate
 
 
 def kind(code: str, text: str, *, write: bool) -> type[ElasticTrainerError]:

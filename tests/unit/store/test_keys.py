@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.health import GONE
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import GONE
+from elastic_trainer.store.api import RunKeys
 
 
 def test_keys_of_a_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.store.rights import Known, Right, RightsStep, account_of, granted, monitors_account, steps
+from elastic_trainer.store.accounts import Known, Right, RightsStep, account_of, granted, monitors_account, steps
 
 A = account_of("/p", "a")
 OTHER = Right("/other/a/", "/other/a0", write=True)

@@ -7,7 +7,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.store.api import Put, unchanged
-from elastic_trainer.store.slot import Slot
+from elastic_trainer.store.session import Slot
 from tests.support.late import LateStore
 from tests.support.memory_store import ManualClock, MemoryBackend
 

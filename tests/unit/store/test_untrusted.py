@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from elastic_trainer.membership.documents import (
     Document,
     DocumentError,
+    Incident,
     JournalEntry,
+    NodeHealth,
     NodeRecord,
     RoundDocument,
     RoundMember,
     RoundState,
     Spec,
 )
-from elastic_trainer.membership.health import Incident, NodeHealth
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.preflight.report import NodeReport
 from elastic_trainer.store.untrusted import LONGEST_TEXT, cleaned, plain

@@ -10,9 +10,8 @@ from elastic_trainer.agent.health import health_store as module
 from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore, told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
-from elastic_trainer.membership.health import GONE, Incident, added_up
-from elastic_trainer.store.api import Delete, Put, Snapshot
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import GONE, Incident, added_up
+from elastic_trainer.store.api import Delete, Put, RunKeys, Snapshot
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.unit.agent.readings import told_by
 

@@ -9,8 +9,7 @@ import pytest
 
 from elastic_trainer.agent.health.incidents import SILENT_S, Incidents
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Cause, Phase
 from tests.unit.agent.readings import reading, round_of
 

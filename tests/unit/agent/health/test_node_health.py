@@ -11,30 +11,28 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.node_health import (
     LEAST_INTERVAL_S,
     REPEATED_INCIDENT_S,
+    Evictions,
     Health,
     HealthPorts,
     HealthSubject,
+    SaveRequests,
+    StragglerWatch,
     row,
 )
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.save_requests import SaveRequests
-from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.watchdog import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
+from elastic_trainer.membership.documents import Incident, NodeHealth, RankHealth, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Cause, Phase
-from elastic_trainer.store.api import Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.save_requests import SaveRequests
+from elastic_trainer.agent.health.node_health import SaveRequests
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.save_request import SaveRequest
-from elastic_trainer.store.api import EventKind, Put, Watch, WatchEvent, WatchListener
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import RoundState, SaveRequest
+from elastic_trainer.store.api import EventKind, Put, RunKeys, Watch, WatchEvent, WatchListener
 from tests.support.memory_store import MemoryStore
 from tests.unit.agent.readings import reading, round_of
 

@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.evictions import Evictions
-from elastic_trainer.agent.health.stragglers import LOOK_EVERY_S, LOOKS_IN_A_ROW, StragglerWatch
+from elastic_trainer.agent.health.node_health import LOOK_EVERY_S, LOOKS_IN_A_ROW, Evictions, StragglerWatch
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
-from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
-from elastic_trainer.store.api import Delete, Put
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.documents import (
+    Incident,
+    NodeHealth,
+    NodeRecord,
+    NodeState,
+    RankHealth,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
+from elastic_trainer.store.api import Delete, Put, RunKeys
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")

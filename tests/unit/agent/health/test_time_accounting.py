@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.health.time_accounting import HELD_BACK_S, TimeAccounting
+from elastic_trainer.agent.health.pages import HELD_BACK_S, TimeAccounting
 from elastic_trainer.ipc.page import PHASES, Reading
 from elastic_trainer.model import Phase
 from tests.unit.agent.readings import reading

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.utils.store import barrier
 
-from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
+from elastic_trainer.agent.rendezvous.launcher import RoundStore
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 
 Node = tuple[str, int]

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from elastic_trainer.agent.rendezvous.exit_reason import ExitReason, exit_reason_of
+from elastic_trainer.agent.rendezvous.launcher import ExitReason, exit_reason_of
 from elastic_trainer.errors import EXIT_LEFT, JoinTimeoutError
 
 

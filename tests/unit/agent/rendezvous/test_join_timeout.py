@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
+from elastic_trainer.agent.rendezvous.in_place import JoinTimeout
 from elastic_trainer.errors import JoinTimeoutError
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState

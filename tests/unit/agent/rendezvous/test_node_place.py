@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from elastic_trainer.agent.rendezvous.node_place import LOOK_S, PATIENCE_S, STANDING_S, NodePlace
+from elastic_trainer.agent.rendezvous.in_place import LOOK_S, PATIENCE_S, STANDING_S, NodePlace
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.membership.cluster_view import NodeView

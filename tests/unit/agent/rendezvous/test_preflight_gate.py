@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import structlog
 
-from elastic_trainer.agent.rendezvous import preflight_gate
-from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
+from elastic_trainer.agent.rendezvous import node as node_module
+from elastic_trainer.agent.rendezvous.node import NodeCandidate, ensure_fit
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_UNFIT, UnfitError
-from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.examination import Examination, Subject
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.report import published
 from elastic_trainer.settings import RendezvousOptions
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")
@@ -41,7 +41,7 @@ class Cluster:
             self.subjects.append(subject)
             return Examination((measured, *findings), VERSIONS)
 
-        self._monkeypatch.setattr(preflight_gate, "examine", examine)
+        self._monkeypatch.setattr(node_module, "examine", examine)
         given = RendezvousOptions(preflight=PreflightMode(mode), preflight_wait=0.0, **options)
         ensure_fit(self.store, KEYS, given, NodeCandidate(node, "127.0.0.1", 2, 3), SYSTEM)
 

@@ -16,21 +16,20 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
-from elastic_trainer.agent.rendezvous import sigterm
-from elastic_trainer.agent.rendezvous.addresses import default_node_id
-from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, was_terminated
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.rendezvous import launcher
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, exit_code_after, local_workers, was_terminated
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import (
     Etcd3RendezvousHandler,
     round_is_over,
 )
+from elastic_trainer.agent.suspicion.peers import default_node_id
 from elastic_trainer.agent.workers import warm_starts
 from elastic_trainer.agent.workers.warm_starts import at_once
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, checked_name
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.memory_store import MemoryStore
@@ -173,7 +172,7 @@ def test_the_launcher_is_found_up_the_stack() -> None:
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the plugin changes in torchrun's process stays as it is in this one, and no template is started."""
-    monkeypatch.setattr(sigterm, "listen", lambda: None)
+    monkeypatch.setattr(launcher, "listen_for_sigterm", lambda: None)
     monkeypatch.setattr(warm_starts, "install", lambda preload: warm_starts.at_once)
 
 

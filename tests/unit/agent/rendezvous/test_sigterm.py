@@ -10,32 +10,32 @@ from types import FrameType
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_trainer.agent.rendezvous.sigterm import unless_leaving
+from elastic_trainer.agent.rendezvous.launcher import unless_leaving
 from elastic_trainer.errors import EXIT_LEFT
 
 RAISED: list[int] = []
 SWALLOWS = """
 import os, signal, threading, time
-from elastic_trainer.agent.rendezvous import sigterm
+from elastic_trainer.agent.rendezvous import launcher
 
 class Swallowing:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0)
 
-sigterm.listen()
+launcher.listen_for_sigterm()
 threading.Timer(4.0, print, ["all threads have ended"]).start()
 Swallowing()
 time.sleep(60)
 """
 HANGS = """
 import atexit, os, signal, threading
-from elastic_trainer.agent.rendezvous import sigterm
+from elastic_trainer.agent.rendezvous import launcher
 
-sigterm._LIMIT_S = 1.5
+launcher._LIMIT_S = 1.5
 if %s:
     atexit.register(threading.Event().wait)
-sigterm.listen()
+launcher.listen_for_sigterm()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 finally:
@@ -96,11 +96,11 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() 
 HANGUP = """
 import os, signal, sys
 from torch.distributed.elastic.multiprocessing import SignalException, api
-from elastic_trainer.agent.rendezvous import sigterm
+from elastic_trainer.agent.rendezvous import launcher
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
 os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-sigterm.listen()
+launcher.listen_for_sigterm()
 
 class Started(api.PContext):
     def __init__(self): self._tail_logs = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
+from elastic_trainer.agent.rendezvous.node import allowed_sizes
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import rendezvous_options
 

@@ -10,10 +10,8 @@ from typing import Any, cast
 import pytest
 
 from elastic_trainer.agent.suspicion import watch
-from elastic_trainer.agent.suspicion.asking import Address, PeerReply
-from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers, Suspects
-from elastic_trainer.agent.suspicion.questions import StatusBoard, WorkerActivity
-from elastic_trainer.agent.suspicion.watch import TURN_S, Suspicion
+from elastic_trainer.agent.suspicion.peers import Address, PeerReply, StatusBoard, WorkerActivity
+from elastic_trainer.agent.suspicion.watch import LATE_S, TURN_S, Peers, Suspects, Suspicion
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor import Worker
 from elastic_trainer.clock import Deadline

@@ -14,9 +14,8 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.messages import Failed, Leaving
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
-from elastic_trainer.membership.reachability import UNFORMED_ROUNDS
-from elastic_trainer.store.api import Put, Store
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.membership.rules import UNFORMED_ROUNDS
+from elastic_trainer.store.api import Put, RunKeys, Store
 from tests.support.memory_backend import MemoryBackend
 from tests.support.memory_store import MemoryStore
 from tests.unit.agent.stage import BASE, OTHER, Alarm, Alarms, Stage, Worker

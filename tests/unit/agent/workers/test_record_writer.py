@@ -11,7 +11,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavailableError
 from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.writes import RoundFailure
 from tests.support.memory_backend import ManualClock
 from tests.unit.agent.stage import BASE
 

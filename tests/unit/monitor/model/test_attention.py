@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Spec
-from elastic_trainer.membership.health import Saved
+from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Saved, Spec
 from elastic_trainer.monitor.model.attention import concerns
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, summary

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.health import Saved
+from elastic_trainer.membership.documents import RoundState, Saved
 from elastic_trainer.monitor.model.curves import Point, Recorder
 from elastic_trainer.monitor.model.observation import Observer, Rate
 from tests.support.monitored import entry, health, rank, run

@@ -11,8 +11,7 @@ import pytest
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import NodeState, RoundState
-from elastic_trainer.membership.health import GONE, Saved
+from elastic_trainer.membership.documents import GONE, NodeState, RoundState, Saved
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observed, Observer

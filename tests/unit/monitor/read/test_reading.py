@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.health import GONE
+from elastic_trainer.membership.documents import GONE, RoundState
 from elastic_trainer.monitor.read import feed as feeds
 from elastic_trainer.monitor.read import reading as readings
 from elastic_trainer.monitor.read.feed import RunFeed

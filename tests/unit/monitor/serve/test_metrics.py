@@ -11,8 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from elastic_trainer.ipc.messages import Progress
-from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.health import GONE, Saved
+from elastic_trainer.membership.documents import GONE, RoundState, Saved
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.read.reading import RunReading, StoreReading
