@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Final
 
@@ -23,8 +26,10 @@ def whole(value: float) -> int:
     return int((value + 0.5) // 1)
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | None) -> str:
     """Seconds in the two largest units that matter: ``830 ms``, ``8.3 s``, ``12 min 5 s``, ``2 h 14 min``."""
+    if seconds is None:
+        return UNKNOWN
     seconds = max(0.0, seconds)
     if seconds < 0.9995:
         return _milliseconds(seconds * 1000)
@@ -46,3 +51,47 @@ def _milliseconds(value: float) -> str:
 
 def _pair(large: int, unit: str, small: int, smaller: str) -> str:
     return f"{large} {unit} {small} {smaller}" if small else f"{large} {unit}"
+
+
+UNKNOWN = "-"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Few digits: ``0.0213``, ``12.3``, ``4567``."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return UNKNOWN
+    text = f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def percent(share: float | None) -> str:
+    """``97.5 %``."""
+    return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def moment(wall: float) -> str:
+    """A Unix time in UTC; what is no time that a calendar has is not known."""
+    try:
+        return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return UNKNOWN
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-7,9``."""
+    parts: list[list[int]] = []
+    for each in sorted(set(numbers)):
+        if parts and each == parts[-1][1] + 1:
+            parts[-1][1] = each
+        else:
+            parts.append([each, each])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def named(names: Iterable[str], most: int = 6) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

@@ -18,8 +18,7 @@ import torch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster, Node
-from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.etcd import EtcdServer, find_binary
 from elastic_trainer.local.hosts import ClusterError, Segment, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.torch_internals import SHARDED

@@ -194,9 +194,8 @@ def kill_and_rejoin(stage: Stage) -> tuple[Effect, list[str]]:
 
 def kill_and_restart(stage: Stage) -> tuple[Effect, list[str]]:
     """SIGKILL the only worker once a checkpoint is there; samples must be exact, and no saved step lost."""
-    from elastic_trainer.drills.checks import round_problems, sample_problems
     from elastic_trainer.drills.faults import Fault, FaultKind, Injected
-    from elastic_trainer.drills.measure import Effect, recovery
+    from elastic_trainer.drills.measure import Effect, recovery, round_problems, sample_problems
     from elastic_trainer.drills.strikes import worker
     from elastic_trainer.local.cluster import kill
     from elastic_trainer.local.ledger import LineKind

@@ -40,7 +40,7 @@ grant: create a user 'run-RUN' that may read and write only that run's keys; rev
 init and grant set a new password each time"""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_admin(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_admin(arguments: argparse.Namespace) -> int:
     """Do it."""
     _check(arguments)
     settings = connection.store_settings(arguments)

@@ -10,23 +10,33 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.agent.suspicion.peers import default_node_id
-from elastic_trainer.cli.options import at_least, console, key_values, seconds
-from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.cli.main import at_least, console, key_values, seconds
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ElasticTrainerError, TransientError
 from elastic_trainer.ipc.own_address import own_address
 from elastic_trainer.model import checked_name
-from elastic_trainer.preflight.consultation import Case, consult
-from elastic_trainer.preflight.examination import Examination, Subject
-from elastic_trainer.preflight.finding import bad
-from elastic_trainer.preflight.limits import GIB, FitLimits
-from elastic_trainer.settings import DEFAULT_ENDPOINT, RendezvousOptions, parse_endpoints, rendezvous_options
+from elastic_trainer.preflight.child import Doing
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, endpoints, report_of, round_trip
+from elastic_trainer.preflight.examination import Examination, Subject, examine
+from elastic_trainer.preflight.finding import GIB, Finding, FitLimits, Status, bad
+from elastic_trainer.preflight.together import measured_together
+from elastic_trainer.settings import (
+    DEFAULT_ENDPOINT,
+    RendezvousOptions,
+    StoreSettings,
+    parse_endpoints,
+    rendezvous_options,
+)
+from elastic_trainer.store import connect
+from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry import logs
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red", "skipped": "dim"}
@@ -36,7 +46,7 @@ _EXAMPLE = (
 )
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_doctor(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.epilog = _EXAMPLE
     add = parser.add_argument
@@ -52,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Check, and print the findings; 1 if anything is bad."""
     logs.configure(level="warning")
     case = case_of(arguments)
@@ -134,3 +144,65 @@ def _show(found: Examination) -> None:
             print(f"{finding.name}: {finding.hint}")
     if found.versions:
         print(f"versions: {', '.join(f'{name} {version}' for name, version in sorted(found.versions.items()))}")
+
+
+KEEP_S = 600.0
+"""Seconds that a doctor's report stays in the store for comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What to check. ``count`` nodes, including this one, measure their network together."""
+
+    node: str
+    subject: Subject
+    store: StoreSettings | None = None
+    run: str | None = None
+    count: int = 1
+
+
+def consult(case: Case, deadline: Deadline, doing: Doing) -> Examination:
+    """Run all checks of the case, until ``deadline``."""
+    if case.store is None:
+        found = [Finding("etcd", Status.SKIPPED, "no --endpoint was given")]
+    else:
+        doing("checking etcd")
+        found = endpoints(case.store, case.run, case.subject.limits, deadline)
+        if any(each.status is not Status.BAD for each in found):
+            with closing(connect(case.store)) as store:
+                return _with_store(case, store, case.store.prefix, found, deadline, doing)
+    own = examine(case.subject, deadline, doing)
+    return Examination((*found, *own.findings), own.versions)
+
+
+def _with_store(
+    case: Case, store: Store, prefix: str, found: list[Finding], deadline: Deadline, doing: Doing
+) -> Examination:
+    limits = case.subject.limits
+    root = f"{prefix}/" if case.run is None else RunKeys(prefix, case.run).root
+    try:
+        found.append(round_trip(store, root, limits, deadline.at_most(STORE_S)))
+    except TransientError as error:
+        found.append(Finding.failed("etcd.round_trip", error))
+    if case.run is None:
+        own = examine(case.subject, deadline, doing)
+        return Examination(
+            (*found, *own.findings, Finding("peers", Status.SKIPPED, "no --run-id was given")), own.versions
+        )
+    keys = RunKeys(prefix, case.run)
+    comparison = PeerComparison(store, keys, case.node, limits)
+    own = examine(case.subject, deadline, doing)
+    found += own.findings
+    try:
+        comparison.publish(report_of(case.node, case.subject.address, found, own.versions, SYSTEM.wall()), KEEP_S)
+        if case.count > 1:
+            found += measured_together(
+                store, keys, case.node, case.subject.address, case.count, limits, deadline, doing
+            )
+        doing("comparing with other nodes")
+        found += comparison.findings(others=case.count - 1, wait_s=0.0, keep_s=KEEP_S)
+    except ConfigError:
+        raise
+    except ElasticTrainerError as error:
+        found.append(Finding.failed("peers", error))
+    return Examination(tuple(found), own.versions)

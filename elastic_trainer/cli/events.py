@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from elastic_trainer.cli import connection, incident_report
-from elastic_trainer.cli.options import at_least
-from elastic_trainer.cli.wording import moment, named
+from elastic_trainer.cli import connection
+from elastic_trainer.cli.main import at_least
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, Incident, JournalEntry
@@ -23,7 +23,7 @@ from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
-from elastic_trainer.wording import counted
+from elastic_trainer.wording import counted, moment, named, number, ranges
 
 DEFAULT_LIMIT = 100
 KEPT = 2000
@@ -33,7 +33,7 @@ _WAIT_S = 0.5
 Happening = JournalEntry | Incident
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_events(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", help="the run's name (--rdzv-id)")
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_events(arguments: argparse.Namespace) -> int:
     """Print them, the oldest first."""
     limit = at_least(1, arguments.limit, "--limit")
     if arguments.incident is not None and arguments.follow:
@@ -71,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _reported(store: Store, keys: RunKeys, arguments: argparse.Namespace) -> str:
-    found = incident_report.report(keys.run_id, arguments.incident, past(store, keys, KEPT))
+    found = report(keys.run_id, arguments.incident, past(store, keys, KEPT))
     if arguments.json or arguments.format == "json":
-        return incident_report.as_json(found)
-    return incident_report.as_markdown(found, [*map(as_line, in_order([*found.incidents, *found.transitions]))])
+        return report_json(found)
+    return report_markdown(found, [*map(as_line, in_order([*found.incidents, *found.transitions]))])
 
 
 def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
@@ -186,3 +186,71 @@ def headline(incident: Incident) -> str:
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         print(line, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PostMortem:
+    """What happened in round ``number`` of ``run``, and the transitions of that round and of the one that followed."""
+
+    run: str
+    number: int
+    incidents: tuple[Incident, ...]
+    transitions: tuple[JournalEntry, ...]
+
+
+def report(run: str, number: int, happened: Sequence[JournalEntry | Incident]) -> PostMortem:
+    """Chosen from all that ``happened``. Raises ConfigError where nothing is known of such an incident."""
+    known = [each for each in happened if isinstance(each, Incident)]
+    mine = tuple(each for each in known if each.round == number)
+    if not mine:
+        rounds = ranges(each.round for each in known)
+        hint = f"there are some of rounds {rounds}" if rounds else "the run has had none"
+        raise ConfigError(f"no incident of round {number} of run {run!r} is known", hint=hint)
+    rounds_of = {number, *(each.next_round for each in mine)}
+    told = tuple(each for each in happened if isinstance(each, JournalEntry) and each.round in rounds_of)
+    return PostMortem(run, number, mine, told)
+
+
+def report_json(report: PostMortem) -> str:
+    """One object: ``run``, ``round``, ``incidents``, ``transitions``."""
+    documents = {
+        name: [each.model_dump(mode="json", exclude={"version"}) for each in found]
+        for name, found in (("incidents", report.incidents), ("transitions", report.transitions))
+    }
+    return json.dumps({"run": report.run, "round": report.number, **documents}, indent=2)
+
+
+def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
+    """A page with a table for each incident; ``lines`` are what happened, one line each."""
+    sections = [f"# Run {report.run}, round {report.number}"]
+    for each in report.incidents:
+        rows = "\n".join(f"| {name} | {text.replace('|', '/')} |" for name, text in _facts(each) if text)
+        sections.append(f"## {_cause(each)}\n\n| | |\n|---|---|\n{rows}")
+    sections.append("## What happened when\n\n" + "\n".join(f"- {line}" for line in lines))
+    sections.append(
+        "## Where to read on\n\n"
+        f"- `elastic-trainer events {report.run}`: the rounds before and after\n"
+        f"- `elastic-trainer logs {report.run}`: what the workers of each rank wrote"
+    )
+    return "\n\n".join(sections)
+
+
+def _cause(each: Incident) -> str:
+    what = str(each.cause) if each.cause is not None else each.kind
+    return what.replace("_", " ").capitalize()
+
+
+def _facts(each: Incident) -> list[tuple[str, str]]:
+    """What is known, in words; empty where it is not."""
+    followed = each.next_round is not None
+    return [
+        ("began", moment(each.wall)),
+        ("reason", each.reason),
+        ("nodes", named(each.nodes, 20)),
+        ("ranks", ranges(each.ranks)),
+        ("reported by", each.by),
+        ("last committed step", number(each.step)),
+        ("outcome", each.outcome),
+        ("next round", number(each.next_round) if followed else ""),
+        ("ranks before and after", f"{each.world_before}, {each.world_after}" if followed else ""),
+    ]

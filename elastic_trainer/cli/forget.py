@@ -18,7 +18,7 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.wording import counted
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_forget(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id)")
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_forget(arguments: argparse.Namespace) -> int:
     """Do it, one line for each run."""
     logs.configure()
     days = arguments.older_than_days

@@ -31,14 +31,14 @@ class Word:
     text: str
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_health(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("--port", type=int, action="append", metavar="PORT", help="port that must answer (default: 9470, 9471 if open)")
     add("--address", default="127.0.0.1", metavar="HOST", help="where it listens (default: 127.0.0.1)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_health(arguments: argparse.Namespace) -> int:
     """Ask, say what was heard; 0 if all is well."""
     ports = arguments.port or (MONITOR_PORT, NODE_PORT)
     well, reason = judge([ask(arguments.address, port) for port in ports], required=bool(arguments.port))

@@ -22,15 +22,15 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.wording import named, ranges
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail
 from elastic_trainer.membership.documents import GONE
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
+from elastic_trainer.wording import named, ranges
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 # A line of JSON, or of text, in front of which torchrun may say whose it is.
@@ -48,7 +48,7 @@ class NodeLog:
     """Those of the newest round that are known to be its."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_logs(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", help="the run's name (--rdzv-id), or the directory of a local run")
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_logs(arguments: argparse.Namespace) -> int:
     """Show them, or say where they are."""
     since_s = span_s(arguments.since) if arguments.since is not None else None
     logs.configure()

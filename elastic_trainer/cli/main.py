@@ -7,56 +7,53 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NoReturn
 
 from elastic_trainer import __version__
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PROGRAM = "elastic-trainer"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: the module of its name in this package offers :class:`Subcommand`."""
+    """One subcommand: the module ``home`` of this package has ``configure_NAME``, which describes its options, and
+    ``run_NAME``, which returns the exit code."""
 
     name: str
+    home: str
     help: str
 
 
 COMMANDS = (
-    Command("init", "write a script or job to start from, or list by line what changes in yours"),
-    Command("run", "start this node of a job: torchrun with good defaults"),
-    Command("local", "run a job on several real nodes of this machine, and break some"),
-    Command("drill", "break a small job in one of many ways, and check that it survives"),
-    Command("plot", "draw the course of a job, with its rounds and faults"),
-    Command("status", "show the status of a run, or of all: nodes, ranks, incidents"),
-    Command("events", "what happened to a run, one line each"),
-    Command("logs", "show the logs of a run's nodes, or where they are"),
-    Command("monitor", "show all runs on a status page, and to Prometheus"),
-    Command("admin", "who may do what in etcd: a user for each run, one for the monitor"),
-    Command("k8s", "write the manifests of a run on Kubernetes, change its size there"),
-    Command("forget", "remove what etcd holds of runs that are over"),
-    Command("doctor", "check whether machine, network and etcd are fit to train"),
-    Command("health", "ask the monitor or node of this container whether it works"),
-    Command("checkpoints", "list, show, verify, compare, prune, export and import checkpoints"),
-    Command("completion", "print a script that completes these commands in a shell"),
+    Command("init", "init", "write a script or job to start from, or list by line what changes in yours"),
+    Command("run", "run", "start this node of a job: torchrun with good defaults"),
+    Command("local", "run", "run a job on several real nodes of this machine, and break some"),
+    Command("drill", "run", "break a small job in one of many ways, and check that it survives"),
+    Command("plot", "run", "draw the course of a job, with its rounds and faults"),
+    Command("status", "status", "show the status of a run, or of all: nodes, ranks, incidents"),
+    Command("events", "events", "what happened to a run, one line each"),
+    Command("logs", "logs", "show the logs of a run's nodes, or where they are"),
+    Command("monitor", "monitor", "show all runs on a status page, and to Prometheus"),
+    Command("admin", "admin", "who may do what in etcd: a user for each run, one for the monitor"),
+    Command("k8s", "k8s", "write the manifests of a run on Kubernetes, change its size there"),
+    Command("forget", "forget", "remove what etcd holds of runs that are over"),
+    Command("doctor", "doctor", "check whether machine, network and etcd are fit to train"),
+    Command("health", "health", "ask the monitor or node of this container whether it works"),
+    Command("checkpoints", "checkpoints", "list, show, verify, compare, prune, export and import checkpoints"),
+    Command("completion", "main", "print a script that completes these commands in a shell"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
-
-
-class Subcommand(Protocol):
-    """What the module of a subcommand offers."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Describe its options."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; the exit code."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,22 +101,96 @@ def dispatch(arguments: Sequence[str]) -> int:
     if parsed.command is None:
         parser.print_help(sys.stderr)
         raise ConfigError("no command was given", hint=f"one of: {', '.join(command.name for command in COMMANDS)}")
-    return loaded[parsed.command].run(parsed)
+    return loaded[parsed.command](parsed)
 
 
-def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Subcommand]]:
+def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Callable[[argparse.Namespace], int]]]:
     """The parser of all commands, of which only the ``wanted`` are loaded and have their options; and these."""
     parser = Parser(prog=PROGRAM, description="Fault-tolerant, elastic training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--log-format", choices=("text", "json"), help="of log lines (default: text)")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    loaded: dict[str, Subcommand] = {}
+    loaded: dict[str, Callable[[argparse.Namespace], int]] = {}
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name in wanted:
-            loaded[command.name] = cast("Subcommand", import_module(f"elastic_trainer.cli.{command.name}"))
-            loaded[command.name].configure(subparser)
+            home = import_module(f"elastic_trainer.cli.{command.home}")
+            getattr(home, f"configure_{command.name}")(subparser)
+            loaded[command.name] = getattr(home, f"run_{command.name}")
     return parser, loaded
+
+
+def ensure_torch() -> None:
+    """ConfigError unless torch is installed, without loading it: for commands whose processes use it."""
+    if find_spec("torch") is None:
+        raise needs_torch()
+
+
+def console(width: int = 80) -> Console:
+    """A console on standard output; a file gets tables of ``width`` characters, or of as many as COLUMNS says if
+    that is more."""
+    from rich.console import Console
+
+    made = Console()
+    if not made.is_terminal:
+        made.width = max(width, made.width)
+    return made
+
+
+def add_actions(
+    parser: argparse.ArgumentParser,
+    actions: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]],
+) -> None:
+    """Describe sub-commands, each by what describes its options, what runs it, and its help."""
+    made = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
+    for name, (describe, _, text) in actions.items():
+        describe(made.add_parser(name, help=text, description=text))
+
+
+def seconds(value: float, option: str, *, above_zero: bool = False) -> float:
+    """``value``, if it is finite and not negative (or above zero)."""
+    if not (math.isfinite(value) and value >= 0) or (above_zero and value == 0):
+        what = " above 0" if above_zero else ""
+        raise ConfigError(f"{option} {value} is not a number of seconds{what}", hint="give for example 60")
+    return value
+
+
+def at_least(least: int, value: int, option: str) -> int:
+    """``value``, if it is not below ``least``."""
+    if value < least:
+        raise ConfigError(f"{option} {value} is below {least}", hint=f"give {least} or more")
+    return value
+
+
+def key_values(text: str) -> dict[str, str]:
+    """Read ``key=value,...`` of ``--rdzv-conf``."""
+    options: dict[str, str] = {}
+    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
+        name, separator, value = part.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
+        options[name.strip()] = value.strip()
+    return options
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def configure_completion(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = 'example: eval "$(elastic-trainer completion bash)" in ~/.bashrc'
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    """Print the script for the shell."""
+    try:
+        from shtab import complete
+    except ImportError as error:
+        raise ConfigError("completion needs shtab", hint="pip install 'elastic-trainer[completion]'") from error
+    parser, _ = whole_parser([command.name for command in COMMANDS])
+    print(complete(parser, arguments.shell))
+    return 0
 
 
 if __name__ == "__main__":

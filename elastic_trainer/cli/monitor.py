@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.options import seconds
+from elastic_trainer.cli.main import seconds
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.interrupts import Interrupts
+from elastic_trainer.local.processes import Interrupts
 from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
 from elastic_trainer.settings import secret
 from elastic_trainer.store import connect
@@ -26,7 +26,7 @@ _LOOK_EVERY_S = 0.2
 _EXAMPLE = "example: elastic-trainer monitor --endpoint 127.0.0.1:2379, then open http://127.0.0.1:9470"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_monitor(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.epilog = _EXAMPLE
     add = parser.add_argument
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_monitor(arguments: argparse.Namespace) -> int:
     """Answer until SIGTERM or SIGINT."""
     logs.configure()
     host, port = listen_address(arguments.listen)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from elastic_trainer.cli.local import nodes, rendezvous
-from elastic_trainer.cli.main import PROGRAM
-from elastic_trainer.cli.options import at_least, ensure_torch
+from elastic_trainer.cli.main import PROGRAM, at_least, console, ensure_torch, key_values, seconds
+from elastic_trainer.drills.faults import Fault, FaultKind, parse_fault
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import SECRETS, parse_endpoints, store_endpoint
+from elastic_trainer.settings import SECRETS, parse_endpoints, rendezvous_options, store_endpoint
 
 MAX_RESTARTS = 100
 """A job of weeks outlives many failures; one that fails at its start, or again at one step, ends by its own limits."""
@@ -30,7 +32,7 @@ _SECRET = re.compile(rf"\b({'|'.join(SECRETS)})=[^,]*")
 _EXAMPLE = "example: elastic-trainer run --nodes 2:4 --endpoint etcd:2379 -- train.py --epochs 10"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_run(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.epilog = _EXAMPLE
     add = parser.add_argument
@@ -50,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_run(arguments: argparse.Namespace) -> int:
     """Print torchrun's command and become it."""
     if not arguments.dry_run:
         ensure_torch()
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def command(arguments: argparse.Namespace) -> list[str]:
     """torchrun's arguments. Looks at the script, and for GPUs if the number of workers is left open."""
-    from elastic_trainer.drills.user_job.job import entry
+    from elastic_trainer.drills.entry import entry
 
     low, high = nodes(arguments.nodes)
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
@@ -129,3 +131,183 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+ALL_THERE_S = 60.0
+"""How long the first round waits for the nodes that are started together, where no more than these may come."""
+_LOCAL_EXAMPLE = "example: elastic-trainer local --nodes 1:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
+
+
+def configure_local(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = _LOCAL_EXAMPLE
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="MIN:MAX", help="fewest and most nodes that the job trains with")
+    add("--start", type=int, metavar="N", help="nodes to start with (default: MAX, less one for each --join-at)")
+    add("--nproc-per-node", type=int, default=1, metavar="P", help="workers of each node (default: 1)")
+    for kind, where, help_ in (
+        (FaultKind.KILL_NODE, "STEP[:NODE]", "SIGKILL a whole node once STEP is committed (default: the last node)"),
+        (FaultKind.KILL_WORKER, "STEP[:NODE[:LOCAL_RANK]]", "SIGKILL one worker process once STEP is committed"),
+        (FaultKind.JOIN, "STEP", "start one more node once STEP is committed"),
+    ):
+        add(f"--{kind}-at", action="append", default=[], metavar=where, help=f"{help_}; may be repeated")
+    add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="how nodes recover (default: restart)")
+    add("--hosts", action="store_true", help="give each node a network and processes of its own (Linux, needs root)")
+    add("--max-restarts", type=int, default=3, metavar="N", help="worker failures that each node survives (default: 3)")
+    add("--run-dir", type=Path, metavar="DIR", help="where logs, ledger, checkpoints and summary.json go")
+    add("--keep", action="store_true", help="keep the run directory of a success (--run-dir and failures always are)")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous, as for torchrun")
+    add("--timeout", type=float, metavar="SECONDS", help="stop the run when it takes longer")
+    add("--backend", choices=("etcd3", "c10d"), default="etcd3", help=argparse.SUPPRESS)
+    what = "a ready-made task, a job.yaml or a script.py"
+    add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
+
+
+def run_local(arguments: argparse.Namespace) -> int:
+    """Run the job and report; the exit code is the job's."""
+    from elastic_trainer.drills.local_run import LocalOptions, run_local
+    from elastic_trainer.local import agents
+
+    ensure_torch()
+    low, high = nodes(arguments.nodes)
+    wanted = faults(arguments)
+    start = starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted))
+    conf = rendezvous(arguments.rdzv_conf, arguments.recovery, arguments.backend)
+    timeout: float | None = arguments.timeout
+    options = LocalOptions(
+        words=tuple(arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words),
+        min_nodes=low,
+        max_nodes=high,
+        start=start,
+        workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
+        max_restarts=at_least(0, arguments.max_restarts, "--max-restarts"),
+        faults=wanted,
+        run_dir=arguments.run_dir,
+        keep=arguments.keep,
+        hosts=arguments.hosts,
+        backend=arguments.backend,
+        options=patient(conf) if start == high and arguments.backend == "etcd3" else conf,
+        timeout_s=timeout if timeout is None else seconds(timeout, "--timeout", above_zero=True),
+    )
+    agents.preload()  # its nodes share one import of torch
+    return run_local(options, console()).verdict.exit_code
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """Read ``MIN:MAX``, or one number for both."""
+    low, separator, high = text.partition(":")
+    high = high if separator else low
+    if not (low.isascii() and low.isdigit() and high.isascii() and high.isdigit() and 1 <= int(low) <= int(high)):
+        raise ConfigError(f"--nodes {text!r} is not MIN:MAX", hint="two numbers from 1, such as 2:4")
+    return int(low), int(high)
+
+
+def faults(arguments: argparse.Namespace) -> tuple[Fault, ...]:
+    """The faults that the options name."""
+    given = vars(arguments)
+    return tuple(parse_fault(kind, text) for kind in FaultKind for text in given[f"{kind}_at".replace("-", "_")])
+
+
+def starting(asked: int | None, low: int, high: int, joins: int) -> int:
+    """How many nodes to start with; by default room is left for those that join."""
+    if asked is None:
+        return max(low, high - joins)
+    if not low <= asked <= high:
+        raise ConfigError(f"--start {asked} is not between {low} and {high}", hint="see --nodes")
+    return asked
+
+
+def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
+    """The options of ``--rdzv-conf`` with ``--recovery`` added, checked before any process sees them."""
+    options = key_values(text)
+    if "node_id" in options:
+        raise ConfigError("--rdzv-conf: 'node_id' cannot be given", hint="nodes are named n0, n1, ...")
+    if recovery is not None:
+        options["recovery"] = recovery
+    if backend == "etcd3":
+        checked: dict[str, Any] = dict(options)
+        rendezvous_options(checked)
+    elif recovery is not None:
+        raise ConfigError("--recovery needs the etcd3 backend", hint="leave --backend out")
+    return options
+
+
+def patient(conf: Mapping[str, str]) -> dict[str, str]:
+    """``conf`` with a first round that waits for all nodes, unless it says how long to wait."""
+    return {"last_call": f"{ALL_THERE_S:g}", **conf}
+
+
+_DRILL_EXAMPLE = "example: elastic-trainer drill worker-kill --repeats 5"
+
+
+def configure_drill(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    from elastic_trainer.drills.run import DRILLS
+
+    width = max(map(len, DRILLS))
+    listed = "\n".join(f"  {drill.name:<{width}}  {drill.summary}" for drill in DRILLS.values())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"drills:\n{listed}\n\n{_DRILL_EXAMPLE}"
+    add = parser.add_argument
+    add("name", metavar="NAME", help="which drill, see below")
+    add("--repeats", type=int, default=1, metavar="N", help="number of faults (default: 1)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="length of an outage or a load (default: 60)")
+    add("--slack", type=float, default=0.0, metavar="S", help="seconds allowed beyond a drill's limit (default: 0)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
+    add("--keep", action="store_true", help="keep the run directory of a success too")
+
+
+def run_drill(arguments: argparse.Namespace) -> int:
+    """Play the drill and report; 0 only if all went as it must."""
+    from elastic_trainer.drills.report import show
+    from elastic_trainer.drills.run import DrillOptions, run_drill
+    from elastic_trainer.local import agents
+
+    options = DrillOptions(
+        name=arguments.name,
+        repeats=at_least(1, arguments.repeats, "--repeats"),
+        seconds=seconds(arguments.seconds, "--seconds"),
+        slack_s=seconds(arguments.slack, "--slack"),
+        directory=arguments.run_dir,
+        keep=arguments.keep,
+    )
+    agents.preload()  # its nodes share one import of torch
+    report = run_drill(options, say=lambda text: print(text, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(report.as_json()))
+        if not report.ok:
+            print(f"kept {report.directory}", file=sys.stderr)
+    else:
+        show(report, console())
+    return 0 if report.ok else EXIT_FAILURE
+
+
+def configure_plot(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = "example: elastic-trainer plot runs/mnist --output mnist.svg"
+    parser.add_argument(
+        "directory", type=Path, metavar="RUN_DIR", help="checkpoint.directory of a job, or --run-dir of a local run"
+    )
+    help_ = "file to write, .png, .svg or .pdf (default: curves.png, of a local run timeline.png, in RUN_DIR)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=help_)
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    """Draw the loss of a job over steps, or the nodes of a local run over time, with rounds and faults marked."""
+    from elastic_trainer.local import timeline
+    from elastic_trainer.training.curves import read_curves
+    from elastic_trainer.training.drawing import check_drawable, draw
+
+    directory: Path = arguments.directory
+    local = timeline.has_timeline(directory)
+    output = (
+        arguments.output if arguments.output is not None else directory / f"{'timeline' if local else 'curves'}.png"
+    )
+    check_drawable(output)
+    if local:
+        timeline.draw(directory, output)
+    else:
+        draw(read_curves(directory), str(directory), output)
+    print(output)
+    return 0

@@ -8,25 +8,47 @@ watching, the run is waited for and an outage is shown.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from elastic_trainer.cli import connection, status_view
-from elastic_trainer.cli.options import console
+from elastic_trainer.cli import connection
+from elastic_trainer.cli.events import as_line
+from elastic_trainer.cli.main import console
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
+from elastic_trainer.membership.documents import Incident
+from elastic_trainer.monitor.model.snapshot import (
+    Listing,
+    NodeStatus,
+    RankStatus,
+    RunSnapshot,
+    StoreStatus,
+    as_json,
+    listing,
+    snapshot,
+    summary,
+)
+from elastic_trainer.monitor.model.state import IN_WORDS
 from elastic_trainer.monitor.read.reading import Pacing, Reader, StoreReading
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
+from elastic_trainer.telemetry.rank import GAUGES, Unit
+from elastic_trainer.wording import UNKNOWN, counted, duration, moment, named, number, percent, ranges
 
 _EVERY_S = 1.0
 _REPRINT_EVERY_S = 5.0
 """Where nothing can be redrawn in place, at most so often."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_status(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id); without it all runs are listed")
@@ -36,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     connection.add_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_status(arguments: argparse.Namespace) -> int:
     """Show it."""
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
@@ -156,5 +178,274 @@ def view_of(reading: StoreReading, name: str | None, *, wide: bool = False) -> R
     if value is None:
         return f"run {name} is gone"
     if isinstance(value, RunSnapshot):
-        return status_view.run_view(value, wide=wide)
-    return status_view.list_view(value, wide=wide)
+        return run_view(value, wide=wide)
+    return list_view(value, wide=wide)
+
+
+MOST_RANKS = 40
+"""With more, a node is one row."""
+MOST_INCIDENTS = 5
+LEAST_WRAPPED = 20
+"""Characters that a column takes at least whose texts may wrap."""
+SILENT_S = 20.0
+"""So is a node that wrote nothing for this long: it writes every five seconds."""
+_WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
+STYLES = {
+    "gathering": "yellow",
+    "training": "green",
+    "changing": "cyan",
+    "recovering": "red",
+    "stopped": "cyan",
+    "abandoned": "bold red",
+    "succeeded": "bold green",
+    "failed": "bold red",
+    "gone": "red",
+    "ready": "green",
+    "warming": "yellow",
+    "draining": "cyan",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``spare``: where there is no room, columns with the highest go first; those with 0 stay.
+
+    ``wraps``: whether its texts may take several lines, broken between words; where even that has no room, they stand
+    below the table, behind the ``key`` of their row.
+    """
+
+    name: str
+    spare: int = 0
+    wraps: bool = False
+    right: bool = False
+    key: bool = False
+
+
+class Fitted:
+    """A table without the columns for which there is no room; nothing is broken inside a word.
+
+    With ``wide`` it has all, however long its lines are.
+    """
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, wide: bool) -> None:
+        self._columns, self._rows, self._wide = columns, rows, wide
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        places = list(range(len(self._columns)))
+        if not self._wide:
+            while self._width(places) > options.max_width and (spare := self._most_spare(places)) is not None:
+                places.remove(spare)
+        wrapped = [place for place in places if self._columns[place].wraps]
+        below = wrapped if not self._wide and self._width(places) > options.max_width else []
+        places = [place for place in places if place not in below]
+        table = Table()
+        for column in (self._columns[place] for place in places):
+            justify: JustifyMethod = "right" if column.right else "left"
+            table.add_column(column.name, justify=justify, no_wrap=self._wide or not column.wraps)
+        for row in self._rows:
+            table.add_row(*(row[place] for place in places))
+        yield from console.render(
+            table, options.update(width=self._width(places, least=False)) if self._wide else options
+        )
+        for row in self._rows:
+            for text in (row[place] for place in below if row[place].plain):
+                yield Text.assemble(f"{self._key(row)}: ", text)
+        hidden = [column.name for place, column in enumerate(self._columns) if place not in (*places, *below)]
+        if hidden:
+            yield Text(f"no room for: {', '.join(hidden)} (-o wide shows all)", style="dim")
+
+    def _key(self, row: Sequence[Text]) -> str:
+        told = ((column.name, text.plain) for column, text in zip(self._columns, row, strict=True) if column.key)
+        return ", ".join(text if name in ("node", "run") else f"{name} {text}" for name, text in told if text)
+
+    def _most_spare(self, places: Sequence[int]) -> int | None:
+        most = max(places, key=lambda place: self._columns[place].spare)
+        return most if self._columns[most].spare else None
+
+    def _width(self, places: Sequence[int], *, least: bool = True) -> int:
+        """Of the table, frame included; ``least``: with wrapped columns as narrow as can be."""
+        return 1 + sum(3 + self._needs(place, least) for place in places)
+
+    def _needs(self, place: int, least: bool) -> int:
+        texts = [self._columns[place].name, *(row[place].plain for row in self._rows)]
+        widest = max(map(cell_len, texts))
+        if not (least and self._columns[place].wraps):
+            return widest
+        return min(widest, max(LEAST_WRAPPED, *(cell_len(word) for text in texts for word in text.split(" "))))
+
+
+def run_view(run: RunSnapshot, *, wide: bool = False) -> RenderableType:
+    """All of a run that fits on a screen."""
+    parts: list[RenderableType] = [*_store(run.store), *_head(run)]
+    if run.nodes:
+        parts.append(_ranks(run, wide))
+    if faults := [each for each in run.incidents if not each["planned"]]:
+        parts.append(Text("incidents, the newest first", style="bold"))
+        parts += [Text(as_line(Incident.model_validate(each))) for each in faults[:MOST_INCIDENTS]]
+    elif run.rounds:
+        last = run.rounds[-1]
+        parts.append(Text(f"{moment(last.wall)}  round {last.number} {last.state}: {last.reason}"))
+    if run.unreadable:
+        parts.append(Text(f"cannot be read by this version: {named(run.unreadable)}", style="red"))
+    return Group(*parts)
+
+
+def list_view(listing: Listing, *, wide: bool = False) -> RenderableType:
+    """All runs, one row each."""
+    if not listing.runs:
+        return Group(*_store(listing.store), Text("there are no runs"))
+    rows = []
+    for each in listing.runs:
+        needs = Text(", ".join(concern.words for concern in each.attention))
+        needs.style = "bold red" if each.attention and each.attention[0].look == "bad" else "yellow"
+        ranks, nodes = (each.last.world_size, each.last.nodes) if each.last else (each.world_size, each.nodes)
+        limits = f"{nodes} of {_limits(each.min_nodes, each.max_nodes)}"
+        numbers = (number(each.step), needs.copy(), number(each.round), str(ranks), limits, number(each.loss))
+        state, rate = Text(each.state, style=STYLES.get(each.state, "")), number(each.samples_per_s)
+        texts = (each if isinstance(each, Text) else Text(each) for each in (*numbers, rate, percent(each.goodput)))
+        rows.append([Text(each.run), state, *texts])
+    return Group(*_store(listing.store), Fitted(_RUNS, rows, wide=wide))
+
+
+_RUNS = (
+    *(Column("run", key=True), Column("state"), Column("step", right=True), Column("needs attention", wraps=True)),
+    *(
+        Column("round", 6, right=True),
+        Column("ranks", 3, right=True),
+        Column("nodes", 2),
+        Column("loss", 1, right=True),
+    ),
+    *(Column("samples/s", 4, right=True), Column("goodput", 5, right=True)),
+)
+
+
+def _store(store: StoreStatus) -> list[RenderableType]:
+    if store.connected:
+        return []
+    return [Text(f"etcd does not answer; this was read {duration(store.age_s)} ago", style="bold red")]
+
+
+def _head(run: RunSnapshot) -> list[RenderableType]:
+    since = f" for {duration(run.state_s)}" if run.state_s is not None else ""
+    first = Text.assemble(
+        ("run ", "bold"), (run.run, "bold"), "  ", (run.state, STYLES.get(run.state, "")), since, f"  {_round(run)}"
+    )
+    present, ranks = sum(node.state != "gone" for node in run.nodes), run.world_size
+    if run.last is not None:
+        present, ranks = run.last.nodes, run.last.world_size
+    nodes = f"{counted(ranks, 'rank')}, {counted(present, 'node')} of {_limits(run.min_nodes, run.max_nodes)}"
+    if run.last is not None:
+        took = f", {duration(run.last.duration_s)} after the first" if run.last.duration_s is not None else ""
+        nodes = f"last round: {nodes}, ended{took}" if took else f"last round: {nodes}"
+    needs = [Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red")]
+    head = [first, *(needs if run.attention else []), *_left(run)]
+    groups = f", {run.shard_groups} shard groups of {run.shard_nodes}" if (run.shard_nodes or 1) > 1 else ""
+    nodes += f"{groups}, recovery {run.recovery or UNKNOWN}"
+    return [*head, Text(nodes), Text(_progress(run)), Text(_checkpoint(run))]
+
+
+def _left(run: RunSnapshot) -> list[RenderableType]:
+    """How the last node left."""
+    if (left := run.departure) is None:
+        return []
+    how = "left on request" if left["planned"] else "gave up"
+    return [Text(f"node {left['node']}, the last, {how} at {moment(left['wall'])}: {left['reason']}")]
+
+
+def _round(run: RunSnapshot) -> str:
+    if run.round is None:
+        return "no round yet"
+    return f"round {run.round}" + (f": {run.round_reason}" if run.round_reason else "")
+
+
+def _progress(run: RunSnapshot) -> str:
+    parts = [f"step {number(run.step)}"]
+    for name, value in (
+        ("steps/s", run.steps_per_s if run.steps_per_s is not None else 1 / run.step_s if run.step_s else None),
+        ("samples/s", run.samples_per_s),
+    ):
+        if value is not None:
+            parts.append(f"{number(value)} {name}")
+    if run.loss is not None:
+        parts.append(f"loss {number(run.loss)}")
+    return ", ".join([*parts, f"goodput {percent(run.goodput)}"])
+
+
+def _checkpoint(run: RunSnapshot) -> str:
+    saved = run.checkpoint
+    if saved is None:
+        return "no checkpoint yet"
+    last = f"checkpoint of step {saved.step}, {duration(saved.age_s)} ago, {number(saved.bytes / 2**20, 'MiB')}"
+    failed = f", {saved.failed} failed" if saved.failed else ""
+    every = f", one every {duration(saved.interval_s)}" if saved.interval_s else ""
+    return f"{last} in {duration(saved.duration_s)}; {saved.saved} saved{failed}{every}"
+
+
+def _limits(low: int | None, high: int | None) -> str:
+    return UNKNOWN if low is None else f"{low}:{high}"
+
+
+def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
+    many = sum(len(node.ranks) for node in run.nodes) > MOST_RANKS
+    columns = [
+        *(Column("node", key=True), Column("host", 9), Column("state", 1)),
+        *(Column("ranks" if many else "rank", key=True), Column("phase")),
+        *(Column(gauge.title.lower(), _SPARE.get(gauge.name, 8), right=True) for gauge in GAUGES),
+        Column("", wraps=True),
+    ]
+    rows = []
+    for node in run.nodes:
+        found = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
+        for position, (cells, marks) in enumerate(found):
+            silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
+            who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
+            style = STYLES.get(node.state, "")
+            texts = (Text(cell) for cell in cells)  # written by others: no markup
+            rows.append([Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent])])
+    if not any(row[-1].plain for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Fitted(columns, rows, wide=wide)
+
+
+_SPARE = {"step": 0, "step_s": 2, "compute_s": 6}
+"""Of the gauges' columns; others go before these."""
+
+
+def _state(node: NodeStatus) -> str:
+    """With the group and place of a node that holds a part of a model: ``ready 1.0``; of a spare ``ready -.0``."""
+    if node.place is None:
+        return node.state
+    return f"{node.state} {'-' if node.group is None else node.group}.{node.place}"
+
+
+def _marks(marks: list[str]) -> Text:
+    return Text(", ".join(marks), style="bold red")
+
+
+def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:
+    """The cells of a rank, and what is odd about it."""
+    marks = [f"straggler x{rank['slowdown']:.2g}"] if rank["straggler"] and rank["slowdown"] else []
+    if rank["stall"] is not None:
+        marks.append(IN_WORDS[rank["stall"]].format(duration(rank["still_s"])))
+    phase = UNKNOWN if rank["phase"] is None else f"{rank['phase']} {duration(rank['phase_s'])}"
+    return [number(rank["rank"]), phase, *(_WORDS[gauge.unit](rank[gauge.name]) for gauge in GAUGES)], marks
+
+
+def _node_cells(node: NodeStatus) -> tuple[list[str], list[str]]:
+    """All ranks of a node in one row."""
+    phases = Counter(_known(node, "phase"))
+    slow = [rank["rank"] for rank in node.ranks if rank["straggler"] and rank["rank"] is not None]
+    marks = [f"straggler {ranges(slow)}"] if slow else []
+    for stall, words in IN_WORDS.items():
+        held = [rank for rank in node.ranks if rank["stall"] == stall]
+        if held:
+            still = words.format(duration(max(rank["still_s"] for rank in held)))
+            marks.append(f"{ranges(rank['rank'] for rank in held)}: {still}")
+    doing = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
+    of_all = ((gauge, _known(node, gauge.name)) for gauge in GAUGES)
+    cells = [_WORDS[gauge.unit](gauge.of_node(values) if values else None) for gauge, values in of_all]
+    return [ranges(_known(node, "rank")) or UNKNOWN, doing, *cells], marks
+
+
+def _known(node: NodeStatus, name: str) -> list[Any]:
+    return [rank[name] for rank in node.ranks if rank[name] is not None]

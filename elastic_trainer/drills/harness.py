@@ -1,31 +1,65 @@
-"""What every run on this machine stands on: an etcd, real nodes, and what they write; for drills and for a user's job.
+"""Follows the changes of a run's round document in the store.
 
-*Runs in* the main thread of the command or test.
-*Owns* the etcd, the connection to it, a watch on the round document and the nodes, until its block ends.
-*Fails by* ConfigError or StoreUnavailableError before any node runs.
-*Invariant*: after the block no process of the run is left, however it ended.
+*Runs in* the local cluster's process; changes arrive on the watch's thread and wait in a queue.
+*Owns* one watch. *Fails by* nothing: while the store is unreachable the queue stays empty; it skips unreadable
+documents. *Invariant*: documents come out in the order of their revisions, each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from elastic_trainer.agent.health.health_store import told_by_all
-from elastic_trainer.clock import Deadline
+from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
-from elastic_trainer.local.ledger import Line
-from elastic_trainer.local.ports import HOST, free_ports
-from elastic_trainer.local.rounds import RoundFeed
-from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.membership.documents import NodeHealth, RoundDocument
+from elastic_trainer.local.hosts import HOST, free_ports
+from elastic_trainer.local.ledger import LedgerTail, Line
+from elastic_trainer.membership.documents import DocumentError, NodeHealth, RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import RunKeys, Store
+from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
+
+
+class RoundFeed:
+    """A listener of ``key``; :meth:`take` returns new documents with their arrival times (monotonic seconds).
+
+    Closing the store ends it.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._queue: SimpleQueue[tuple[RoundDocument, float]] = SimpleQueue()
+        self._seen = 0
+        store.watch(key, self, exact=True)
+
+    def take(self) -> list[tuple[RoundDocument, float]]:
+        """Documents that arrived since the last call, oldest first."""
+        return [self._queue.get() for _ in range(self._queue.qsize())]
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._put(snapshot.items)
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        self._put(event.item for event in events if event.kind is EventKind.PUT)
+
+    def on_connected(self, connected: bool) -> None:
+        """Nothing to do: the watch resumes by itself."""
+
+    def _put(self, items: Iterable[KeyValue]) -> None:
+        for item in items:
+            if item.mod_revision <= self._seen:  # a snapshot after an outage repeats known documents
+                continue
+            self._seen = item.mod_revision
+            try:
+                self._queue.put((RoundDocument.decode(item.value, item.key), SYSTEM.monotonic()))
+            except DocumentError:
+                continue
+
 
 CONNECT_S = 20.0
 PREFIX = "/elastic_trainer"

@@ -1,14 +1,12 @@
-"""What a drill or a user's job came to: tables for people, JSON for programs.
-
-*Runs in* the main thread of the command. *Owns* the ``summary.json`` that it writes: it appears whole or not at all.
-*Fails by* StorageError when that cannot be written.
-"""
+"""What became of a local run: its rounds, who left and why, what each fault cost, and the exit status. Pure."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,11 +15,204 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from elastic_trainer.drills.measure import Effect, Recovery
-from elastic_trainer.drills.user_job.summary import Summary
-from elastic_trainer.errors import StorageError
+from elastic_trainer.drills.faults import Fault, FaultKind, Injected
+from elastic_trainer.drills.measure import Effect, Recovery, recovery
+from elastic_trainer.errors import EXIT_FAILURE, StorageError
+from elastic_trainer.local.ledger import Audit, Line, LineKind, audit, exit_text
+from elastic_trainer.membership.documents import RoundDocument, goodput
 from elastic_trainer.model import Phase
 from elastic_trainer.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummary:
+    """One round as the ledger shows it. Steps are None where it committed none."""
+
+    number: int
+    world: int
+    nodes: tuple[str, ...]
+    first_step: int | None
+    last_step: int | None
+    reason: str
+    """Why it ended, by the round document."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSummary:
+    """One fault that was carried out, and what it cost (None: the job never needed or found a later step)."""
+
+    what: str
+    node: str
+    step: int
+    t: float
+    recovery: Recovery | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """How one node ended. ``struck`` nodes were killed on purpose and do not count for the exit status."""
+
+    name: str
+    exit_code: int | None
+    struck: bool
+    why: str
+    """How it ended, and for a failure the last error in its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the command exits with, and why."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All of it."""
+
+    run: str
+    entry: tuple[str, ...]
+    duration_s: float
+    rounds: tuple[RoundSummary, ...]
+    nodes: tuple[NodeSummary, ...]
+    faults: tuple[FaultSummary, ...]
+    unmet: tuple[str, ...]
+    audit: Audit
+    checkpoints: int
+    metrics: Mapping[str, float]
+    """The last value of each metric."""
+    loss: float | None
+    """Of the last step, on rank 0."""
+    verdict: Verdict
+    goodput: float | None = None
+    """The share of all rank seconds that went into new steps."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Rank seconds by phase (see model.Phase)."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, as written to ``summary.json``."""
+        totals = {name: getattr(self.audit, name) for name in ("repeated", "missing", "unrecorded")}
+        values = asdict(self)
+        values["audit"] |= totals
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the cluster ended: exit codes of the nodes, faults that were not carried out, why it was stopped early."""
+
+    exit_codes: Mapping[str, int | None]
+    unmet: Sequence[Fault] = ()
+    signal: int | None = None
+    timed_out: bool = False
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """The last error in the log of a node that failed."""
+
+
+def summarize(
+    run: str,
+    entry: Sequence[str],
+    duration_s: float,
+    lines: Sequence[Line],
+    documents: Mapping[int, RoundDocument],
+    injected: Sequence[Injected],
+    ending: Ending,
+    counters: Mapping[str, float] | None = None,
+) -> Summary:
+    """Gather what is known at the end of a run; ``counters`` are those of all nodes (see membership.health)."""
+    of_nodes = counters if counters is not None else {}
+    struck = {each.node: each for each in injected if each.fault.kind is FaultKind.KILL_NODE}
+    nodes = tuple(
+        _node(name, code, struck.get(name), ending.errors.get(name, "")) for name, code in ending.exit_codes.items()
+    )
+    steps = [line for line in lines if line.event is LineKind.STEP]
+    return Summary(
+        run=run,
+        entry=tuple(entry),
+        duration_s=duration_s,
+        rounds=rounds(lines, documents),
+        nodes=nodes,
+        faults=tuple(_fault(each, lines) for each in injected),
+        unmet=tuple(str(fault) for fault in ending.unmet),
+        audit=audit(lines),
+        checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
+        metrics={line.name: line.value for line in lines if line.name and line.value is not None},
+        loss=next((line.loss for line in reversed(steps) if line.rank == 0 and line.loss is not None), None),
+        verdict=verdict(nodes, ending, max((line.step for line in steps), default=0), entry),
+        goodput=goodput(of_nodes),
+        seconds={str(phase): of_nodes.get(f"seconds.{phase}", 0.0) for phase in Phase} if of_nodes else {},
+    )
+
+
+def rounds(lines: Sequence[Line], documents: Mapping[int, RoundDocument]) -> tuple[RoundSummary, ...]:
+    """The rounds that the ledger or the store knows, in order."""
+    by_round: dict[int, list[Line]] = {number: [] for number in documents if documents[number].members}
+    for line in lines:
+        if line.event in (LineKind.OPENED, LineKind.STEP):
+            by_round.setdefault(line.round, []).append(line)
+    return tuple(_round(number, by_round[number], documents.get(number)) for number in sorted(by_round))
+
+
+def _round(number: int, lines: Sequence[Line], document: RoundDocument | None) -> RoundSummary:
+    steps = [line.step for line in lines if line.event is LineKind.STEP]
+    members = {member.node for member in document.members} if document is not None else set()
+    return RoundSummary(
+        number=number,
+        world=max([line.world for line in lines] or [document.world_size if document is not None else 0]),
+        nodes=tuple(sorted(members or {line.node for line in lines})),
+        first_step=min(steps, default=None),
+        last_step=max(steps, default=None),
+        reason=document.reason if document is not None else "",
+    )
+
+
+def _fault(injected: Injected, lines: Sequence[Line]) -> FaultSummary:
+    return FaultSummary(str(injected), injected.node, injected.step, injected.t, recovery(injected, lines))
+
+
+def _node(name: str, exit_code: int | None, struck: Injected | None, error: str) -> NodeSummary:
+    if struck is not None:
+        why = f"killed on purpose at step {struck.step}"
+    elif exit_code is None:
+        why = "did not end"
+    else:
+        why = exit_text(exit_code) + (f": {error}" if error else "")
+    return NodeSummary(name, exit_code, struck is not None, why)
+
+
+def verdict(nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry: Sequence[str]) -> Verdict:
+    """The exit status: 0 only if every node that was not killed on purpose exited 0 and every fault happened."""
+    survivors = [node for node in nodes if not node.struck]
+    failed = [node for node in survivors if node.exit_code != 0]
+    if ending.signal is not None:
+        return Verdict(128 + ending.signal, f"stopped by {signal.Signals(ending.signal).name}")
+    if ending.timed_out:
+        return Verdict(EXIT_FAILURE, "the job did not end within --timeout")
+    if failed:
+        code = failed[0].exit_code
+        return Verdict(code if code is not None and 0 < code < 128 else EXIT_FAILURE, _failures(failed))
+    if not survivors:
+        return Verdict(EXIT_FAILURE, "no node survived")
+    if ending.unmet and not last_step:
+        what = " ".join(entry[:2])
+        return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {what} opens no Session, so it has no steps")
+    if ending.unmet:
+        return Verdict(EXIT_FAILURE, "; ".join(_unmet(fault, last_step) for fault in ending.unmet))
+    return Verdict(0, f"{counted(len(survivors), 'node')} finished the job")
+
+
+def _unmet(fault: Fault, last_step: int) -> str:
+    waited = fault.chooses and fault.step <= last_step
+    return f"{fault} was never carried out{': too few nodes trained, until the job was over' * waited}"
+
+
+def _failures(failed: Sequence[NodeSummary]) -> str:
+    """Nodes that failed alike are named together."""
+    alike: dict[str, list[str]] = {}
+    for node in failed:
+        alike.setdefault(node.why, []).append(node.name)
+    return "; ".join(f"node{'s' * (len(names) > 1)} {' and '.join(names)} {why}" for why, names in alike.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,15 @@ from typing import Any
 import psutil
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.drills.checks import Digest, read_digest
 from elastic_trainer.drills.harness import Clusters, Harness, RunStore, harness
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE, Sharded
-from elastic_trainer.drills.measure import Book, Standing, worker_place
+from elastic_trainer.drills.measure import Book, Digest, Standing, read_digest, worker_place
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
-from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.ledger import FileTail
+from elastic_trainer.local.processes import Interrupts
 from elastic_trainer.membership.documents import RoundDocument
 
 JOB = ("-m", "elastic_trainer.drills.job")

@@ -1,14 +1,7 @@
-"""Hosts of their own for the nodes of a cluster, on one network segment that can silently cut off each of them.
+"""Finds free TCP ports on this machine for servers that will be restarted on them.
 
-A host is a set of Linux namespaces: a network with its own loopback and an address on the segment's bridge, a host name
-and /etc/hosts, process ids that begin at 1, its own /proc, /tmp and /dev/shm. Files elsewhere are the same for all, as
-on a shared disk. The hub of the segment is this process's own network, where etcd runs and drills look on.
-
-*Runs in* the main thread, before any other thread that should be on the segment is started.
-*Owns* the namespaces, the bridge, the virtual cables and the first process of each host, from entry to exit. However
-this process ends, the kernel removes them all.
-*Fails by* ConfigError without root or the needed programs; ClusterError when the kernel refuses.
-*Invariant*: the original network of the process is never configured.
+*Runs in* tests, drills and ``elastic-trainer local``. *Owns* nothing: another process may take a port at once, so users
+try another when binding fails. *Fails by* StoreUnavailableError when no port is free.
 """
 
 from __future__ import annotations
@@ -17,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import select
 import shutil
 import socket
@@ -32,10 +26,40 @@ from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 from typing import Self
 
-from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.errors import ConfigError, PermanentError, StoreUnavailableError
 from elastic_trainer.local.host_init import PRIVATE as PRIVATE
-from elastic_trainer.local.ports import HOST
 from elastic_trainer.worker.report import PROC
+
+HOST = "127.0.0.1"
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports that were free a moment ago, outside the kernel's range of ephemeral ports.
+
+    In that range a client that connects to a stopped etcd could be assigned etcd's own port, and keep it.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        first_ephemeral = int(file.read().split()[0])
+    candidates = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(61_000, 65_536)
+    chosen: list[int] = []
+    for port in random.sample(candidates, len(candidates)):
+        if is_free(port):
+            chosen.append(port)
+        if len(chosen) == count:
+            return tuple(chosen)
+    raise StoreUnavailableError("this machine has no free ports")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
 
 PROGRAMS = ("ip", "nsenter")
 BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"

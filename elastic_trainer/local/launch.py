@@ -27,10 +27,9 @@ from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.local.launched import CALL, error_file, output_file, result_file
-from elastic_trainer.local.ports import HOST, free_ports
-from elastic_trainer.local.tail import FileTail, end_of
-from elastic_trainer.local.wording import last_error
+from elastic_trainer.local.ledger import FileTail, end_of, last_error
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options
 from elastic_trainer.variables import ENV_LOG_LEVEL

@@ -6,10 +6,12 @@ what survives: for each step number the commit of the highest round, without ste
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -227,3 +229,73 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
     stopped = [(counted(each.used, "sample"), each.epoch) for each in epochs if not each.ended]
     parts += [f"{used} of epoch {epoch} once, then the job stopped in it" for used, epoch in stopped]
     return "; ".join(parts)
+
+
+class FileTail:
+    """Reads the new complete lines of one file; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[str]:
+        """Lines completed since the last call, without their newlines."""
+        if not self._path.exists() or self._path.stat().st_size <= self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def end_of(path: Path) -> list[str]:
+    """The last lines of a file, at most 64 KiB; none if the file does not exist."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (64 << 10)))
+        return file.read().decode(errors="replace").splitlines()
+
+
+class LedgerTail:
+    """Reads the new ledger lines of all processes of a run, and skips those that cannot be parsed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[Path, FileTail] = {}
+
+    def read(self) -> list[Line]:
+        """Lines that appeared since the last call, in the order of their times."""
+        for path in self._directory.glob("*.jsonl"):
+            self._files.setdefault(path, FileTail(path))
+        texts = [text for tail in self._files.values() for text in tail.read()]
+        lines = [line for line in map(parse, texts) if line is not None]
+        return sorted(lines, key=lambda line: line.t)
+
+
+_LONGEST = 300
+_RANK = re.compile(r"\[rank\d+\]: ")
+"""What torch writes before each line of a traceback once a process group is there."""
+_OURS = re.compile(r"(?:error|elastic-trainer): ")
+_TORCHRUNS = ("ChildFailedError", "SignalException")
+
+
+def exit_text(exit_code: int) -> str:
+    """How a process ended (its code as in :class:`subprocess.Popen`: negative for a signal)."""
+    return f"ended by signal {-exit_code}" if exit_code < 0 else f"exited with {exit_code}"
+
+
+def last_error(lines: Iterable[str]) -> str:
+    """The message of the last traceback or of our own in a process's output, except torchrun's; "" if none."""
+    found, inside = "", False
+    for raw in lines:
+        line = _RANK.sub("", raw, count=1) if raw.startswith("[rank") else raw
+        if line.startswith(("Traceback (most recent call last)", '  File "')):  # a SyntaxError has no first line
+            inside = True
+        elif ours := _OURS.match(line):
+            found = line[ours.end() :]
+        elif inside and line.strip() and not line[0].isspace():
+            found, inside = found if any(name in line for name in _TORCHRUNS) else line, False
+    return found[:_LONGEST]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.errors import StorageError
-from elastic_trainer.local.ledger import Line, LineKind, lineage
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, Line, LineKind, lineage
 from elastic_trainer.training.drawing import FAULT, LINE, save
 
 _MOST_WORDS = 8

@@ -6,16 +6,22 @@
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
-from elastic_trainer.preflight.clocks import Anchor, Dated, compared
-from elastic_trainer.preflight.finding import Finding, bad, sentence
-from elastic_trainer.preflight.judge import judge
-from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.network import MOST_ASKED, Neighbor, reaching
-from elastic_trainer.preflight.report import NodeReport, Published, count, publish, published, report_in
-from elastic_trainer.store.api import Order, RunKeys, Store
+from elastic_trainer.preflight.examination import MOST_ASKED, Neighbor, reaching
+from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
+from elastic_trainer.preflight.judge import Anchor, Dated, NodeReport, Published, clock_finding, judge
+from elastic_trainer.settings import Endpoint, StoreSettings
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store
+from elastic_trainer.store.untrusted import plain
+from elastic_trainer.telemetry.logs import logger
 
 STORE_S = 5.0
 """Time limit of each request to the store."""
@@ -41,7 +47,7 @@ class PeerComparison:
         last = self._anchor()
         if self._first is not None and last is not None:
             dated = [Dated(peer.report.node, peer.revision, peer.report.wall) for peer in peers]
-            found.append(compared(dated, self._first, last, self._limits))
+            found.append(clock_finding(dated, self._first, last, self._limits))
         if mine is None:
             return found
         found += judge(mine, peers, self._limits)
@@ -83,3 +89,120 @@ class PeerComparison:
 
     def _soon(self) -> Deadline:
         return Deadline.after(STORE_S, self._clock)
+
+
+ENDPOINT_S, ENDPOINT_SHARE = 4.0, 0.1
+"""Time limit of one endpoint, in seconds, and as a share of the time for all checks; the longer one holds."""
+_TRIES = 7
+
+
+def endpoints(settings: StoreSettings, run: str | None, limits: FitLimits, deadline: Deadline) -> list[Finding]:
+    """One finding for each endpoint. If some work, failures of others are only warnings."""
+    limit_s = max(ENDPOINT_S, ENDPOINT_SHARE * deadline.remaining_s())
+    found = [_endpoint(settings, each, run, limits, deadline.at_most(limit_s)) for each in settings.endpoints]
+    if all(finding.status is Status.BAD for finding in found):
+        return found
+    return [each.but(Status.WARN, each.hint) if each.status is Status.BAD else each for each in found]
+
+
+def _endpoint(
+    settings: StoreSettings, endpoint: Endpoint, run: str | None, limits: FitLimits, deadline: Deadline
+) -> Finding:
+    name = "etcd" if len(settings.endpoints) == 1 else f"etcd {endpoint}"
+    alone = settings.model_copy(update={"endpoints": (endpoint,)})
+    try:
+        store = connect_checked(alone, deadline, run=run)
+    except ElasticTrainerError as error:
+        return Finding.failed(name, error)
+    try:
+        said = store.version(deadline)
+    except ElasticTrainerError as error:
+        return Finding(name, Status.WARN, f"{endpoint}: answers, but not with its version: {error.message}")
+    finally:
+        store.close()
+    numbers = re.match(r"(\d+)\.(\d+)", said)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < limits.etcd_version:
+        least = ".".join(map(str, limits.etcd_version))
+        return Finding(name, Status.WARN, f"{endpoint}: etcd {said} is old", hint=f"use etcd {least} or newer")
+    return Finding(name, Status.OK, f"{endpoint}: etcd {said}")
+
+
+def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, clock: Clock = SYSTEM) -> Finding:
+    """The median time of several linearizable reads. Raises the store's errors."""
+    times = list[float]()
+    for _ in range(_TRIES):
+        begun = clock.monotonic()
+        store.get(key, deadline)
+        times.append(clock.monotonic() - begun)
+    return judged_round_trip(times, limits)
+
+
+def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
+    """The finding for these times. Pure."""
+    value_ms, limit_ms = median(times) * 1e3, limits.etcd_round_trip_s * 1e3
+    slow = value_ms > limit_ms
+    return Finding(
+        "etcd.round_trip",
+        Status.WARN if slow else Status.OK,
+        f"{value_ms:.3g} ms",
+        value_ms,
+        "ms",
+        limit_ms,
+        "etcd is far away or has a slow disk: recoveries will take longer" if slow else "",
+    )
+
+
+COMPARED = ("matmul.", "memory.", "disk.write", "disk.read")
+"""Name prefixes of findings whose values nodes compare: higher is better."""
+MOST_COMPARED = 64
+"""Upper bound on the reports that one node reads: a thousand nodes reading a thousand would be too much load."""
+
+
+def report_of(
+    node: str, address: str, findings: Iterable[Finding], versions: Mapping[str, str], wall: float
+) -> NodeReport:
+    """The report of these findings."""
+    known = tuple(findings)
+    return NodeReport(
+        node=node,
+        host=socket.gethostname(),
+        address=address,
+        wall=wall,
+        fit=not bad(known),
+        text=sentence(bad(known)),
+        values={each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)},
+        versions=dict(versions),
+    )
+
+
+def publish(store: Store, keys: RunKeys, report: NodeReport, keep_s: float, deadline: Deadline) -> None:
+    """Publish ``report`` for ``keep_s`` seconds."""
+    lease = store.grant(keep_s, deadline)
+    store.transact([], [Put(keys.preflight_node(report.node), report.encode(), lease.id)], deadline=deadline)
+
+
+def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Published, ...]:
+    """The reports of the run's oldest nodes: all nodes compare themselves with the same ones."""
+    found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
+    reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
+    return tuple(report for report in reports if report is not None)
+
+
+def report_in(store: Store, keys: RunKeys, node: str, deadline: Deadline) -> Published | None:
+    """The report of ``node``."""
+    item = store.get(keys.preflight_node(node), deadline).first
+    return _read(item) if item is not None else None
+
+
+def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:
+    """The number of reports, up to ``most``."""
+    items = store.range(keys.preflight, deadline, limit=most + MOST_COMPARED, keys_only=True).items
+    return min(most, sum(not keys.is_preflight_meeting(item.key) for item in items))
+
+
+def _read(item: KeyValue) -> Published | None:
+    try:
+        return Published(NodeReport.decode(item.value, item.key), item.create_revision, item.mod_revision)
+    except DocumentError as error:
+        logger().debug("report.unreadable", key=plain(item.key), error=str(error))
+        return None

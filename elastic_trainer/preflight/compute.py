@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM
+from elastic_trainer.preflight.child import Messages
 from elastic_trainer.preflight.finding import Finding, Status, amount
-from elastic_trainer.preflight.messages import Messages
 
 if TYPE_CHECKING:
     import torch

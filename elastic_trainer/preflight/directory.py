@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
-from elastic_trainer.preflight.limits import MIB, FitLimits
-from elastic_trainer.preflight.messages import Messages
+from elastic_trainer.preflight.child import Messages
+from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, size_text
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5

@@ -6,19 +6,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.preflight import clocks, pairs
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, StoreUnavailableError
+from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.child import Child, ChildError, Doing
-from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.meeting import AbsentError, Meeting, attended
-from elastic_trainer.preflight.network import Neighbor, reaching
-from elastic_trainer.preflight.pairs import Measured, Pair
-from elastic_trainer.store.api import RunKeys, Store
+from elastic_trainer.preflight.examination import Neighbor, reaching
+from elastic_trainer.preflight.finding import Finding, FitLimits, Status
+from elastic_trainer.preflight.judge import Measured, Pair, judge_pairs, judged_clocks, together_finding
+from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store, absent, created_at
+from elastic_trainer.store.session import LeaseSession
+from elastic_trainer.wording import counted
 
 _MODULE = "elastic_trainer.preflight.collective"
 
@@ -84,10 +87,10 @@ def _measured(
     except ChildError as error:  # earlier results still count
         found.append(Finding.failed("allreduce", error))
     if heard.ahead_s:
-        found.append(clocks.judged("peers.clock", heard.ahead_s, limits))
-    found += pairs.judge(names, me, heard.pairs, limits)
+        found.append(judged_clocks("peers.clock", heard.ahead_s, limits))
+    found += judge_pairs(names, me, heard.pairs, limits)
     if len(names) > 2 and heard.pairs:
-        found.append(pairs.together(heard.all, len(names)))
+        found.append(together_finding(heard.all, len(names)))
     return found
 
 
@@ -113,3 +116,124 @@ class Heard:
 def _as_measured(values: Mapping[str, Any]) -> Measured:
     seconds = {int(size): float(took_s) for size, took_s in values.get("seconds", {}).items()}
     return Measured(seconds, str(values.get("error", "")))
+
+
+TTL_S = 5.0
+LOOK_S = 0.25
+_FEW = 64
+
+
+class AbsentError(PermanentError):
+    """Too few nodes joined in time."""
+
+
+class Attendance(Document):
+    """One node's key, with the address of its TCP store. The first node writes ``members``, in rank order."""
+
+    place: Neighbor
+    count: int
+    members: tuple[Neighbor, ...] = ()
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The members. They use the first member's store, with keys that begin with ``nonce``."""
+
+    members: tuple[Neighbor, ...]
+    nonce: str
+
+    def rank(self, node: str) -> int:
+        return next(rank for rank, member in enumerate(self.members) if member.node == node)
+
+
+@contextmanager
+def attended(
+    store: Store,
+    keys: RunKeys,
+    place: Neighbor,
+    count: int,
+    deadline: Deadline,
+    doing: Doing,
+) -> Iterator[Meeting]:
+    """Take part until the context ends; yields the meeting once ``count`` nodes are present."""
+    session = LeaseSession(store, TTL_S, deadline=deadline)
+    try:
+        mine = Attendance(place=place, count=count)
+        key = keys.preflight_meeting + place.node
+        shown = store.transact([absent(key)], [Put(key, mine.encode(), session.lease_id)], deadline=deadline)
+        if not shown.succeeded:
+            raise ConfigError(f"another node has the name {place.node!r}", hint="set --rdzv-conf node_id on each")
+        yield _awaited(store, keys, mine, session.lease_id, deadline, doing)
+    finally:
+        session.close()
+
+
+def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing) -> Meeting:
+    waited_s = deadline.remaining_s()
+    look_s = LOOK_S * max(1.0, mine.count / _FEW)  # every node reads all keys
+    waiting: list[Attendance] = []
+    while True:
+        try:
+            items = store.range(keys.preflight_meeting, deadline, order=Order.CREATE_REVISION).items
+        except StoreUnavailableError:
+            if not waiting or not deadline.expired:
+                raise
+            raise _absent(waiting, mine.count, waited_s) from None  # the last pause took longer than planned
+        present = _read(items)
+        if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
+            return meeting
+        waiting = _waiting([each for _, each in present])
+        _check_counts(mine, waiting)
+        if waiting and waiting[0].place == mine.place and len(waiting) >= mine.count:
+            key, created = next((item.key, item.create_revision) for item, each in present if each.place == mine.place)
+            chosen = tuple(each.place for each in waiting[: mine.count])
+            plan = mine.model_copy(update={"members": chosen, "nonce": secrets.token_hex(8)})
+            put = Put(key, plan.encode(), lease)
+            if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
+                return Meeting(plan.members, plan.nonce)
+            raise LeaseLostError("this node's lease in etcd has expired because it was not refreshed")
+        doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are present")
+        if deadline.remaining_s() <= look_s:
+            raise _absent(waiting, mine.count, waited_s)
+        pause(look_s)
+
+
+def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:
+    names = ", ".join(each.place.node for each in waiting)
+    text = f"{len(waiting)} of {counted(count, 'node')} joined within {waited_s:.3g} s: {names}"
+    return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
+
+
+def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
+    """The readable keys, oldest first."""
+    present = []
+    for item in items:
+        try:
+            present.append((item, Attendance.decode(item.value, item.key)))
+        except DocumentError:
+            continue
+    return present
+
+
+def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
+    """The decided meeting that has ``node`` as a member, if any. Pure."""
+    for each in present:
+        if any(member.node == node for member in each.members):
+            return Meeting(each.members, each.nonce)
+    return None
+
+
+def _waiting(present: Sequence[Attendance]) -> list[Attendance]:
+    """The nodes that are not in a meeting yet."""
+    taken = {member.node for each in present for member in each.members}
+    return [each for each in present if each.place.node not in taken]
+
+
+def _check_counts(mine: Attendance, waiting: Sequence[Attendance]) -> None:
+    for other in waiting:
+        if other.count != mine.count:
+            raise ConfigError(
+                f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
+                hint="use the same --peers everywhere",
+            )

@@ -22,10 +22,9 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.harness import Harness, harness
 from elastic_trainer.drills.stage import IN_PLACE
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node, torchrun
-from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.etcd_binary import spawn
+from elastic_trainer.local.etcd import EtcdServer, spawn
+from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.local.ledger import Line, LineKind
-from elastic_trainer.local.ports import HOST, free_ports
 from tests.bench import goodput_job
 from tests.bench.recovery import SHARED_STORE_OFF, TUNED
 from tests.bench.recovery_torchft import LIGHTHOUSE, MANAGER, Torchft, launched, lighthouse_command

@@ -16,7 +16,7 @@ from typing import Self
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.local.cluster import ClusterSpec
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.support.plainjob import SCRIPT, SteppingCluster
 
 STEADY_STEPS = 25

@@ -16,7 +16,7 @@ from typing import Self
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local.cluster import ClusterSpec
-from elastic_trainer.local.etcd_binary import spawn
+from elastic_trainer.local.etcd import spawn
 from tests.bench.recovery_jobs import Column, Job
 
 SCRIPT = Path(__file__).with_name("recovery_torchft_job.py")

@@ -45,23 +45,23 @@ def understand(words: Words) -> None:
 
 
 def _understand_cli(rest: Words) -> None:
-    from elastic_trainer.cli import local
+    from elastic_trainer.cli import run
     from elastic_trainer.cli.main import COMMANDS, Parser
     from elastic_trainer.drills import faults
-    from elastic_trainer.drills.user_job.job import entry
+    from elastic_trainer.drills.entry import entry
 
-    homes = {command.name: f"elastic_trainer.cli.{command.name}" for command in COMMANDS}
+    homes = {command.name: f"elastic_trainer.cli.{command.home}" for command in COMMANDS}
     if rest[0] not in homes:
         raise ConfigError(f"there is no command {rest[0]}")
     parser = Parser(prog=rest[0])
-    import_module(homes[rest[0]]).configure(parser)
+    getattr(import_module(homes[rest[0]]), f"configure_{rest[0]}")(parser)
     parsed = parser.parse_args(rest[1:])
     if rest[0] == "local":
-        low, high = local.nodes(parsed.nodes)
-        wanted = local.faults(parsed)
+        low, high = run.nodes(parsed.nodes)
+        wanted = run.faults(parsed)
         joins = sum(fault.kind is faults.FaultKind.JOIN for fault in wanted)
-        faults.check(wanted, local.starting(parsed.start, low, high, joins), low, parsed.nproc_per_node)
-        local.rendezvous(parsed.rdzv_conf, parsed.recovery, parsed.backend)
+        faults.check(wanted, run.starting(parsed.start, low, high, joins), low, parsed.nproc_per_node)
+        run.rendezvous(parsed.rdzv_conf, parsed.recovery, parsed.backend)
         started = entry(parsed.words[1:] if parsed.words[:1] == ["--"] else parsed.words, Path("runs"))
         if started[0] == "-m":
             _understand_module(started[1], started[2:])

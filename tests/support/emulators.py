@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import pytest
 from fsspec import filesystem
 
-from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.s3server import BUCKET
 from tests.support.waiting import eventually
 

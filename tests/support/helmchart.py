@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.cli.k8s import rendering
-from elastic_trainer.cli.k8s.values import KubernetesRun
+from elastic_trainer.cli import k8s as rendering
+from elastic_trainer.cli.k8s import KubernetesRun
 from elastic_trainer.model import RecoveryMode
 from tests.support.deployment import ROOT
 from tests.support.requirements import needs

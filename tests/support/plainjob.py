@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.ledger import FileTail
 from elastic_trainer.membership.documents import NodeState
 from tests.support.running import LIMIT_S as LIMIT_S
 from tests.support.running import Running

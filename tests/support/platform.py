@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Self
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.local.etcd_binary import find_binary, spawn
-from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.etcd import find_binary, spawn
+from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.manifests import Container, Manifest, container, named, settings_of
 
 _START_S = 60.0

@@ -25,8 +25,8 @@ from typing import Any, Self, TypeVar
 import yaml
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.local.etcd_binary import spawn
-from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.etcd import spawn
+from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.deployment import DEPLOY, PROMETHEUS, load
 from tests.support.mailbox import Mailbox, Message
 from tests.support.requirements import needs

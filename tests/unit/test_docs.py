@@ -334,7 +334,8 @@ def test_the_table_of_exit_codes_is_complete() -> None:
 def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParser:
     """The parser of a subcommand, or of one of its actions."""
     parser = Parser(prog=command)
-    importlib.import_module(f"elastic_trainer.cli.{command}").configure(parser)
+    (home,) = (each.home for each in COMMANDS if each.name == command)
+    getattr(importlib.import_module(f"elastic_trainer.cli.{home}"), f"configure_{command}")(parser)
     if action is None:
         return parser
     (actions,) = (each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction))

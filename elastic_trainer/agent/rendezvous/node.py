@@ -23,12 +23,9 @@ from elastic_trainer.errors import ConfigError, ElasticTrainerError, TransientEr
 from elastic_trainer.membership.documents import Departure, Incident
 from elastic_trainer.membership.member import Member
 from elastic_trainer.model import PreflightMode
-from elastic_trainer.preflight.comparison import STORE_S, PeerComparison
-from elastic_trainer.preflight.coordination import round_trip
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, report_of, round_trip
 from elastic_trainer.preflight.examination import Subject, examine
-from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
-from elastic_trainer.preflight.limits import GIB, FitLimits
-from elastic_trainer.preflight.report import report_of
+from elastic_trainer.preflight.finding import GIB, Finding, FitLimits, Status, bad, sentence
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry.logs import logger

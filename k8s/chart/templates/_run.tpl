@@ -1,5 +1,5 @@
 {{- /*
-`.run`: what KubernetesRun (elastic_trainer/cli/k8s/values.py) makes of the values, under its names. A test compares what
+`.run`: what KubernetesRun (elastic_trainer/cli/k8s.py) makes of the values, under its names. A test compares what
 the chart and `elastic-trainer k8s render` make of the same run.
 */}}
 {{- define "elastic-trainer.quantity" -}}

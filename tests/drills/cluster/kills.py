@@ -21,7 +21,7 @@ from elastic_trainer.clock import pause
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import kill
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.ledger import FileTail
 from tests.drills.cluster.interludes import INTERLUDES, Mark
 from tests.drills.cluster.storm import holders
 

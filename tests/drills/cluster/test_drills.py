@@ -14,9 +14,8 @@ import torch
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.cli.main import main
 from elastic_trainer.drills.job import CHECKPOINTS
-from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.run import DRILLS, conclusions
 from elastic_trainer.drills.stage import Setting, staged
-from elastic_trainer.drills.table import DRILLS
 from elastic_trainer.errors import EXIT_CONFIG
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.drills.sharded.test_sharded import CLOSE

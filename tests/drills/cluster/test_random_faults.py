@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.drills.checks import compared
 from elastic_trainer.drills.job import Sharded
+from elastic_trainer.drills.measure import compared
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, now, staged
 from elastic_trainer.local.ledger import LineKind

@@ -8,10 +8,9 @@ import pytest
 
 from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import Deadline
-from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.job import STUCK, Wedge, ask
+from elastic_trainer.drills.run import DRILLS, conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.drills.table import DRILLS
-from elastic_trainer.drills.wedge import STUCK, Wedge, ask
 from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import Cause
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.drills.checks import compared
+from elastic_trainer.drills.measure import compared
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.local import processes

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.local.etcd_binary import spawn
+from elastic_trainer.local.etcd import spawn
 from tests.support.requirements import find, missing, needs, needs_root
 from tests.support.waiting import eventually
 

@@ -19,8 +19,7 @@ from typing import Any, Self
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.drills.measure import Book, Effect, Standing
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.local.ledger import Line
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, Line
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.drills.containers.engine import Composed, Engine, say
 from tests.support.deployment import DEPLOY

@@ -9,11 +9,11 @@ from statistics import median
 
 import pytest
 
-from elastic_trainer.drills.checks import compared, read_digest, sample_problems, state_problems
 from elastic_trainer.drills.job import DIGESTS, STOP_FILE
+from elastic_trainer.drills.measure import compared, read_digest, sample_problems, state_problems
 from elastic_trainer.drills.run import DrillOptions, run_drill
 from elastic_trainer.drills.stage import IN_PLACE, Setting
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.ledger import FileTail
 from tests.drills.containers.engine import Composed, say
 from tests.drills.containers.fleet import ALL, FOLDER, Fleet
 

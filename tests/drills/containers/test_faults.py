@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.drills.checks import sample_problems
+from elastic_trainer.drills.measure import sample_problems
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.containers import hoarding
 from tests.drills.containers.engine import Composed, say

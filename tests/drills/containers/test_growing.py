@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_trainer.drills.checks import sample_problems
+from elastic_trainer.drills.measure import sample_problems
 from tests.drills.containers.engine import Composed, say
 from tests.drills.containers.fleet import ALL, SAMPLES, Fleet, digits
 

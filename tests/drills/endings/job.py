@@ -10,8 +10,7 @@ from typing import Any
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import ClusterSpec, Node
-from elastic_trainer.local.ledger import Line, LineKind, audit
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, Line, LineKind, audit
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from tests.support.running import LIMIT_S as LIMIT_S
 from tests.support.running import Running

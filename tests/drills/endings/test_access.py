@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.local.etcd import EtcdServer, ServerTls
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.drills.endings.job import Job
 from tests.support.certificates import Authority
 from tests.support.guarded import guard

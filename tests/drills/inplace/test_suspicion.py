@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.drills.busy import busy_machine
-from elastic_trainer.drills.node_faults import node_freeze, worker_freeze
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
+from elastic_trainer.drills.strikes import busy_machine, node_freeze, worker_freeze
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from tests.support.requirements import needs_hosts
 

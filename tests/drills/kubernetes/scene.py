@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.local.ledger import Line, LineKind
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, Line, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.support.forked import Forked
 
 LIMIT_S = 100.0

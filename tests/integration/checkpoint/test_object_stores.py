@@ -41,7 +41,7 @@ from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
 from elastic_trainer.cli.main import main as command
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
 

@@ -14,8 +14,7 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local import agents, processes
-from elastic_trainer.local.ledger import LineKind
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support.requirements import needs_hosts
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import yaml
 
-from elastic_trainer.cli.k8s import rendering
-from elastic_trainer.cli.k8s.making import values
+from elastic_trainer.cli import k8s as rendering
+from elastic_trainer.cli.k8s import values
 from elastic_trainer.cli.main import main, whole_parser
 from tests.support.deployment import ROOT
 from tests.support.manifests import RENDERED, Manifest, of_kind, rendered

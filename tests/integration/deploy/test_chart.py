@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
-from elastic_trainer.cli.k8s import rendering
-from elastic_trainer.cli.k8s.values import KubernetesRun
+from elastic_trainer.cli import k8s as rendering
+from elastic_trainer.cli.k8s import KubernetesRun
 from tests.integration.deploy.test_render import GIVEN, asked, by_name, runs
 from tests.support.helmchart import CHART, chart_files, chart_values, helm
 from tests.support.manifests import Manifest

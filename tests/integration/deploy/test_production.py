@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from elastic_trainer.cli.main import main
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import AccessDeniedError, ElasticTrainerError
-from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.settings import StoreSettings, rendezvous_options
 from elastic_trainer.store import connect_checked
 from tests.integration.store.support import put

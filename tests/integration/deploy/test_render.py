@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.cli.k8s import rendering, scaling
-from elastic_trainer.cli.k8s.making import values
-from elastic_trainer.cli.k8s.values import KubernetesRun, MountedFile
+from elastic_trainer.cli import k8s as rendering
+from elastic_trainer.cli import k8s as scaling
+from elastic_trainer.cli.k8s import KubernetesRun, MountedFile, values
 from elastic_trainer.cli.main import main, whole_parser
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from tests.support.agreement import Training, disagreements

@@ -13,9 +13,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
-from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.etcd_binary import find_binary, spawn
-from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.etcd import EtcdServer, find_binary, spawn
+from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.commands import quiet
 from tests.support.platform import status
 from tests.support.units import SYSTEMD, environment_file, unit

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import structlog
 
-from elastic_trainer.local.ledger import LineKind
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail, LineKind
 from tests.integration.training.launch import ran
 from tests.support.commands import carry_out, quiet
 from tests.support.pages import DOCS, Block, blocks, codes, rows, section

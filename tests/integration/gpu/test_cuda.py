@@ -18,7 +18,7 @@ import torch
 
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, SaveInfo
 from elastic_trainer.drills.measure import Book
-from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.local.ledger import LedgerTail
 from tests.integration.training.launch import LIMIT_S, QUICK, environment, train
 
 DEVICE = os.environ.get("ELASTIC_TRAINER_TEST_DEVICE", "cuda")

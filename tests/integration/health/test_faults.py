@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.drills.job import CHECKPOINTS
+from elastic_trainer.drills.job import CHECKPOINTS, Wedge, ask
 from elastic_trainer.drills.measure import Standing
-from elastic_trainer.drills.node_faults import broken_rounds
 from elastic_trainer.drills.stage import Setting
-from elastic_trainer.drills.strikes import freeze, kill_nodes, worker
-from elastic_trainer.drills.wedge import Wedge, ask
+from elastic_trainer.drills.strikes import broken_rounds, freeze, kill_nodes, worker
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import kill
 from tests.integration.health.watched import Watched, watched

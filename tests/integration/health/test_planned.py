@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from elastic_trainer.clock import pause
+from elastic_trainer.drills.job import Wedge, ask, pace
 from elastic_trainer.drills.measure import Standing
 from elastic_trainer.drills.stage import Setting
 from elastic_trainer.drills.strikes import kill_nodes
-from elastic_trainer.drills.wedge import Wedge, ask, pace
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, MetricKind
 from tests.integration.health.watched import SCALE, Watched, watched

@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.local import etcd_binary as binaries
-from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local import etcd as binaries
+from elastic_trainer.local.etcd import EtcdServer, find_binary
+from elastic_trainer.local.hosts import free_ports
 from elastic_trainer.local.processes import wait_gone
 from elastic_trainer.store.api import Put
 from tests.integration.store.support import client, soon

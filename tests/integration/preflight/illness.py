@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 
+from elastic_trainer.preflight.child import Messages
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.messages import Messages
 
 
 def main(how: str) -> int:

@@ -11,11 +11,9 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.preflight.child import Child, findings_of
-from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
-from elastic_trainer.preflight.judge import judge
-from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.pairs import judge as judge_pairs
-from elastic_trainer.preflight.report import Published, report_of
+from elastic_trainer.preflight.comparison import report_of
+from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
+from elastic_trainer.preflight.judge import Published, judge, judge_pairs
 from elastic_trainer.preflight.together import Heard, port_of
 from tests.support.memory_store import ManualClock
 

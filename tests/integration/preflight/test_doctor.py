@@ -18,7 +18,7 @@ import structlog
 from elastic_trainer.cli.main import main
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.support.guarded import guard
 
 LIMIT_S = 200.0

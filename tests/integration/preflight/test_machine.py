@@ -13,12 +13,20 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.local.ports import free_ports
-from elastic_trainer.preflight import directory, gpu
-from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import GIB, MIB, FitLimits
-from elastic_trainer.preflight.machine import open_files, processors, shared_memory, usable_cores
-from elastic_trainer.preflight.network import Neighbor, host_name, listening, reaching
+from elastic_trainer.local.hosts import free_ports
+from elastic_trainer.preflight import directory
+from elastic_trainer.preflight import examination as gpu
+from elastic_trainer.preflight.examination import (
+    Neighbor,
+    host_name,
+    listening,
+    open_files,
+    processors,
+    reaching,
+    shared_memory,
+    usable_cores,
+)
+from elastic_trainer.preflight.finding import GIB, MIB, Finding, FitLimits, Status
 from tests.support.small_disk import fill, mounted, run
 
 LIMITS = FitLimits()
@@ -168,7 +176,7 @@ def test_few_open_files_are_a_warning() -> None:
 def test_a_machine_without_the_driver_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is known of its devices."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [finding.status for finding in gpu.devices(Deadline.after(5.0), {})] == [Status.SKIPPED]
+    assert [finding.status for finding in gpu.gpus(Deadline.after(5.0), {})] == [Status.SKIPPED]
 
 
 def test_a_driver_that_hangs_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,7 +186,7 @@ def test_a_driver_that_hangs_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     begun = SYSTEM.monotonic()
-    (found,) = gpu.devices(Deadline.after(1.0), {})
+    (found,) = gpu.gpus(Deadline.after(1.0), {})
     assert found.status is Status.BAD
     assert re.search(r"no answer in [\d.]+ s", found.text), found.text
     assert SYSTEM.monotonic() - begun < 50.0
@@ -252,7 +260,7 @@ def test_a_driver_tool_that_cannot_be_killed_is_left_behind(tmp_path: Path, monk
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: started.append(process))
     begun = SYSTEM.monotonic()
     try:
-        (found,) = gpu.devices(Deadline.after(0.5), {})
+        (found,) = gpu.gpus(Deadline.after(0.5), {})
         assert SYSTEM.monotonic() - begun < 60.0
     finally:
         for process in started:

@@ -10,8 +10,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.preflight.meeting import AbsentError, Attendance, Meeting, attended, found
-from elastic_trainer.preflight.network import Neighbor
+from elastic_trainer.preflight.examination import Neighbor
+from elastic_trainer.preflight.together import AbsentError, Attendance, Meeting, attended, found
 from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 

@@ -22,8 +22,7 @@ from elastic_trainer.errors import (
     LeaseLostError,
     StoreUnavailableError,
 )
-from elastic_trainer.local.etcd import EtcdServer, ServerTls
-from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.etcd import EtcdServer, ServerTls, find_binary
 from elastic_trainer.store import accounts as granting
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import Account, Accounts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 from tests.support.forked import Forked
 
 SCRIPTS = Path(__file__).parent / "scripts"

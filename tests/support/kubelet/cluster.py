@@ -24,7 +24,7 @@ import psutil
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
-from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.etcd import find_binary
 from elastic_trainer.local.hosts import Segment
 from tests.support.kubelet.jobs import JobState
 from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, Pod, PodStatus, Process, Surroundings

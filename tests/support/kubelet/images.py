@@ -12,7 +12,7 @@ from pathlib import Path
 
 import elastic_trainer
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.etcd import find_binary
 
 UID = 10001
 """The user that the Dockerfile makes."""

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, Retention, SaveInfo, describe
 from elastic_trainer.checkpoint.comparison import difference, numbers
-from elastic_trainer.cli.checkpoints import looking
+from elastic_trainer.cli import checkpoints as looking
 from elastic_trainer.cli.main import main
 from elastic_trainer.clock import SYSTEM
 from tests.unit.checkpoint.states import flip_bit

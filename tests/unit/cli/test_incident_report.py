@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elastic_trainer.cli.incident_report import as_json, as_markdown, report
+from elastic_trainer.cli.events import report, report_json, report_markdown
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import Incident, JournalEntry, RoundState
 from tests.support.monitored import entry, incident
@@ -26,7 +26,7 @@ HAPPENED: list[JournalEntry | Incident] = [
 def test_a_report_has_all_of_one_round_and_what_followed() -> None:
     """Both kinds of records, and the transitions of the round and of the next one, in both forms."""
     found = report("r", 7, HAPPENED)
-    values = json.loads(as_json(found))
+    values = json.loads(report_json(found))
     assert (values["run"], values["round"]) == ("r", 7)
     assert [each["kind"] for each in values["incidents"]] == ["worker_died", "round"]
     assert [(each["round"], each["state"]) for each in values["transitions"]] == [
@@ -34,7 +34,7 @@ def test_a_report_has_all_of_one_round_and_what_followed() -> None:
         (7, "broken"),
         (8, "active"),
     ]
-    page = as_markdown(found, ["first", "second"])
+    page = report_markdown(found, ["first", "second"])
     assert page.startswith("# Run r, round 7\n\n## Worker died\n")
     assert "| reason | worker 0 (rank 1) ended with exit code 1: ValueError: x / y |" in page
     assert (
@@ -50,7 +50,7 @@ def test_a_report_has_all_of_one_round_and_what_followed() -> None:
 def test_where_nothing_followed_the_report_says_so(is_open: bool, said: str) -> None:
     """And gives no figures of a recovery that never was."""
     end = incident(7).model_copy(update={"open": is_open, "next_round": None})
-    page = as_markdown(report("r", 7, [end]), [])
+    page = report_markdown(report("r", 7, [end]), [])
     assert f"| outcome | {said} |" in page
     assert "next round" not in page
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer import tasks
-from elastic_trainer.cli.advice import Topic, advice
+from elastic_trainer.cli.init import Topic, advice
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.training.loading import load_job

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.cli import local
+from elastic_trainer.cli import run as local
+from elastic_trainer.drills.entry import entry
 from elastic_trainer.drills.faults import Fault, FaultKind
-from elastic_trainer.drills.user_job.job import entry
-from elastic_trainer.drills.user_job.run import named_directories
+from elastic_trainer.drills.local_run import named_directories
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec, threads_per_worker, torchrun
 
 
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    local.configure(parser)
+    local.configure_local(parser)
     return parser.parse_args(argv)
 
 
@@ -120,7 +120,7 @@ def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "train.py").touch()
     arguments = parsed("--nodes=2", "--hosts", f"--run-dir={tmp_path}/run", "--", str(tmp_path / "train.py"))
     with pytest.raises(ConfigError, match="hosts of their own for the nodes need root"):
-        local.run(arguments)
+        local.run_local(arguments)
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ from elastic_trainer.cli.main import main
 
 def command(*argv: str) -> list[str]:
     parser = argparse.ArgumentParser()
-    run.configure(parser)
+    run.configure_run(parser)
     return run.command(parser.parse_args(argv))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_trainer.cli.checkpoints import saving
+from elastic_trainer.cli import checkpoints as saving
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import SaveRequest
 from elastic_trainer.store.api import Put, RunKeys

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from elastic_trainer.cli import connection, wording
+from elastic_trainer import wording
+from elastic_trainer.cli import connection
 from elastic_trainer.cli.events import as_json, as_line, in_order
 from elastic_trainer.cli.main import Parser
 from elastic_trainer.cli.monitor import listen_address
-from elastic_trainer.cli.status import LiveShow, PlainShow
-from elastic_trainer.cli.status_view import list_view, run_view
+from elastic_trainer.cli.status import LiveShow, PlainShow, list_view, run_view
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState, Saved
 from elastic_trainer.model import Cause

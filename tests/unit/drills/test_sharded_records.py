@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_trainer.drills.checks import Digest, JournalMoment, compared, state_problems
-from elastic_trainer.drills.measure import Book
+from elastic_trainer.drills.measure import Book, Digest, JournalMoment, compared, state_problems
 from elastic_trainer.local.ledger import Line, LineKind
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_trainer.local.tail import FileTail, LedgerTail
+from elastic_trainer.local.ledger import FileTail, LedgerTail
 
 
 def test_a_line_is_seen_once_and_only_when_it_is_complete(tmp_path: Path) -> None:

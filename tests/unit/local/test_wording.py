@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.local.tail import end_of
-from elastic_trainer.local.wording import last_error
+from elastic_trainer.local.ledger import end_of, last_error
 
 TRACEBACK = """\
 started

@@ -14,7 +14,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_trainer.cli import events, status_view
+from elastic_trainer.cli import events, status
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import Document, RoundState, Spec
@@ -123,9 +123,9 @@ def shown(values: dict[str, Any], extra: dict[str, bytes] | None = None) -> dict
     output = io.StringIO()
     console = Console(file=output, width=200, force_terminal=False)
     for run in reading.runs.values():
-        console.print(status_view.run_view(snapshot(run.documents, run.seen, reading.store)))
+        console.print(status.run_view(snapshot(run.documents, run.seen, reading.store)))
         rows = [summary(run.documents, run.seen)]
-        console.print(status_view.list_view(listing(rows, reading.store, reading.wall)))
+        console.print(status.list_view(listing(rows, reading.store, reading.wall)))
     found["status"] = output.getvalue()
     past = events.past(store, KEYS, 100)
     found["events"] = "\n".join(map(events.as_line, past))

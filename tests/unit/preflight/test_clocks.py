@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.preflight.clocks import Anchor, Dated, compared, least_offset
-from elastic_trainer.preflight.finding import Status
-from elastic_trainer.preflight.limits import FitLimits
+from elastic_trainer.preflight.finding import FitLimits, Status
+from elastic_trainer.preflight.judge import Anchor, Dated, clock_finding, least_offset
 
 FIRST = Anchor(revision=100, before=1000.0, after=1000.1)
 LAST = Anchor(revision=200, before=1010.0, after=1010.1)
@@ -34,12 +33,12 @@ def test_the_least_error_that_is_proved(revision: int, wall: float, offset: floa
 def test_the_worst_clock_is_a_warning() -> None:
     """Never more: nothing in the protocol relies on clocks."""
     documents = [Dated("b", 150, 1005.0), Dated("c", 150, 950.0), Dated("d", 150, 1012.0)]
-    found = compared(documents, FIRST, LAST, FitLimits())
+    found = clock_finding(documents, FIRST, LAST, FitLimits())
     assert found.status is Status.WARN
     assert found.text == "the clock of c is at least 50 s behind this node's"
 
 
 def test_small_errors_and_no_documents_are_no_warning() -> None:
     """Within the limit it is fine; without other nodes nothing is known."""
-    assert compared([Dated("b", 150, 1010.9)], FIRST, LAST, FitLimits()).status is Status.OK
-    assert compared([], FIRST, LAST, FitLimits()).status is Status.SKIPPED
+    assert clock_finding([Dated("b", 150, 1010.9)], FIRST, LAST, FitLimits()).status is Status.OK
+    assert clock_finding([], FIRST, LAST, FitLimits()).status is Status.SKIPPED

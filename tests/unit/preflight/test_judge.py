@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
-from elastic_trainer.preflight.judge import agreed, judge, kind_of
-from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.report import NodeReport, Published
+from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
+from elastic_trainer.preflight.judge import NodeReport, Published, agreed, judge, kind_of
 
 LIMITS = FitLimits()
 SPEEDS = {"matmul.cpu.fp32": 100.0, "memory.cpu": 20.0, "disk.write": 500.0}

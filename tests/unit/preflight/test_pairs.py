@@ -7,9 +7,17 @@ from itertools import combinations
 import pytest
 
 from elastic_trainer.preflight.collective import devices
-from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.pairs import MOST_TURNS, Measured, Pair, judge, slow_nodes, slow_pairs, together, turns
+from elastic_trainer.preflight.finding import Finding, FitLimits, Status
+from elastic_trainer.preflight.judge import (
+    MOST_TURNS,
+    Measured,
+    Pair,
+    judge_pairs,
+    slow_nodes,
+    slow_pairs,
+    together_finding,
+    turns,
+)
 
 LIMITS = FitLimits()
 SIZE = 16 << 20
@@ -48,7 +56,7 @@ def with_slow(count: int, *slow: int, rate: float = 100.0) -> dict[Pair, Measure
 def said(rank: int, pairs: dict[Pair, Measured], count: int) -> dict[str, list[Finding]]:
     """What node ``rank`` is told, by name."""
     names: dict[str, list[Finding]] = {}
-    for finding in judge([f"n{number}" for number in range(count)], rank, pairs, LIMITS):
+    for finding in judge_pairs([f"n{number}" for number in range(count)], rank, pairs, LIMITS):
         names.setdefault(finding.name, []).append(finding)
     return names
 
@@ -111,9 +119,9 @@ def test_one_failed_pair_is_bad_for_its_members() -> None:
 
 
 def test_the_common_all_reduce_must_work() -> None:
-    good = together(Measured({4096: 0.001, 1 << 20: 0.004}), 3)
+    good = together_finding(Measured({4096: 0.001, 1 << 20: 0.004}), 3)
     assert (good.status, good.text) == (Status.OK, "1 ms for 4 KiB, 4 ms for 1 MiB")
-    assert together(Measured(error="x"), 3).status is Status.BAD
+    assert together_finding(Measured(error="x"), 3).status is Status.BAD
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from elastic_trainer.membership.documents import (
     Spec,
 )
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.preflight.report import NodeReport
+from elastic_trainer.preflight.judge import NodeReport
 from elastic_trainer.store.untrusted import LONGEST_TEXT, cleaned, plain
 
 KINDS: tuple[type[Document], ...] = (Spec, NodeRecord, RoundDocument, JournalEntry, NodeHealth, Incident, NodeReport)

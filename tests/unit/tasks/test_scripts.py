@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer import tasks
-from elastic_trainer.drills.user_job.job import entry
+from elastic_trainer.drills.entry import entry
 from tests.support.pages import DOCS, ROOT, blocks
 
 SCRIPTS = Path(tasks.__file__).with_name("scripts")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_trainer.drills.partition import node_partition, pair_partition
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
+from elastic_trainer.drills.strikes import node_partition, pair_partition
 from elastic_trainer.local import agents
 from elastic_trainer.local.hosts import Segment
 from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_trainer.local.ports import free_ports
+from elastic_trainer.local.hosts import free_ports
 
 SCRIPT = """
 import sys, torch

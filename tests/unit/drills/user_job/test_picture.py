@@ -6,9 +6,18 @@ import io
 
 from rich.console import Console
 
+from elastic_trainer.drills.display import (
+    LiveDisplay,
+    NodePhase,
+    Picture,
+    PlainDisplay,
+    ShownIncident,
+    display,
+    progress_line,
+    readable,
+    render,
+)
 from elastic_trainer.drills.faults import FaultKind
-from elastic_trainer.drills.user_job.picture import NodePhase, Picture, ShownIncident
-from elastic_trainer.drills.user_job.view import LiveDisplay, PlainDisplay, display, progress_line, readable, render
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
 from tests.support.story import committed, opened, struck

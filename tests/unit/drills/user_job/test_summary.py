@@ -11,7 +11,7 @@ from rich.console import Console
 
 from elastic_trainer.drills import report
 from elastic_trainer.drills.faults import Fault, FaultKind, Injected
-from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
+from elastic_trainer.drills.report import Ending, Summary, summarize
 from elastic_trainer.errors import StorageError
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState

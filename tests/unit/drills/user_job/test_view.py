@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from elastic_trainer.drills.user_job.picture import IncidentKind, Picture, ShownIncident
-from elastic_trainer.drills.user_job.view import SETTLE_S, PlainDisplay, render
+from elastic_trainer.drills.display import SETTLE_S, IncidentKind, Picture, PlainDisplay, ShownIncident, render
 
 
 def test_lines_come_in_the_order_of_their_times() -> None:

@@ -20,18 +20,16 @@ from rich.console import Console
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills import faults, report
+from elastic_trainer.drills.display import Display, Picture, ShownIncident, display
+from elastic_trainer.drills.entry import entry
 from elastic_trainer.drills.faults import Fault
 from elastic_trainer.drills.harness import Harness, harness, new_directory
-from elastic_trainer.drills.user_job.job import entry
-from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
-from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
-from elastic_trainer.drills.user_job.view import Display, display
+from elastic_trainer.drills.report import Ending, Summary, summarize
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.hosts import PRIVATE, Segment, check_possible
-from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.tail import FileTail, end_of
-from elastic_trainer.local.wording import last_error
+from elastic_trainer.local.ledger import FileTail, end_of, last_error
+from elastic_trainer.local.processes import Interrupts
 from elastic_trainer.membership.documents import added_up
 from elastic_trainer.wording import counted
 
