@@ -10,33 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
-    from elastic_trainer.data.streams import Streams as Streams
+    from elastic_trainer.data.sources import Streams
     from elastic_trainer.data.tar_shards import TarShards as TarShards
+    from elastic_trainer.jobs.config import Section
+    from elastic_trainer.jobs.reporting import RunLog
+    from elastic_trainer.jobs.task import Datasets, Exhibits, Task
+    from elastic_trainer.jobs.trainer import Trainer
     from elastic_trainer.local.launch import launch as launch
-    from elastic_trainer.training.config import Section as Section
-    from elastic_trainer.training.run_log import RunLog as RunLog
-    from elastic_trainer.training.task import Datasets as Datasets
-    from elastic_trainer.training.task import Exhibits as Exhibits
-    from elastic_trainer.training.task import Task as Task
-    from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.worker.session import Session as Session
     from elastic_trainer.worker.steps.engine import Step as Step
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Datasets": "elastic_trainer.training.task",
-    "Exhibits": "elastic_trainer.training.task",
-    "Section": "elastic_trainer.training.config",
+    "Datasets": "elastic_trainer.jobs.task",
+    "Exhibits": "elastic_trainer.jobs.task",
+    "Section": "elastic_trainer.jobs.config",
     "SeekableStream": "elastic_trainer.data.sources",
-    "Streams": "elastic_trainer.data.streams",
+    "Streams": "elastic_trainer.data.sources",
     "TarShards": "elastic_trainer.data.tar_shards",
-    "RunLog": "elastic_trainer.training.run_log",
+    "RunLog": "elastic_trainer.jobs.reporting",
     "Session": "elastic_trainer.worker.session",
     "Step": "elastic_trainer.worker.steps.engine",
     "launch": "elastic_trainer.local.launch",
-    "Task": "elastic_trainer.training.task",
-    "Trainer": "elastic_trainer.training.trainer",
+    "Task": "elastic_trainer.jobs.task",
+    "Trainer": "elastic_trainer.jobs.trainer",
 }
 
 __all__ = [

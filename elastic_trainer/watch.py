@@ -22,8 +22,7 @@ from elastic_trainer.errors import EXIT_CONFIG, last_line
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
 from elastic_trainer.telemetry import logs
-from elastic_trainer.warm.fitness import PythonCommand
-from elastic_trainer.warm.program import run
+from elastic_trainer.warm.template import PythonCommand, run
 from elastic_trainer.worker.report import HeartbeatReporter
 
 if TYPE_CHECKING:

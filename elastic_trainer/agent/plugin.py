@@ -35,7 +35,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
     from elastic_trainer.telemetry import logs
-    from elastic_trainer.warm.preloading import skip_last_collection
+    from elastic_trainer.warm.template import skip_last_collection
 
     logs.configure()
     atexit.register(skip_last_collection)

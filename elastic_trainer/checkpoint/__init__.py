@@ -5,21 +5,27 @@ image, commit, storage; by several processes: sharing, sharded, joint; beside tr
 Back: reading, parts, goals, live, inventory. What stays: retention, janitor. Who saves: claim. All together: manager.
 """
 
-from elastic_trainer.checkpoint.arena import Arena, NoRoomError
 from elastic_trainer.checkpoint.background import BackgroundSaves, Save
-from elastic_trainer.checkpoint.claim import Owner
-from elastic_trainer.checkpoint.events import Event, EventSink, Transition
-from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
-from elastic_trainer.checkpoint.inventory import Description, Entry, Soundness, describe
-from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
-from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
+from elastic_trainer.checkpoint.commit import Event, EventSink, Owner, Transition
+from elastic_trainer.checkpoint.layout import DamagedError, GoneError, UnreadableError
+from elastic_trainer.checkpoint.manager import (
+    CheckpointManager,
+    Committed,
+    Description,
+    Entry,
+    Loaded,
+    SaveInfo,
+    Soundness,
+    describe,
+)
 from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.memory import Arena, NoRoomError, StateSnapshot
+from elastic_trainer.checkpoint.reading import LOAD_NEW, LoadInto
 from elastic_trainer.checkpoint.retention import BestMode, Retention
-from elastic_trainer.checkpoint.sharded import Places
-from elastic_trainer.checkpoint.snapshot import StateSnapshot
+from elastic_trainer.checkpoint.tensors import ShardGroup
 
 __all__ = [
-    "NOTHING_LIVE",
+    "LOAD_NEW",
     "Arena",
     "BackgroundSaves",
     "BestMode",
@@ -31,15 +37,15 @@ __all__ = [
     "Event",
     "EventSink",
     "GoneError",
-    "Live",
+    "LoadInto",
     "Loaded",
     "Manifest",
     "NoRoomError",
     "Owner",
-    "Places",
     "Retention",
     "Save",
     "SaveInfo",
+    "ShardGroup",
     "Soundness",
     "StateSnapshot",
     "Transition",

@@ -17,12 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from elastic_trainer.checkpoint.arena import Arena, Held
-from elastic_trainer.checkpoint.checking import checked, record
-from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.layout import place_of
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
-from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, record
+from elastic_trainer.checkpoint.memory import Arena, Held
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.telemetry.logs import logger
@@ -36,9 +34,9 @@ class SnapshotPurpose(StrEnum):
     """The purpose of a snapshot."""
 
     COMMIT = "commit"
-    HELP = "help"
+    CO_WRITE = "co_write"
     """Another process commits the same state: write some of its files."""
-    KEEP = "keep"
+    MEMORY_ONLY = "memory_only"
     """Keep it in memory for this process's successor."""
 
 
@@ -193,7 +191,7 @@ class BackgroundSaves:
         """Stop looking for processes that save an earlier state: there is a newer one."""
         with self._changed:
             for save in self._under_way:
-                if save.purpose is SnapshotPurpose.HELP and not save.joint:
+                if save.purpose is SnapshotPurpose.CO_WRITE and not save.joint:
                     save.stop.set()
 
     def await_slot(self) -> None:
@@ -258,7 +256,7 @@ class BackgroundSaves:
         with self._changed:
             self._closed = True
             for save in self._under_way:
-                if save.purpose is SnapshotPurpose.HELP or limit_s is not None:
+                if save.purpose is SnapshotPurpose.CO_WRITE or limit_s is not None:
                     save.stop.set()
             self._changed.notify_all()
         limit = Deadline.after(limit_s) if limit_s is not None else None
@@ -297,9 +295,9 @@ class BackgroundSaves:
                 if self._neighbour is not None and save.joint and save.error is None:
                     save.users += 1
                     self._unsent.append((save, held, self._neighbour))
-                if save.error is not None and not (save.joint and save.purpose is SnapshotPurpose.HELP):
+                if save.error is not None and not (save.joint and save.purpose is SnapshotPurpose.CO_WRITE):
                     self._end(save, held, sealed=False)
-                elif save.purpose is SnapshotPurpose.KEEP:
+                elif save.purpose is SnapshotPurpose.MEMORY_ONLY:
                     self._end(save, held)
                 else:
                     self._waiting.append((save, held))
@@ -367,7 +365,7 @@ class BackgroundSaves:
 
     def _write(self, save: Save, image: Image) -> None:
         try:
-            if save.purpose is SnapshotPurpose.HELP:
+            if save.purpose is SnapshotPurpose.CO_WRITE:
                 refused = save.error is not None
                 self._manager.help(image, save.manifest, save.turn, save.stop, refused=refused)
             else:

@@ -23,14 +23,16 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from elastic_trainer.checkpoint import sharded, slices, tensorfile, tensors
-from elastic_trainer.checkpoint.faults import DamagedError
-from elastic_trainer.checkpoint.image import FileImage, Image, OnDevice, WatchedTensor, from_bytes
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, tensors_file
+import xxhash
+
+from elastic_trainer.checkpoint import tensors
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError, tensors_file
+from elastic_trainer.checkpoint.manifest import FileImage, Image, OnDevice, WatchedTensor, from_bytes
 from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
 
 Json: TypeAlias = Any
 Trail: TypeAlias = tuple[str, ...]
@@ -51,7 +53,7 @@ def encode(
     watched: Mapping[str, torch.Tensor] = MappingProxyType({}),
     parts: int = 1,
     own: Callable[[str], bool] = lambda name: False,
-    places: sharded.Places | None = None,
+    places: tensors.ShardGroup | None = None,
 ) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
@@ -144,9 +146,9 @@ def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointErro
 class _Encoder:
     """Walks a state once; collects tensors by name. With ``places``, also which box of each is written here."""
 
-    def __init__(self, places: sharded.Places | None = None) -> None:
+    def __init__(self, places: tensors.ShardGroup | None = None) -> None:
         self._places = places
-        self._held: list[slices.TensorSlice] = []
+        self._held: list[tensors.TensorSlice] = []
         self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
         self._described: list[tuple[str, str, tuple[int, ...]]] = []
         self._names_of_tensors: dict[Any, str] = {}
@@ -213,7 +215,7 @@ class _Encoder:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
         name = self._add(path, "U8", (len(value),), lambda: memoryview(value))
         if self._places is not None and self._places.index == 0:
-            self._held += slices.uncut([tensorfile.Placed(name, "U8", (len(value),))])
+            self._held += tensors.uncut([tensors.TensorEntry(name, "U8", (len(value),))])
         return {_MARK: "blob", "name": name}
 
     def _elsewhere(self, tensor: torch.Tensor, path: Trail) -> Json:
@@ -230,9 +232,9 @@ class _Encoder:
     def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
         if self._places is not None and tensor.is_meta:
             return self._elsewhere(tensor, path)
-        held = tensor if self._places is None else sharded.local(tensor)
+        held = tensor if self._places is None else tensors.local(tensor)
         problem = tensors.problem_with(held)
-        if problem is None and held is not tensor and tensor.is_complex() and sharded.is_sharded(tensor):
+        if problem is None and held is not tensor and tensor.is_complex() and tensors.is_sharded(tensor):
             problem = "it is sharded, and its numbers are complex", "split it by torch.view_as_real()"
         if problem is not None:
             raise _refused(path, *problem)
@@ -242,7 +244,7 @@ class _Encoder:
         if name is None:
             plain = tensors.plain(held)
             dtype, whole = tensors.element_type(plain), tuple(plain.shape)
-            if self._places is not None and sharded.is_sharded(tensor):
+            if self._places is not None and tensors.is_sharded(tensor):
                 whole = tuple(tensor.shape)
             name = self._add(path, dtype, whole, lambda: tensors.source(plain))
             if held.numel():
@@ -282,14 +284,14 @@ class _Encoder:
 
         return FileImage(content.name, content.header, content.size, body, parts=parts)
 
-    def _bytes_of(self, part: slices.TensorSlice) -> memoryview | OnDevice:
+    def _bytes_of(self, part: tensors.TensorSlice) -> memoryview | OnDevice:
         source = self._sources[part.tensor]()
         return (
             source if part.complete or self._places is not None else source[slice(*cast("tuple[int, int]", part.span))]
         )
 
     def watched(self, labelled: Mapping[str, torch.Tensor], contents: Sequence[_Content]) -> Iterator[WatchedTensor]:
-        held = {label: tensors.identity(sharded.local(each)) for label, each in labelled.items()}
+        held = {label: tensors.identity(tensors.local(each)) for label, each in labelled.items()}
         labels = {self._names_of_tensors.get(each): label for label, each in held.items()}
         for content in contents:
             for place, part in zip(content.placed, content.slices, strict=True):
@@ -298,12 +300,12 @@ class _Encoder:
                     yield WatchedTensor(label, content.name, place.dtype, place.begin, place.end)
 
 
-def _held(name: str, dtype: str, tensor: torch.Tensor, plain: torch.Tensor) -> slices.TensorSlice:
+def _held(name: str, dtype: str, tensor: torch.Tensor, plain: torch.Tensor) -> tensors.TensorSlice:
     """What a place writes of ``tensor``: ``plain``, all that it holds."""
-    whole = tuple(tensor.shape if sharded.is_sharded(tensor) else plain.shape)
-    if not sharded.is_sharded(tensor) or not tensor.numel():
-        return slices.uncut([tensorfile.Placed(name, dtype, whole)])[0]
-    return slices.TensorSlice(name, dtype, whole, *sharded.box_of(cast("Any", tensor)))
+    whole = tuple(tensor.shape if tensors.is_sharded(tensor) else plain.shape)
+    if not tensors.is_sharded(tensor) or not tensor.numel():
+        return tensors.uncut([tensors.TensorEntry(name, dtype, whole)])[0]
+    return tensors.TensorSlice(name, dtype, whole, *tensors.box_of(cast("Any", tensor)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +313,8 @@ class _Content:
     """One file of tensors: what lies where in it."""
 
     name: str
-    placed: tuple[tensorfile.Placed, ...]
-    slices: tuple[slices.TensorSlice, ...]
+    placed: tuple[tensors.TensorEntry, ...]
+    slices: tuple[tensors.TensorSlice, ...]
     """Of the same order."""
     header: bytes
 
@@ -326,18 +328,18 @@ def _contents(
     described: tuple[tuple[str, str, tuple[int, ...]], ...], parts: int, own: frozenset[str]
 ) -> tuple[_Content, ...]:
     """The files of these tensors (name, type, shape): from one save to the next they seldom change."""
-    placed = [tensorfile.Placed(*each) for each in described]
+    placed = [tensors.TensorEntry(*each) for each in described]
     if parts == 1:
-        return (_content(TENSORS_FILE, slices.uncut(placed)),)
-    first, *others = slices.split([each for each in placed if each.name not in own], parts)
-    held = (*slices.uncut(each for each in placed if each.name in own), *first)
+        return (_content(TENSORS_FILE, tensors.uncut(placed)),)
+    first, *others = tensors.split_tensors([each for each in placed if each.name not in own], parts)
+    held = (*tensors.uncut(each for each in placed if each.name in own), *first)
     return tuple(_content(tensors_file(part, parts), each) for part, each in enumerate((held, *others)))
 
 
-def _content(name: str, held: Sequence[slices.TensorSlice]) -> _Content:
-    found = slices.named(held)
-    placed = tensorfile.place([tensorfile.Placed(each, part.dtype, part.shape) for each, part in found.items()])
-    header = tensorfile.header(placed, slices.metadata(found))
+def _content(name: str, held: Sequence[tensors.TensorSlice]) -> _Content:
+    found = tensors.by_name(held)
+    placed = tensors.lay_out([tensors.TensorEntry(each, part.dtype, part.shape) for each, part in found.items()])
+    header = tensors.file_header(placed, tensors.slice_notes(found))
     return _Content(name, placed, tuple(found[each.name] for each in placed), header)
 
 
@@ -447,3 +449,114 @@ class _Decoder:
         if name not in self._complex:
             self._complex[name] = tensors.as_complex(self._tensors[name])
         return self._complex[name]
+
+
+_PLAIN = frozenset({type(None), bool, float, str})
+
+
+def fingerprint(state: Mapping[str, Any]) -> int:
+    """63 bits, equal for equal states (as the codec restores them)."""
+    walk = _Walk()
+    try:
+        walk.value(dict(state))
+    except (_UnknownError, RecursionError) as error:
+        encode(state)  # says what is wrong, and where
+        raise TypeError(f"a state without a fingerprint: {error}") from error
+    return walk.number()
+
+
+class _UnknownError(Exception):
+    """A value that the codec does not support."""
+
+
+class _Walk:
+    """Walks a state once. ``_words`` is its structure, with type and shape for each tensor."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._hasher = xxhash.xxh3_64()
+        self._hash: Callable[[Any], None] = self._hasher.update
+        self._words: list[Any] = []
+        self._add = self._words.append
+        self._shapes: dict[Any, str] = {}
+        self._kinds: dict[type, Callable[[Any], None]] = {
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            int: self._int,
+            bytes: self._bytes,
+            list: self._items,
+            tuple: self._items,
+            dict: self._mapping,
+            Counter: self._mapping,
+            OrderedDict: self._ordered,
+        }
+
+    def number(self) -> int:
+        self._hash(json.dumps(self._words).encode())
+        return self._hasher.intdigest() >> 1
+
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self._add(value)
+            return
+        walk = self._kinds.get(kind)
+        if walk is None:
+            raise _UnknownError(kind.__name__)
+        walk(value)
+
+    def _int(self, value: int) -> None:
+        self._add(value if value.bit_length() < 64 else [hex(value)])
+
+    def _bytes(self, value: bytes) -> None:
+        self._add(["bytes", len(value)])
+        self._hash(value)
+
+    def _items(self, values: Any) -> None:
+        self._add([type(values).__name__, len(values)])
+        for each in values:
+            self.value(each)
+
+    def _mapping(self, mapping: Any) -> None:
+        self._add([type(mapping).__name__, len(mapping)])
+        for key, each in mapping.items():
+            if type(key) is str:
+                self._add(key)
+            elif type(key) is int:
+                self._int(key)
+            else:
+                raise _UnknownError("a key")
+            self.value(each)
+
+    def _ordered(self, mapping: Any) -> None:
+        self._mapping(mapping)
+        self.value(getattr(mapping, "_metadata", None))
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        """Most tensors are contiguous on the CPU and of a type that numpy has: their bytes are hashed in place."""
+        try:
+            array = tensor.numpy()
+            self._hash(array)
+        except (TypeError, ValueError, RuntimeError):
+            array = self._brought(tensor)
+            self._hash(array)
+        key = (array.dtype.char, array.shape)
+        word = self._shapes.get(key)
+        if word is None:
+            word = self._shapes[key] = f"tensor {key}"
+        self._add(word)
+
+    def _brought(self, tensor: torch.Tensor) -> Any:
+        """The elements as an array; as bytes if numpy lacks the type."""
+        import torch
+
+        problem = tensors.problem_with(tensor)
+        if problem is not None:
+            raise _UnknownError(problem[0])
+        here = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        try:
+            return here.numpy()
+        except TypeError:
+            self._add(f"{here.dtype} {list(here.shape)}")
+            return here.reshape(-1).view(torch.uint8).numpy()

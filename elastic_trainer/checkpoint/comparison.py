@@ -14,7 +14,7 @@ from elastic_trainer.checkpoint.codec import Leaf, outline
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.reading import read_headers, read_in_turn, read_skeleton, whole_tensors
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
+from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, TensorEntry
 
 FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "best")
 """The fields of a manifest that describe a state, except metrics, fields and versions."""
@@ -133,12 +133,12 @@ def _tensors(
     return found, len(common) - len(found) + equal
 
 
-def _described(side: Side) -> dict[str, Placed]:
+def _described(side: Side) -> dict[str, TensorEntry]:
     files = read_headers(side.storage, side.manifest)
     return {each.name: each for each in whole_tensors(files, side.manifest)}
 
 
-def described(tensor: Placed) -> str:
+def described(tensor: TensorEntry) -> str:
     """``F32[2, 3]``."""
     return f"{tensor.dtype}{list(tensor.shape)}"
 

@@ -14,13 +14,34 @@ A name that fits none of these exactly is foreign: it is never read, moved or re
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
-from elastic_trainer.errors import CheckpointError
+from elastic_trainer.errors import CheckpointError, StorageError
+from elastic_trainer.ipc.page import start_of
+
+
+class DamagedError(CheckpointError):
+    """The content is not what was committed: quarantine it and take the previous one."""
+
+
+class GoneError(CheckpointError):
+    """It was removed while it was read (by another process's retention): take the next one."""
+
+
+class UnreadableError(CheckpointError):
+    """It exists and may be good, but this process cannot read it now: keep it, report it, take the next one."""
+
+
+class InUseError(StorageError):
+    """Another job writes in this directory."""
+
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -207,3 +228,40 @@ def kind_of(text: str) -> Kind:
     if _TRASH_NAME.fullmatch(text):
         return Kind.TRASH
     return Kind.QUARANTINED if quarantined(text) is not None else Kind.FOREIGN
+
+
+_NO_BOOT_ID = "0" * 32
+
+
+def this_process() -> WriterIdentity:
+    """The identity of this process. Read anew each time, because it changes over a fork."""
+    return WriterIdentity(
+        pid=os.getpid(),
+        start=start_of(os.getpid()) or 0,
+        boot=_boot_id(),
+        namespace=_pid_namespace(),
+        host=host_label(socket.gethostname()),
+    )
+
+
+def alive(writer: WriterIdentity, me: WriterIdentity) -> bool | None:
+    """Whether ``writer`` lives; None if this machine's kernel cannot know."""
+    same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
+    if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:
+        return None
+    return start_of(writer.pid) == writer.start
+
+
+def _boot_id() -> str:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "").lower()
+    except OSError:
+        return _NO_BOOT_ID
+    return text if re.fullmatch(r"[0-9a-f]{32}", text) else _NO_BOOT_ID
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

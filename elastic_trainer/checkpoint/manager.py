@@ -13,29 +13,193 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import codec, janitor, sharing
-from elastic_trainer.checkpoint.claim import Claim, Owner
-from elastic_trainer.checkpoint.commit import check_writable, commit, require_space
-from elastic_trainer.checkpoint.events import Event, EventSink, Transition, announce
-from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
-from elastic_trainer.checkpoint.image import Image
-from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed, quarantined_in
-from elastic_trainer.checkpoint.joint import commit_jointly, write_place
-from elastic_trainer.checkpoint.layout import CheckpointName, place_of, quarantine_name, quarantined, trash_name
-from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
-from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
-from elastic_trainer.checkpoint.reading import CheckpointFiles, checked, read_manifest, read_state, verify
+from elastic_trainer.checkpoint import codec
+from elastic_trainer.checkpoint.commit import (
+    Claim,
+    Event,
+    EventSink,
+    Owner,
+    Transition,
+    announce,
+    check_writable,
+    commit,
+    commit_jointly,
+    commit_shared,
+    help_write,
+    offered,
+    require_space,
+    sweep,
+    write_place,
+)
+from elastic_trainer.checkpoint.layout import (
+    CheckpointName,
+    DamagedError,
+    GoneError,
+    Kind,
+    UnreadableError,
+    kind_of,
+    parse_checkpoint,
+    place_of,
+    quarantine_name,
+    quarantined,
+    trash_name,
+)
+from elastic_trainer.checkpoint.manifest import Image, Manifest, checked_fields
+from elastic_trainer.checkpoint.memory import StateSnapshot
+from elastic_trainer.checkpoint.reading import (
+    LOAD_NEW,
+    CheckpointFiles,
+    LoadInto,
+    checked,
+    read_manifest,
+    read_state,
+    verify,
+)
 from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, by_metric, decide
-from elastic_trainer.checkpoint.snapshot import StateSnapshot
-from elastic_trainer.checkpoint.storage import Storage, open_storage
-from elastic_trainer.checkpoint.storage.locations import is_url
+from elastic_trainer.checkpoint.storage import Storage, is_url, open_storage
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A committed checkpoint whose manifest is good; its other files have not been looked at."""
+
+    name: str
+    place: str
+    """Its path or URL."""
+    manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        """Its path, for a checkpoint in a file system."""
+        return Path(self.place)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def round(self) -> int:
+        return self.manifest.round
+
+    @property
+    def best(self) -> bool:
+        return self.manifest.best
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A committed checkpoint that cannot be used, and why."""
+
+    name: str
+    error: DamagedError | UnreadableError
+
+
+def listed(storage: Storage) -> tuple[str, ...]:
+    """All names in the directory; none if it does not exist."""
+    try:
+        return storage.names()
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{storage.location} is not a directory", hint="give a directory of checkpoints"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint directory {storage.location} cannot be read: {error.strerror or error}",
+            hint=getattr(error, "hint", "check its owner and mode"),
+        ) from error
+
+
+def committed(names: tuple[str, ...]) -> tuple[CheckpointName, ...]:
+    """The committed checkpoints among ``names``, newest (highest round, then step) first."""
+    return tuple(sorted((name for text in names if (name := parse_checkpoint(text)) is not None), reverse=True))
+
+
+def quarantined_in(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The quarantined checkpoints among ``names``, newest first."""
+    found = [(parse_checkpoint(quarantined(text) or ""), text) for text in names if kind_of(text) is Kind.QUARANTINED]
+    return tuple(text for _, text in sorted(found, reverse=True))
+
+
+def examine(storage: Storage, names: tuple[str, ...], known: Mapping[str, Entry]) -> Iterator[Entry | Problem]:
+    """Examine the committed checkpoints among ``names``, newest first; ``known`` ones are not read again."""
+    for name in map(str, committed(names)):
+        try:
+            yield known[name] if name in known else entry(storage, name)
+        except GoneError:
+            continue
+        except (DamagedError, UnreadableError) as error:
+            yield Problem(name, error)
+
+
+def entry(storage: Storage, name: str) -> Entry:
+    """The committed checkpoint ``name``, its manifest read and verified now."""
+    return Entry(name, f"{storage.location}/{name}", read_manifest(storage, name))
+
+
+class Soundness(StrEnum):
+    """The verification status of an entry."""
+
+    VERIFIED = "verified"
+    """Every byte was read and compared just now."""
+    UNVERIFIED = "unverified"
+    """The manifest is good; the rest was not read."""
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One entry. ``manifest`` is None if unreadable; ``problem`` is empty if there is none."""
+
+    name: str
+    path: str
+    status: Soundness
+    manifest: Manifest | None = None
+    problem: str = ""
+
+
+def describe(directory: str | Path, *, read_all: bool = True) -> list[Description]:
+    """The entries of ``directory``, a path or URL: committed ones newest first, then quarantined ones.
+
+    With ``read_all`` every byte is verified, else manifests only.
+    """
+    storage = open_storage(directory)
+    names = listed(storage)
+    described = (_described(storage, each, read_all) for each in examine(storage, names, {}))
+    found = [each for each in described if each is not None]
+    return found + [
+        Description(name, f"{storage.location}/{name}", Soundness.QUARANTINED) for name in quarantined_in(names)
+    ]
+
+
+def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Description | None:
+    """None for an entry that vanished meanwhile."""
+    path = f"{storage.location}/{each.name}"
+    if isinstance(each, Problem):
+        return Description(each.name, path, _status(each.error), problem=str(each.error))
+    if not read_all:
+        return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
+    try:
+        verify(storage, each.manifest)
+    except GoneError:
+        return None
+    except (DamagedError, UnreadableError) as error:
+        return Description(each.name, path, _status(error), each.manifest, str(error))
+    return Description(each.name, path, Soundness.VERIFIED, each.manifest)
+
+
+def _status(error: DamagedError | UnreadableError) -> Soundness:
+    return Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE
+
 
 CLAIM_S = 5.0
 """Seconds that a killed process may take to die and release its lock."""
@@ -135,7 +299,7 @@ class CheckpointManager:
 
     def sweep(self) -> int:
         """Remove leftovers of dead writers; returns the number of removed entries."""
-        return sum(self._announce(event).kind is Transition.SWEPT for event in janitor.sweep(self._storage))
+        return sum(self._announce(event).kind is Transition.SWEPT for event in sweep(self._storage))
 
     def save(self, state: Mapping[str, Any], info: SaveInfo) -> Committed:
         """Commit ``state`` durably, then apply retention. Raises as :meth:`encode` and :meth:`commit` do."""
@@ -160,7 +324,7 @@ class CheckpointManager:
 
     def offered(self, draft: Manifest) -> bool:
         """Whether another process writes the state of ``draft`` with an ``offer``, and seems to live."""
-        return sharing.offered(self._storage, draft)
+        return offered(self._storage, draft)
 
     def write(
         self, image: Image, draft: Manifest, stop: threading.Event | None = None, *, offer: bool = False
@@ -179,7 +343,7 @@ class CheckpointManager:
                 complete = commit_jointly(self._storage, image, draft, stop, self._clock)
             else:
                 shared = draft.files and (image.shared or offer)
-                complete = (sharing.commit_shared if shared else commit)(self._storage, image, draft)
+                complete = (commit_shared if shared else commit)(self._storage, image, draft)
         except CheckpointError as error:
             self._failed(draft, error)
             raise
@@ -196,7 +360,7 @@ class CheckpointManager:
         """Write files of ``image`` for a process that commits the same state; see sharing, and joint for one place."""
         if place_of(image.names) is not None:
             return write_place(self._storage, image, manifest, stop, self._clock, refused=refused)
-        return sharing.help_write(self._storage, image, manifest, turn, stop, self._clock)
+        return help_write(self._storage, image, manifest, turn, stop, self._clock)
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
         self._announce(Event(Transition.FAILED, draft.name, str(error), {"step": draft.step, "round": draft.round}))
@@ -316,7 +480,7 @@ class CheckpointManager:
 
     # -- loading
 
-    def load(self, wanted: Entry, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None) -> Loaded:
+    def load(self, wanted: Entry, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None) -> Loaded:
         """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise.
 
         Tensors that are ``live`` are overwritten, and are part of what comes back. After an error they hold neither
@@ -329,13 +493,13 @@ class CheckpointManager:
         return Loaded(state, manifest)
 
     def load_snapshot(
-        self, snapshot: StateSnapshot, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None
+        self, snapshot: StateSnapshot, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None
     ) -> Loaded:
         """The state that a process of this job has left in memory; DamagedError, with no live tensor changed, if it is
         damaged.
         """
         files = checked(snapshot, check)
-        if live is not NOTHING_LIVE and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads
+        if live is not LOAD_NEW and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads
             verify(files, snapshot.manifest)  # there need not be another state that could be read over this one
         return Loaded(read_state(files, snapshot.manifest, live), snapshot.manifest)
 
@@ -351,7 +515,7 @@ class CheckpointManager:
         elif isinstance(error, UnreadableError):
             self._skip(Problem(name, error))
 
-    def load_newest(self, live: Live = NOTHING_LIVE) -> Loaded | None:
+    def load_newest(self, live: LoadInto = LOAD_NEW) -> Loaded | None:
         """The newest state that is whole; None if there never was a checkpoint. ``live`` is as in :meth:`load`.
 
         Quarantines damaged ones and skips unreadable ones on the way, and reports both. Raises CheckpointError if none
@@ -364,7 +528,7 @@ class CheckpointManager:
             name = next((text for text in map(str, committed(names)) if text not in tried), None)
             if name is None:
                 self._require_none_bad(failed, names)
-                if tried and live is not NOTHING_LIVE:
+                if tried and live is not LOAD_NEW:
                     raise CheckpointError("the last checkpoint was removed while it was read", hint="start again")
                 return None
             tried.add(name)
@@ -377,7 +541,7 @@ class CheckpointManager:
             failed.append(name)
 
     def load_named(
-        self, name: str, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None
+        self, name: str, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None
     ) -> Loaded | None:
         """The state of the checkpoint ``name``; None, and reported, if it is damaged (then quarantined) or unreadable.
 

@@ -8,15 +8,128 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_serializer, model_validator
 
 from elastic_trainer.checkpoint import layout
-from elastic_trainer.checkpoint.faults import DamagedError, UnreadableError
-from elastic_trainer.errors import CheckpointError
+from elastic_trainer.checkpoint.layout import DamagedError, UnreadableError
+from elastic_trainer.errors import CheckpointError, NonFiniteError
+
+PIECE = 1 << 20
+"""Bytes read and hashed at a time: small enough to stay in a core's cache in between."""
+_SMALL = 64 << 10
+_FILES_OF_ONE = 2
+"""The tensors and the skeleton."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Bytes in the memory of an accelerator, as the one-dimensional byte tensor ``data``."""
+
+    data: Any
+
+    def __len__(self) -> int:
+        return int(self.data.nbytes)
+
+    def __getitem__(self, part: slice) -> OnDevice:
+        return OnDevice(self.data[part])
+
+    def fetch(self) -> memoryview:
+        """A copy in host memory."""
+        return memoryview(self.data.cpu().numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """One file: ``head`` first, then ``body_size`` bytes that ``body()`` yields in order (each time it is called)."""
+
+    name: str
+    head: bytes
+    body_size: int
+    body: Callable[[], Iterable[memoryview]]
+    checksums: tuple[str, ...] = ()
+    """Those of its record, if this process has taken them from memory that only it writes to. A commit that finds them
+    takes no others, so bytes that came from elsewhere must have none."""
+    parts: Callable[[], Iterable[memoryview | OnDevice]] | None = None
+    """``body`` with accelerator data still on the accelerator."""
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + self.body_size
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedTensor:
+    """Numbers that must be finite: element type and position in the body of the file ``file``; ``label`` for people."""
+
+    label: str
+    file: str
+    dtype: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """All files but the manifest."""
+
+    files: tuple[FileImage, ...]
+    watched: tuple[WatchedTensor, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(file.name for file in self.files)
+
+    @property
+    def shared(self) -> bool:
+        """Whether its tensors are split into several files, for several writers."""
+        return len(self.files) > _FILES_OF_ONE
+
+
+def from_bytes(name: str, content: bytes) -> FileImage:
+    """A file of the given content."""
+    return FileImage(name, b"", len(content), lambda: (memoryview(content),))
+
+
+def pieces(views: Iterable[memoryview], chunk_size: int) -> Iterator[memoryview]:
+    """The bytes of ``views`` in pieces, none of which spans a multiple of ``chunk_size``.
+
+    Runs of small views are joined first: thousands of scalars become a few writes.
+    """
+    position = 0
+    for view in _joined(views):
+        start = 0
+        while start < len(view):
+            length = min(len(view) - start, chunk_size - position % chunk_size)
+            yield view[start : start + length]
+            start += length
+            position += length
+
+
+def _joined(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    waiting: list[memoryview] = []
+    waiting_size = 0
+    for view in views:
+        if len(view) < _SMALL and waiting_size < PIECE:
+            waiting.append(view)
+            waiting_size += len(view)
+            continue
+        if waiting:
+            yield memoryview(b"".join(waiting))
+            waiting, waiting_size = [], 0
+        yield view
+    if waiting:
+        yield memoryview(b"".join(waiting))
+
 
 FORMAT = 2
 """The newest version of the layout of a checkpoint. A reader refuses (and never quarantines) what is newer."""
@@ -176,3 +289,104 @@ def _validated(values: Any, where: str) -> Manifest:
     if manifest.name != where:
         raise DamagedError(f"checkpoint {where}: its manifest is that of {manifest.name}")
     return manifest
+
+
+CHUNK = 8 << 20
+"""Bytes covered by one checksum."""
+_FLOATS = {"F64": "f8", "F32": "f4"}
+_LARGEST = {"F16": ("u2", 0x7BFF), "BF16": ("u2", 0x7F7F), "F8_E4M3": ("u1", 0x7E), "F8_E5M2": ("u1", 0x7B)}
+"""The bits of the largest finite number, for types that numpy lacks or handles slowly."""
+
+
+def checked(image: Image) -> Image:
+    """``image`` with the checksums of its files. NonFiniteError if a watched tensor is not finite."""
+    return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
+
+
+def records(image: Image) -> tuple[FileRecord, ...]:
+    """The records of the files of ``image``, as a commit would make them."""
+    return tuple(record(file) for file in checked(image).files)
+
+
+def record(file: FileImage) -> FileRecord:
+    """The record of a file whose checksums are known."""
+    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=file.checksums)
+
+
+class Checksums:
+    """Computes the checksums of ``file`` from pieces of its body, none of which spans a multiple of CHUNK."""
+
+    def __init__(self, file: FileImage) -> None:
+        self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
+        self._found = [checksum(file.head)] if file.head else []
+
+    def add(self, piece: memoryview) -> None:
+        """Add the next piece."""
+        self._digest.update(piece)
+        self._seen += len(piece)
+        if self._seen % CHUNK == 0 or self._seen == self._file.body_size:
+            self._found.append(self._digest.hexdigest())
+            self._digest.reset()
+
+    def taken(self) -> FileImage:
+        """The file with its checksums, after all pieces were added."""
+        if self._seen != self._file.body_size:
+            raise RuntimeError(f"{self._file.name}: received {self._seen} of {self._file.body_size} bytes")
+        return replace(self._file, checksums=tuple(self._found))
+
+
+def _checked(file: FileImage, watched: Iterable[WatchedTensor]) -> FileImage:
+    numbers = sorted((each for each in watched if each.file == file.name), key=lambda each: each.begin)
+    runs, at, position, sums = _runs(numbers), 0, 0, Checksums(file)
+    for piece in pieces(file.body(), PIECE):
+        sums.add(piece)
+        end = position + len(piece)
+        while at < len(runs) and runs[at].begin < end:
+            first = max(runs[at].begin, position)
+            bad = _nonfinite(piece[first - position : runs[at].end - position], runs[at].dtype)
+            if bad is not None:
+                raise not_finite(numbers[bisect_right(numbers, first + bad, key=lambda each: each.begin) - 1].label)
+            if runs[at].end > end:
+                break
+            at += 1
+        position = end
+    return sums.taken()
+
+
+def _runs(numbers: Sequence[WatchedTensor]) -> list[WatchedTensor]:
+    """Merges neighbours of one type, so that thousands of small tensors need few checks."""
+    runs: list[WatchedTensor] = []
+    for each in numbers:
+        if runs and (runs[-1].end, runs[-1].dtype) == (each.begin, each.dtype):
+            runs[-1] = replace(runs[-1], end=each.end)
+        else:
+            runs.append(each)
+    return runs
+
+
+def _nonfinite(data: memoryview, dtype: str) -> int | None:
+    """Offset of the first NaN or infinity in ``data``; examines all elements only if their sum is not finite."""
+    import numpy as np
+
+    if dtype in _FLOATS:
+        values = np.frombuffer(data, _FLOATS[dtype])
+        with np.errstate(all="ignore"):
+            if np.isfinite(values.sum()):
+                return None
+        bad = ~np.isfinite(values)
+    elif dtype in _LARGEST:
+        kind, largest = _LARGEST[dtype]
+        values = np.frombuffer(data, kind)
+        bad = (values & np.array(np.iinfo(kind).max >> 1, kind)) > largest
+    else:
+        return None
+    first = int(bad.argmax())
+    return first * values.itemsize if bad[first] else None
+
+
+def not_finite(name: str) -> NonFiniteError:
+    """The error of a state whose parameter ``name`` is not finite."""
+    return NonFiniteError(
+        f"parameter {name!r} is no longer finite; this state is not saved",
+        hint="lower the learning rate, clip gradients, or look for bad samples",
+    )

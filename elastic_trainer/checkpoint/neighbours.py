@@ -29,8 +29,8 @@ from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
 
-from elastic_trainer.checkpoint.image import PIECE
-from elastic_trainer.checkpoint.snapshot import DATA, extent
+from elastic_trainer.checkpoint.manifest import PIECE
+from elastic_trainer.checkpoint.memory import DATA, extent
 from elastic_trainer.clock import SYSTEM
 
 SILENCE_S = 5

@@ -7,26 +7,240 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import xxhash
 
-from elastic_trainer.checkpoint import codec, tensorfile, tensors
-from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
-from elastic_trainer.checkpoint.goals import FileRange, Goal, plan
-from elastic_trainer.checkpoint.image import PIECE
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
-from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
-from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
-from elastic_trainer.checkpoint.slices import TensorSlice, assemble, in_file
+from elastic_trainer.checkpoint import codec, tensors
+from elastic_trainer.checkpoint.codec import Leaf
+from elastic_trainer.checkpoint.layout import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    TENSORS_FILE,
+    DamagedError,
+    GoneError,
+    UnreadableError,
+)
+from elastic_trainer.checkpoint.manifest import PIECE, FileRecord, Manifest, seal, unseal
 from elastic_trainer.checkpoint.storage import ByteSource
-from elastic_trainer.checkpoint.tensorfile import Placed
-from elastic_trainer.checkpoint.tensors import Slab
+from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, Slab, TensorEntry, TensorSlice, assemble, slices_of
+from elastic_trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+MOST_STAGED = 64 << 20
+"""Maximum bytes of detours at a time, unless a single slice has more."""
+
+Put = Callable[[tuple[slice, ...], Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """The destination of the box of ``shape`` elements at ``offset`` of a tensor.
+
+    To ``memory`` from byte ``begin`` on, if that is not None. ``put`` places a part: slices within the box, and the
+    bytes as a numpy array with the dimensions of the part and one more, the bytes of an element.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    put: Put
+    memory: memoryview | None = None
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file from ``begin`` to ``end``, and their destination."""
+
+    begin: int
+    end: int
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCopy:
+    """``rows`` of a stored slice, whose part ``chosen`` goes to ``box`` of a goal."""
+
+    rows: Any
+    chosen: tuple[slice, ...]
+    box: tuple[slice, ...]
+    put: Put
+
+    def commit(self) -> None:
+        self.put(self.box, self.rows[self.chosen])
+
+
+def plan(
+    head_size: int, placed: Sequence[TensorEntry], held: Sequence[TensorSlice], goals: Mapping[str, ReadTarget]
+) -> Iterator[tuple[list[FileRange], list[StagedCopy]]]:
+    """The reads of a file with the slices ``held``, located at ``placed``, in batches of bounded detours.
+
+    Pieces that are adjacent both in the file and in memory form one segment: thousands of scalars are one read.
+    """
+    segments: list[FileRange] = []
+    detours: list[StagedCopy] = []
+    run: tuple[memoryview, int] | None = None  # where the last segment went, and its end there
+    for where, part in zip(placed, held, strict=True):
+        goal = goals.get(part.tensor)
+        common = None if goal is None or not where.size else _common(part, goal)
+        if goal is None or common is None:
+            run = None
+            continue
+        start = head_size + where.begin
+        here = _within(part, common, part.offset, part.shape)
+        there = _within(part, common, goal.offset, goal.shape)
+        from_, to = here.span, there.span
+        if from_ is None or to is None or goal.memory is None:
+            detour, begin, end, view = _staged(here, there, goal)
+            segments.append(FileRange(start + begin, start + end, view))
+            detours.append(detour)
+            run = None
+            if sum(each.rows.nbytes for each in detours) >= MOST_STAGED:
+                yield segments, detours
+                segments, detours = [], []
+            continue
+        begin, first, last = start + from_[0], goal.begin + to[0], goal.begin + to[1]
+        if run is not None and run[0] is goal.memory and run[1] == first and segments[-1].end == begin:
+            begin, first = segments[-1].begin, first - (segments[-1].end - segments[-1].begin)
+            segments.pop()
+        segments.append(FileRange(begin, start + from_[1], goal.memory[first:last]))
+        run = (goal.memory, last)
+    if segments:
+        yield segments, detours
+
+
+def _common(part: TensorSlice, goal: ReadTarget) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The intersection of both boxes, as an offset and a shape; None if it is empty."""
+    boxes = list(zip(part.offset, part.shape, goal.offset, goal.shape, strict=True))
+    offset = tuple(max(a, b) for a, _, b, _ in boxes)
+    shape = tuple(min(a + size, b + other) - max(a, b) for a, size, b, other in boxes)
+    return (offset, shape) if all(size > 0 for size in shape) else None
+
+
+def _within(
+    part: TensorSlice,
+    common: tuple[tuple[int, ...], tuple[int, ...]],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> TensorSlice:
+    """The box ``common`` relative to the box of ``shape`` at ``offset``."""
+    moved = tuple(begin - other for begin, other in zip(common[0], offset, strict=True))
+    return TensorSlice(part.tensor, part.dtype, shape, moved, common[1])
+
+
+def _staged(here: TensorSlice, there: TensorSlice, goal: ReadTarget) -> tuple[StagedCopy, int, int, memoryview]:
+    """The rows of the stored slice that ``here`` needs, and their byte range in it."""
+    import numpy as np
+
+    element = ELEMENT_SIZE[here.dtype]
+    rows = here.shape[0] if here.shape else 1
+    row = math.prod(here.whole[1:]) * element
+    begin = here.offset[0] * row if here.offset else 0
+    data: Any = np.empty(rows * row, np.uint8)
+    box = tuple(slice(begin, begin + size) for begin, size in zip(there.offset, there.shape, strict=True))
+    chosen = tuple(slice(begin, begin + size) for begin, size in zip(here.offset, here.shape, strict=True))
+    chosen = (slice(None), *chosen[1:]) if chosen else ()
+    shaped = data.reshape(rows, *here.whole[1:], element) if here.shape else data
+    return StagedCopy(shaped, chosen, box, goal.put), begin, begin + rows * row, memoryview(data)
+
+
+def targets_in(slabs: Sequence[Slab]) -> dict[str, ReadTarget]:
+    """The destinations of the data of each tensor in ``slabs``."""
+    return {each.name: _target_in(slab, each) for slab in slabs for each in slab.tensors}
+
+
+def _target_in(slab: Slab, tensor: TensorEntry) -> ReadTarget:
+    begin, element = tensor.begin - slab.begin, ELEMENT_SIZE[tensor.dtype]
+    array = slab.array[begin : begin + tensor.size].reshape(*tensor.shape, element)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        array[box] = data
+
+    return ReadTarget((0,) * len(tensor.shape), tensor.shape, put, slab.view, begin)
+
+
+def target_of(tensor: torch.Tensor) -> ReadTarget:
+    """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
+    import torch
+
+    offset = tensors.box_of(cast("Any", tensor))[0] if tensors.is_sharded(tensor) else (0,) * tensor.dim()
+    held = tensors.local(tensor)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        with torch.no_grad():
+            held[box].copy_(torch.from_numpy(data.reshape(-1)).view(held.dtype).view(held[box].shape))
+
+    if held.device.type != "cpu" or not held.is_contiguous() or not held.numel():
+        return ReadTarget(offset, tuple(held.shape), put)
+    plain: Any = held.reshape(-1).view(torch.uint8).numpy()
+    return ReadTarget(offset, tuple(held.shape), put, memoryview(plain))
+
+
+StatePath = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadInto:
+    """The live tensors: ``state`` is a state dict; ``like`` has, by path, models of tensors that it lacks.
+
+    The state of an optimizer that has made no step is empty; ``like`` then has its parameters, by the paths of their
+    states. ``fits`` gets the stored state, with tensors on the meta device, before anything is changed; it may raise.
+    If it returns False, the whole state is created as new tensors.
+    """
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    like: Mapping[StatePath, torch.Tensor] = field(default_factory=dict)
+    fits: Callable[[dict[str, Any]], bool] = lambda state: True
+
+    def chosen(self, leaves: Mapping[StatePath, Leaf], found: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
+        """The tensors to fill, by the names of the stored ones."""
+        stored = {each.name: each for each in found}
+        result: dict[str, torch.Tensor] = {}
+        for path, leaf in leaves.items():
+            if leaf.mark != "tensor" or leaf.tensor is None or leaf.tensor in result:
+                continue
+            tensor = self._at(path, stored[leaf.tensor])
+            if tensor is not None:
+                result[leaf.tensor] = tensor
+        return result
+
+    def _at(self, path: StatePath, stored: TensorEntry) -> torch.Tensor | None:
+        there = _value_at(self.state, path)
+        if tensors.is_elsewhere(there) and tuple(there.shape) == stored.shape:
+            absent: torch.Tensor = there
+            return absent
+        if tensors.fits(there, stored):
+            tensor: torch.Tensor = there
+            return tensor
+        model = self.like.get(path[:-1])
+        if model is None or tuple(model.shape) != stored.shape:
+            return None
+        if not tensors.is_sharded(model) and not tensors.is_elsewhere(model):
+            return None
+        return tensors.new_like(model, stored.dtype)
+
+
+LOAD_NEW = LoadInto()
+
+
+def _value_at(state: Any, path: StatePath) -> Any:
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state
+
 
 _LONGEST_MANIFEST = 256 << 20
 
@@ -80,12 +294,12 @@ def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
     return unseal(bytes(content), name)
 
 
-def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHING_LIVE) -> dict[str, Any]:
+def read_state(storage: CheckpointFiles, manifest: Manifest, live: LoadInto = LOAD_NEW) -> dict[str, Any]:
     """The state in the checkpoint of ``manifest``; tensors are on the CPU, or the ``live`` ones.
 
     Live tensors may be overwritten with data that turn out to be damaged: then read another checkpoint, or exit.
     """
-    if live is NOTHING_LIVE:
+    if live is LOAD_NEW:
         skeleton = read_skeleton(storage, manifest)
         loaded = tensors.build(*read_tensors(storage, manifest))
         return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
@@ -111,7 +325,7 @@ def read_outline(storage: CheckpointFiles, manifest: Manifest) -> Outline:
     return Outline(manifest, bytes(read_skeleton(storage, manifest)), heads)
 
 
-def fill(storage: CheckpointFiles, outline: Outline, live: Live) -> dict[str, Any]:
+def fill(storage: CheckpointFiles, outline: Outline, live: LoadInto) -> dict[str, Any]:
     """The state of ``outline``; see :func:`read_state`."""
     filling = Filling(outline, live)
     for file in filling.files:
@@ -122,7 +336,7 @@ def fill(storage: CheckpointFiles, outline: Outline, live: Live) -> dict[str, An
 class Filling:
     """A state whose data have not arrived yet: they go to its ``goals``, in ``live`` tensors or in new ones."""
 
-    def __init__(self, outline: Outline, live: Live) -> None:
+    def __init__(self, outline: Outline, live: LoadInto) -> None:
         self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
         self.files = outline.files()
         found = whole_tensors(self.files, outline.manifest)
@@ -130,10 +344,10 @@ class Filling:
         blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
         fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
         self._held = live.chosen(leaves, found) if fits else {}
-        self._fresh = tensorfile.place([each for each in found if each.name not in self._held])
+        self._fresh = tensors.lay_out([each for each in found if each.name not in self._held])
         self._slabs = tensors.allocate(self._fresh)
-        held = {name: tensors.goal_of(each) for name, each in self._held.items() if not each.is_meta}
-        self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
+        held = {name: target_of(each) for name, each in self._held.items() if not each.is_meta}
+        self.goals: Mapping[str, ReadTarget] = held | targets_in(self._slabs)
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""
@@ -150,7 +364,7 @@ class TensorFile:
     """The verified header of one file of tensors: the positions of its tensors, and their slices."""
 
     record: FileRecord
-    placed: tuple[Placed, ...]
+    placed: tuple[TensorEntry, ...]
     notes: Mapping[str, Any]
     where: str
 
@@ -160,7 +374,7 @@ class TensorFile:
         return self.record.name == TENSORS_FILE
 
     def slices(self) -> tuple[TensorSlice, ...]:
-        return in_file(self.placed, {} if self.alone else self.notes, self.where)
+        return slices_of(self.placed, {} if self.alone else self.notes, self.where)
 
 
 def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFile, ...]:
@@ -169,7 +383,7 @@ def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFi
     return tuple(_parsed(name, record, _read_head(storage, name, record)) for record in records)
 
 
-def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Placed, ...]:
+def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[TensorEntry, ...]:
     """The tensors that ``files`` make together; DamagedError where one is not complete."""
     if len(files) == 1 and files[0].alone:
         return files[0].placed
@@ -178,7 +392,7 @@ def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Plac
 
 def read_tensors(
     storage: CheckpointFiles, manifest: Manifest, wanted: Callable[[str], bool] | None = None
-) -> tuple[tuple[Placed, ...], tuple[Slab, ...]]:
+) -> tuple[tuple[TensorEntry, ...], tuple[Slab, ...]]:
     """The tensors, or those that are ``wanted`` by name, and the memory that holds them. Needs no torch.
 
     Data go straight to their place in it, but for slices that have gaps there: they take a way round.
@@ -186,31 +400,31 @@ def read_tensors(
     files = read_headers(storage, manifest)
     found = whole_tensors(files, manifest)
     if wanted is not None:
-        found = tensorfile.place([each for each in found if wanted(each.name)])
+        found = tensors.lay_out([each for each in found if wanted(each.name)])
     slabs = tensors.allocate(found)
-    goals: Mapping[str, Goal] | None = None
+    goals: Mapping[str, ReadTarget] | None = None
     for file in files:
         if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
             begin = file.record.head_size
             segments = [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
             _read_data(storage, manifest.name, file, segments)
             continue
-        goals = tensors.goals_in(slabs) if goals is None else goals
+        goals = targets_in(slabs) if goals is None else goals
         _fill(storage, manifest.name, file, goals)
     return found, slabs
 
 
-def _fill(storage: CheckpointFiles, name: str, file: TensorFile, goals: Mapping[str, Goal]) -> None:
+def _fill(storage: CheckpointFiles, name: str, file: TensorFile, goals: Mapping[str, ReadTarget]) -> None:
     """Read what ``file`` has for ``goals``; what takes a way round does so with a bounded amount of memory."""
     for segments, detours in plan(file.record.head_size, file.placed, file.slices(), goals):
         _read_data(storage, name, file, segments)
         for each in detours:
-            each.land()
+            each.commit()
 
 
 def read_in_turn(
-    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[Placed], most: int = 256 << 20
-) -> Iterator[tuple[Placed, Any]]:
+    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[TensorEntry], most: int = 256 << 20
+) -> Iterator[tuple[TensorEntry, Any]]:
     """The ``wanted`` tensors one by one, each with its bytes as a numpy array; few more than ``most`` are in memory."""
     start = 0
     while start < len(wanted):
@@ -258,8 +472,8 @@ def _read_head(storage: CheckpointFiles, name: str, record: FileRecord) -> bytea
 
 def _parsed(name: str, record: FileRecord, head: bytes | bytearray) -> TensorFile:
     where = f"checkpoint {name}: {record.name}"
-    placed = tensorfile.parse(head, record.size - record.head_size, where)
-    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where), where)
+    placed = tensors.parse_header(head, record.size - record.head_size, where)
+    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensors.header_notes(head, where), where)
 
 
 def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[FileRange]) -> None:
@@ -357,3 +571,107 @@ def _found(storage: CheckpointFiles, name: str, file: str) -> Iterator[ByteSourc
 def _cannot_read(name: str, file: str, error: OSError) -> UnreadableError:
     hint = getattr(error, "hint", "check its owner, mode and disk")
     return UnreadableError(f"checkpoint {name}: {file} cannot be read: {error.strerror or error}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """One chunk of a file of tensors."""
+
+    record: FileRecord
+    index: int
+
+    @property
+    def begin(self) -> int:
+        return self.record.bound(self.index)[0]
+
+    @property
+    def size(self) -> int:
+        begin, end = self.record.bound(self.index)
+        return end - begin
+
+
+def parts_of(manifest: Manifest) -> tuple[CheckpointPart, ...]:
+    """All data of all tensors, file by file and in their order."""
+    return tuple(
+        CheckpointPart(each, index) for each in manifest.tensor_files() for index in range(1, len(each.chunks))
+    )
+
+
+class PartReader:
+    """Reads parts of the checkpoint of ``manifest`` in ``files``."""
+
+    def __init__(self, files: CheckpointFiles, manifest: Manifest) -> None:
+        self._files, self._name = files, manifest.name
+        self._sources: dict[str, ByteSource] = {}
+        self._lock, self._opened = threading.Lock(), ExitStack()
+
+    @classmethod
+    def of(cls, files: CheckpointFiles, manifest: Manifest) -> PartReader | None:
+        """None if ``files`` have no such checkpoint, or another one of its name."""
+        try:
+            mine = read_manifest(files, manifest.name)
+        except CheckpointError:
+            return None
+        return cls(files, manifest) if seal(mine) == seal(manifest) else None
+
+    def read(self, part: CheckpointPart, into: memoryview) -> None:
+        """Fill ``into`` with the verified bytes of ``part``."""
+        read_chunk(self._source(part.record), self._name, part.record, part.index, lambda b, e: cut(into))
+
+    def threads(self, part: CheckpointPart) -> int:
+        """How many of them may read the file of ``part`` at a time with profit."""
+        return self._source(part.record).readers
+
+    def close(self) -> None:
+        """When no thread reads any more."""
+        self._opened.close()
+
+    def _source(self, record: FileRecord) -> ByteSource:
+        with self._lock:
+            if record.name not in self._sources:
+                found = self._opened.enter_context(opened(self._files, self._name, record))
+                self._sources[record.name] = found
+            return self._sources[record.name]
+
+
+class TensorLoader:
+    """Copies the parts of a checkpoint, which arrive in order, to their destinations in ``filling``."""
+
+    def __init__(self, filling: Filling) -> None:
+        self._filling = filling
+        self._files = {file.record.name: file for file in filling.files}
+        self._landing: tuple[str, _FileLoader] | None = None
+        """The file whose parts come now: those of a turn may need memory on the way."""
+
+    def put(self, part: CheckpointPart, data: memoryview) -> None:
+        name = part.record.name
+        if self._landing is None or self._landing[0] != name:
+            self._landing = name, _FileLoader(self._files[name], self._filling)
+        self._landing[1].put(part.begin, data)
+
+
+class _FileLoader:
+    """One file of tensors."""
+
+    def __init__(self, file: TensorFile, filling: Filling) -> None:
+        self._turns = plan(file.record.head_size, file.placed, file.slices(), filling.goals)
+        self._segments, self._detours = self._turn()
+
+    def _turn(self) -> tuple[Sequence[FileRange], Sequence[StagedCopy]]:
+        self._next = 0
+        return next(self._turns, ((), ()))
+
+    def put(self, begin: int, data: memoryview) -> None:
+        end = begin + len(data)
+        while self._next < len(self._segments):
+            each = self._segments[self._next]
+            first, last = max(begin, each.begin), min(end, each.end)
+            if first < last:
+                each.view[first - each.begin : last - each.begin] = data[first - begin : last - begin]
+            if end < each.end:
+                return
+            self._next += 1
+            if self._next == len(self._segments):
+                for detour in self._detours:
+                    detour.commit()
+                self._segments, self._detours = self._turn()

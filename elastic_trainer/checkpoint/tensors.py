@@ -5,24 +5,436 @@ torch and numpy are imported by the functions, not here. *Fails by* a problem in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import itertools
+import json
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.checkpoint import sharded
-from elastic_trainer.checkpoint.goals import Goal
-from elastic_trainer.checkpoint.image import OnDevice
-from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
+from elastic_trainer.checkpoint.layout import DamagedError
+from elastic_trainer.checkpoint.manifest import OnDevice
+from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+ELEMENT_SIZE: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Bytes per element of each element type that is read and written here."""
+
+LONGEST_HEADER = 100_000_000
+"""The format's own limit."""
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+_RESERVED = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file. ``begin`` and ``end`` are byte offsets from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
+
+
+def lay_out(tensors: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """``tensors`` at their positions, in file order: largest elements first, otherwise as they come."""
+    placed = []
+    offset = 0
+    for tensor in sorted(tensors, key=lambda each: -ELEMENT_SIZE[each.dtype]):
+        placed.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, offset))
+        offset += tensor.size
+    return tuple(placed)
+
+
+def file_header(placed: Sequence[TensorEntry], notes: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a file that precede its data, ``notes`` among its metadata; their length is a multiple of 8."""
+    entries: dict[str, Any] = {_RESERVED: {"format": "pt", **(notes or {})}}
+    for each in placed:
+        entries[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def parse_header(head: bytes | bytearray, data_size: int, where: str) -> tuple[TensorEntry, ...]:
+    """The tensors that ``head`` describes, in file order, for a file with ``data_size`` bytes behind its header.
+
+    Raises DamagedError unless header, element types, shapes and offsets all fit together and cover the data exactly.
+    """
+    tensors = sorted(
+        (_entry(name, entry, where) for name, entry in _entries(head, where).items() if name != _RESERVED),
+        key=lambda each: (each.begin, each.end),
+    )
+    expected = 0
+    for each in tensors:
+        if each.begin != expected:
+            raise DamagedError(f"{where}: tensor {each.name!r} begins at byte {each.begin}, not {expected}")
+        if each.begin % ELEMENT_SIZE[each.dtype]:
+            raise DamagedError(f"{where}: tensor {each.name!r} is not aligned to its elements")
+        expected = each.end
+    if expected != data_size:
+        raise DamagedError(f"{where}: the header describes {expected} bytes of data; there are {data_size}")
+    return tuple(tensors)
+
+
+def header_notes(head: bytes | bytearray, where: str) -> Mapping[str, Any]:
+    """The notes in ``head``; DamagedError where it makes no sense."""
+    notes = _entries(head, where).get(_RESERVED, {})
+    if not isinstance(notes, dict):
+        raise DamagedError(f"{where}: the header's metadata is not a JSON object")
+    return notes
+
+
+def _entries(head: bytes | bytearray, where: str) -> dict[str, Any]:
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if not 0 < length <= LONGEST_HEADER or len(head) != _LENGTH_BYTES + length:
+        raise DamagedError(f"{where}: the header says {length} bytes; {max(0, len(head) - _LENGTH_BYTES)} are there")
+    try:
+        entries = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: the header is not JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise DamagedError(f"{where}: the header is not a JSON object")
+    return entries
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def _entry(name: str, entry: Any, where: str) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        element = ELEMENT_SIZE[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: the header entry of tensor {name!r} is invalid") from error
+    numbers = (*shape, begin, end)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise DamagedError(f"{where}: tensor {name!r} has invalid sizes or offsets")
+    if end - begin != math.prod(shape) * element:
+        raise DamagedError(f"{where}: tensor {name!r} of shape {shape} does not fit its {end - begin} bytes")
+    return TensorEntry(name, dtype, shape, begin)
+
+
+METADATA = "slices"
+"""The key of the header's metadata. Its value is JSON: ``{name: {"tensor", "shape", "offset"}}``, all of the whole."""
+UNCUT = 1 << 20
+"""Tensors up to this size are not cut when a state is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """The box of ``shape`` elements at ``offset`` of the tensor ``tensor``, which has the shape ``whole``."""
+
+    tensor: str
+    dtype: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.shape == self.whole
+
+    @property
+    def name(self) -> str:
+        """What it is called in a file, if that name is free there."""
+        if self.complete:
+            return self.tensor
+        return f"{self.tensor}[{','.join(f'{o}:{o + s}' for o, s in zip(self.offset, self.shape, strict=True))}]"
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The bytes of the whole tensor that it is, from a begin to an end; None where it has gaps there."""
+        wide = next((axis for axis, size in enumerate(self.shape) if size != 1), len(self.shape))
+        if self.shape[wide + 1 :] != self.whole[wide + 1 :]:
+            return None
+        begin = 0
+        for offset, size in zip(self.offset, self.whole, strict=True):
+            begin = begin * size + offset
+        begin *= ELEMENT_SIZE[self.dtype]
+        return begin, begin + self.size
+
+
+def uncut(described: Iterable[TensorEntry]) -> tuple[TensorSlice, ...]:
+    """The tensors ``described``, each as one slice."""
+    return tuple(
+        TensorSlice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for each in described
+    )
+
+
+def split_tensors(described: Iterable[TensorEntry], parts: int) -> tuple[tuple[TensorSlice, ...], ...]:
+    """The tensors ``described`` in ``parts`` parts of about equal bytes; large ones are cut by rows.
+
+    It depends on names, types and shapes alone, so writers that hold the same state agree without a word.
+    """
+    ordered = sorted(described, key=lambda each: each.name)
+    total = sum(each.size for each in ordered)
+    result: list[list[TensorSlice]] = [[] for _ in range(parts)]
+    begin = 0
+    for each in ordered:
+        axis = next((axis for axis, size in enumerate(each.shape) if size > 1), None)
+        if each.size <= UNCUT or axis is None:
+            part = min(parts - 1, (begin + each.size // 2) * parts // max(1, total))
+            result[part] += uncut([each])
+        else:
+            for part, (first, last) in enumerate(_rows(each, axis, begin, total, parts)):
+                if first < last:
+                    result[part].append(_cut(each, axis, first, last))
+        begin += each.size
+    return tuple(map(tuple, result))
+
+
+def _rows(tensor: TensorEntry, axis: int, begin: int, total: int, parts: int) -> Iterable[tuple[int, int]]:
+    """The rows of each part, for a tensor that begins at byte ``begin`` of all ``total``."""
+    rows = tensor.shape[axis]
+    bytes_per_row = tensor.size // rows
+    ends = (total * part // parts - begin for part in range(parts + 1))
+    cuts = [max(0, min(rows, (end + bytes_per_row // 2) // bytes_per_row)) for end in ends]
+    return itertools.pairwise(cuts)
+
+
+def _cut(tensor: TensorEntry, axis: int, first: int, last: int) -> TensorSlice:
+    before, after = (0,) * axis, (0,) * (len(tensor.shape) - axis - 1)
+    shape = (*tensor.shape[:axis], last - first, *tensor.shape[axis + 1 :])
+    return TensorSlice(tensor.name, tensor.dtype, tensor.shape, (*before, first, *after), shape)
+
+
+def by_name(slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
+    """``slices`` by their names in one file, in the same order.
+
+    Each has its own, even where a tensor is called as a slice would be.
+    """
+    taken, result = {each.name for each in slices if each.complete}, {}
+    for each in slices:
+        name = each.name
+        while not each.complete and name in taken:
+            name += "#"
+        taken.add(name)
+        result[name] = each
+    return result
+
+
+def slice_notes(found: Mapping[str, TensorSlice]) -> dict[str, str]:
+    """What the header of a file says about those of its tensors that are no whole ones."""
+    cut = {
+        name: {"tensor": each.tensor, "shape": each.whole, "offset": each.offset}
+        for name, each in found.items()
+        if not each.complete
+    }
+    return {METADATA: json.dumps(cut, separators=(",", ":"))} if cut else {}
+
+
+def slices_of(placed: Sequence[TensorEntry], about: Mapping[str, Any], where: str) -> tuple[TensorSlice, ...]:
+    """The slices of a file whose header has the tensors ``placed`` and the metadata ``about``, in the same order.
+
+    DamagedError if the two do not fit together.
+    """
+    try:
+        cut = json.loads(about.get(METADATA, "{}"))
+        slices = tuple(_slice(each, cut.pop(each.name, None)) for each in placed)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: its header describes slices wrongly ({error})") from error
+    if cut:
+        raise DamagedError(f"{where}: its header describes the slice {next(iter(cut))!r}, which it does not hold")
+    return slices
+
+
+def _slice(placed: TensorEntry, about: Mapping[str, Any] | None) -> TensorSlice:
+    if about is None:
+        return uncut([placed])[0]
+    tensor, whole, offset = about["tensor"], tuple(about["shape"]), tuple(about["offset"])
+    numbers = all(type(each) is int and 0 <= each < 1 << 62 for each in (*whole, *offset))
+    if type(tensor) is not str or not numbers:
+        raise ValueError(f"{placed.name!r} has no name or invalid sizes")
+    if any(begin + size > most for begin, size, most in zip(offset, placed.shape, whole, strict=True)):
+        raise ValueError(f"{placed.name!r} reaches beyond its tensor")
+    return TensorSlice(tensor, placed.dtype, whole, offset, placed.shape)
+
+
+def assemble(slices: Iterable[TensorSlice], where: str) -> tuple[TensorEntry, ...]:
+    """The whole tensors that ``slices`` make, placed one behind the other; DamagedError unless each is complete."""
+    found: dict[str, list[TensorSlice]] = {}
+    for each in slices:
+        found.setdefault(each.tensor, []).append(each)
+    for name, parts in found.items():
+        if len({(each.dtype, each.whole) for each in parts}) > 1:
+            raise DamagedError(f"{where}: the slices of tensor {name!r} do not agree about its type or shape")
+        if not (len(parts) == 1 and parts[0].complete) and not _exact(parts):
+            raise DamagedError(f"{where}: the slices of tensor {name!r} overlap, or leave a part of it out")
+    return lay_out([TensorEntry(name, parts[0].dtype, parts[0].whole) for name, parts in found.items()])
+
+
+def _exact(boxes: Sequence[TensorSlice]) -> bool:
+    """Whether each element of the whole lies in one of ``boxes`` and no more."""
+    if sum(math.prod(each.shape) for each in boxes) != math.prod(boxes[0].whole):
+        return False
+    near: list[TensorSlice] = []
+    for box in sorted((each for each in boxes if math.prod(each.shape)), key=lambda each: each.offset):
+        near = [each for each in near if each.offset[0] + each.shape[0] > box.offset[0]]
+        if any(_overlap(each, box) for each in near):
+            return False
+        near.append(box)
+    return True
+
+
+def _overlap(one: TensorSlice, other: TensorSlice) -> bool:
+    boxes = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    return all(a < b + other_size and b < a + size for a, size, b, other_size in boxes)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""An offset and a shape."""
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor; torch need not be there."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    """Whether ``tensor`` is on the meta device: another process holds it."""
+    return getattr(getattr(tensor, "device", None), "type", None) == "meta"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``tensor``, without history: a DTensor's own shard, else all of it."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held.detach()
+
+
+def box_of(tensor: DTensor) -> Box:
+    """Where in the whole tensor the local one lies. CheckpointError if it is not a box, or not known."""
+    coordinate = _coordinate(tensor.device_mesh)
+    offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    for axis, dimension in _in_order(tensor):
+        parts = tensor.device_mesh.size(axis)
+        step = -(-shape[dimension] // parts)
+        first = min(shape[dimension], step * coordinate[axis])
+        offset[dimension] += first
+        shape[dimension] = min(step, shape[dimension] - first)
+    if tuple(shape) != tuple(local(tensor).shape):
+        raise _strange(tensor, f"it holds {list(local(tensor).shape)} where {shape} belongs")
+    return tuple(offset), tuple(shape)
+
+
+def _in_order(tensor: DTensor) -> list[tuple[int, int]]:
+    """The axes of the mesh that shard ``tensor``, each with the dimension that it shards, in the order of their cuts.
+
+    Plain shards cut from left to right. FSDP2 cuts what tensor parallel has cut before, though its axis is on the left:
+    a strided shard says so, and comes last.
+    """
+    plain, strided = [], []
+    placements: Any = tensor.placements
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial() or not hasattr(placement, "dim"):
+            raise _strange(tensor, "it is a part of a sum", "redistribute it to Replicate() or Shard()")
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            plain.append((axis, placement.dim))
+            continue
+        behind = 1
+        for later in range(axis + 1, len(placements)):
+            if getattr(placements[later], "dim", None) == placement.dim:
+                behind *= tensor.device_mesh.size(later)
+        if factor != behind:
+            raise _strange(tensor, "its parts are interleaved", "redistribute it to Shard()")
+        strided.append((axis, placement.dim))
+    return [*plain, *reversed(strided)]
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    found = mesh.get_coordinate()
+    if found is None:
+        raise CheckpointError("its mesh does not have this process", hint="call this on the ranks that hold it")
+    return list(found)
+
+
+def _strange(tensor: DTensor, what: str, hint: str = "save its .full_tensor()") -> CheckpointError:
+    placements = ", ".join(map(str, tensor.placements))
+    return CheckpointError(f"it is sharded as ({placements}), and {what}", hint=hint)
+
+
+class ShardGroup:
+    """The processes that hold one copy of the state: those of ``mesh``, of which this one is ``index`` of ``count``.
+
+    Along the dimension ``stages`` of the mesh they hold different tensors; those of others are on the meta device here.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stages: int | None = None) -> None:
+        self._numbers, self._stages = mesh.mesh, stages
+        self._coordinate = _coordinate(mesh)
+        self.count = self._numbers.numel()
+        self.index = 0
+        for size, position in zip(self._numbers.shape, self._coordinate, strict=True):
+            self.index = self.index * size + position
+        self._first_of: dict[DeviceMesh, bool] = {}
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Whether this place writes what it holds of ``tensor``."""
+        if not is_sharded(tensor) or not tensor.numel():
+            return self.index == 0
+        sharded: Any = tensor
+        coordinate, placements = _coordinate(sharded.device_mesh), sharded.placements
+        first = all(not coordinate[axis] for axis, each in enumerate(placements) if each.is_replicate())
+        return first and bool(local(tensor).numel()) and self._first(sharded.device_mesh)
+
+    def _first(self, mesh: DeviceMesh) -> bool:
+        """Whether ``mesh`` is the first of the like meshes that make up that of all places.
+
+        A tensor that is sharded over some of its dimensions is there once for each coordinate in the others.
+        """
+        if mesh not in self._first_of:
+            where = [(self._numbers == number).nonzero() for number in mesh.mesh.flatten()]
+            if not all(len(each) == 1 for each in where):
+                raise CheckpointError(
+                    "it is sharded over ranks that are no places of this checkpoint",
+                    hint="save with the mesh that the whole model is sharded over",
+                )
+            positions = [each[0].tolist() for each in where]
+            fixed = [axis for axis, seen in enumerate(zip(*positions, strict=True)) if len(set(seen)) == 1]
+            self._first_of[mesh] = not any(self._coordinate[axis] for axis in fixed if axis != self._stages)
+        return self._first_of[mesh]
+
 
 SLAB = 16 << 20
 """Small tensors share memory up to this size: fresh memory in small portions costs a page fault every 4 KiB."""
 OWN_SLAB = 4 << 20
 """From this size on a tensor has memory of its own."""
-_ALIGNMENT = 64
+_MEMORY_ALIGNMENT = 64
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile, activation checkpointing and FSDP put into the names of what is in a module that they wrap."""
 
@@ -65,7 +477,7 @@ def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
     if kind not in (torch.Tensor, torch.nn.Parameter):
         hint = (
             "save it with the places that hold it, or its .full_tensor()"
-            if sharded.is_sharded(tensor)
+            if is_sharded(tensor)
             else "save the plain tensor that it stands for"
         )
         return f"it is a tensor of type {kind.__module__}.{kind.__qualname__}", hint
@@ -140,7 +552,7 @@ class Slab:
     """Fresh memory for consecutive tensors of a file, from byte ``begin`` of its data on."""
 
     begin: int
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorEntry, ...]
     array: Any
 
     @property
@@ -148,13 +560,13 @@ class Slab:
         return memoryview(self.array)
 
 
-def allocate(placed: Sequence[Placed]) -> tuple[Slab, ...]:
+def allocate(placed: Sequence[TensorEntry]) -> tuple[Slab, ...]:
     """Memory for all of ``placed`` that has data, in file order without gaps."""
     return tuple(Slab(group[0].begin, tuple(group), fresh(group[-1].end - group[0].begin)) for group in _groups(placed))
 
 
-def _groups(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
-    group: list[Placed] = []
+def _groups(placed: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    group: list[TensorEntry] = []
     for tensor in placed:
         if not tensor.size:
             continue
@@ -170,12 +582,12 @@ def fresh(size: int) -> Any:
     """Uninitialized bytes at an aligned address (numpy asks the kernel for huge pages; malloc does not)."""
     import numpy as np
 
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(size + _MEMORY_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _MEMORY_ALIGNMENT
     return raw[start : start + size]
 
 
-def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
+def arrays(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, Any]:
     """The bytes of each tensor in ``slabs``, as numpy arrays of bytes that share their memory."""
     found = {each.name: fresh(0) for each in placed if not each.size}
     for slab in slabs:
@@ -183,45 +595,13 @@ def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
     return found
 
 
-def goals_in(slabs: Sequence[Slab]) -> dict[str, Goal]:
-    """The destinations of the data of each tensor in ``slabs``."""
-    return {each.name: _goal_in(slab, each) for slab in slabs for each in slab.tensors}
-
-
-def _goal_in(slab: Slab, tensor: Placed) -> Goal:
-    begin, element = tensor.begin - slab.begin, ELEMENT_SIZE[tensor.dtype]
-    array = slab.array[begin : begin + tensor.size].reshape(*tensor.shape, element)
-
-    def put(box: tuple[slice, ...], data: Any) -> None:
-        array[box] = data
-
-    return Goal((0,) * len(tensor.shape), tensor.shape, put, slab.view, begin)
-
-
-def goal_of(tensor: torch.Tensor) -> Goal:
-    """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
-    import torch
-
-    offset = sharded.box_of(cast("Any", tensor))[0] if sharded.is_sharded(tensor) else (0,) * tensor.dim()
-    held = sharded.local(tensor)
-
-    def put(box: tuple[slice, ...], data: Any) -> None:
-        with torch.no_grad():
-            held[box].copy_(torch.from_numpy(data.reshape(-1)).view(held.dtype).view(held[box].shape))
-
-    if held.device.type != "cpu" or not held.is_contiguous() or not held.numel():
-        return Goal(offset, tuple(held.shape), put)
-    plain: Any = held.reshape(-1).view(torch.uint8).numpy()
-    return Goal(offset, tuple(held.shape), put, memoryview(plain))
-
-
-def fits(tensor: Any, stored: Placed) -> bool:
+def fits(tensor: Any, stored: TensorEntry) -> bool:
     """Whether ``stored`` can be read into ``tensor``: a tensor of its type and shape, whose elements are apart."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or problem_with(sharded.local(tensor)) is not None:
+    if not isinstance(tensor, torch.Tensor) or problem_with(local(tensor)) is not None:
         return False
-    held = sharded.local(tensor)
+    held = local(tensor)
     if tuple(tensor.shape) != stored.shape or _types().get(held.dtype) != stored.dtype:
         return False
     return all(stride or size < 2 for stride, size in zip(held.stride(), held.shape, strict=True))
@@ -235,7 +615,7 @@ def new_like(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return torch.empty_like(tensor.detach(), dtype=dtypes[dtype])
 
 
-def without_data(placed: Iterable[Placed], blobs: Collection[str]) -> dict[str, torch.Tensor]:
+def without_data(placed: Iterable[TensorEntry], blobs: Collection[str]) -> dict[str, torch.Tensor]:
     """Tensors of their types and shapes, on the meta device; zeros for those that stand for bytes."""
     import torch
 
@@ -248,7 +628,7 @@ def without_data(placed: Iterable[Placed], blobs: Collection[str]) -> dict[str, 
     }
 
 
-def build(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:
+def build(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:
     """The tensors of a file whose data were read into ``slabs``; they share the slabs' memory."""
     import torch
 

@@ -27,16 +27,15 @@ from elastic_trainer.checkpoint import (
     Retention,
     Soundness,
     Transition,
-    exporting,
+    exchange,
 )
 from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, ValueDifference, compare
-from elastic_trainer.checkpoint.exporting import AVERAGE, SHARD, CheckpointSource
-from elastic_trainer.checkpoint.faults import DamagedError, InUseError, UnreadableError
-from elastic_trainer.checkpoint.importing import Brought, bring
-from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, describe, entry, examine, listed
+from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, Brought, CheckpointSource, bring
+from elastic_trainer.checkpoint.layout import DamagedError, InUseError, UnreadableError
+from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
 from elastic_trainer.checkpoint.reading import read_headers, verify, whole_tensors
 from elastic_trainer.checkpoint.storage import ByteSource, Storage, open_storage
-from elastic_trainer.checkpoint.tensorfile import Placed
+from elastic_trainer.checkpoint.tensors import TensorEntry
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import PROGRAM, add_actions, at_least, console, seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause
@@ -268,19 +267,19 @@ def _flat(facts: dict[str, Any]) -> Iterable[tuple[str, str]]:
             yield key, moment(value) if key == "created" else size_text(value) if key == "size" else str(value)
 
 
-def _tensor(each: Placed) -> dict[str, Any]:
+def _tensor(each: TensorEntry) -> dict[str, Any]:
     return {"name": each.name, "dtype": each.dtype, "shape": each.shape, "bytes": each.size}
 
 
-def _parts(tensors: Iterable[Placed]) -> dict[str, dict[str, int]]:
+def _parts(tensors: Iterable[TensorEntry]) -> dict[str, dict[str, int]]:
     """By the first part of their names: model, optimizer and others."""
-    groups: dict[str, list[Placed]] = {}
+    groups: dict[str, list[TensorEntry]] = {}
     for each in tensors:
         groups.setdefault(each.name.partition("/")[0], []).append(each)
     return {name: _total(group) for name, group in groups.items()}
 
 
-def _total(tensors: Sequence[Placed]) -> dict[str, int]:
+def _total(tensors: Sequence[TensorEntry]) -> dict[str, int]:
     return {"tensors": len(tensors), "bytes": sum(each.size for each in tensors)}
 
 
@@ -535,17 +534,17 @@ def run_export(arguments: argparse.Namespace) -> int:
     with progress("export", entry.manifest.size) as heard:
         source = CheckpointSource(cast("Storage", Watched(inner, heard)), entry.manifest)
         if target == TORCH:
-            exporting.to_torch(source, None if arguments.all else part, goal, force=arguments.force)
+            exchange.to_torch(source, None if arguments.all else part, goal, force=arguments.force)
         elif arguments.all:
-            exporting.whole_to_safetensors(source, goal, force=arguments.force)
+            exchange.whole_to_safetensors(source, goal, force=arguments.force)
         else:
-            found = exporting.weights(source, part)
+            found = exchange.weights(source, part)
             left_out = found.left_out
             if target == SAFETENSORS:
-                exporting.to_safetensors(source, found, goal, force=arguments.force)
+                exchange.to_safetensors(source, found, goal, force=arguments.force)
             else:
                 size = arguments.shard_size
-                files = exporting.to_huggingface(source, found, goal, config, force=arguments.force, shard=size)
+                files = exchange.to_huggingface(source, found, goal, config, force=arguments.force, shard=size)
     what = "state" if arguments.all else part
     if arguments.json:
         values: dict[str, Any] = {"checkpoint": entry.name, "part": what, "to": target, "path": str(goal)}

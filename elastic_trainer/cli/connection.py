@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import AccessDeniedError, ConfigError, StoreUnavailableError
-from elastic_trainer.monitor.read.reading import MOST_RUNS, run_names
+from elastic_trainer.monitor.reading import MOST_RUNS, run_names
 from elastic_trainer.settings import StoreSettings, resolved_store, store_endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import RunKeys, Store

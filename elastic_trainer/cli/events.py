@@ -19,7 +19,7 @@ from elastic_trainer.cli.main import at_least
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, Incident, JournalEntry
-from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.monitor.reading import RunFeed
 from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs

@@ -12,7 +12,7 @@ from elastic_trainer.cli import connection
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership import forgetting
-from elastic_trainer.monitor.read.reading import run_names
+from elastic_trainer.monitor.reading import run_names
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry import logs
 from elastic_trainer.wording import counted

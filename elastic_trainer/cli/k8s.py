@@ -20,7 +20,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from elastic_trainer import tasks
+from elastic_trainer import jobs
 from elastic_trainer.cli.main import add_actions, at_least, key_values
 from elastic_trainer.cli.run import MAX_RESTARTS, nodes, opens_session, session_directories
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
@@ -480,7 +480,7 @@ def _job(arguments: argparse.Namespace) -> tuple[tuple[str, ...], MountedFile | 
     what, rest = words[0], words[1:]
     if what == "-m":
         return tuple(words), None, opens_session(words)
-    script = tasks.script(what)
+    script = jobs.script(what)
     if script is not None:
         what, rest = str(script), [f"--directory={_directory(arguments)}", *rest]
     if what.endswith(".py"):
@@ -506,7 +506,7 @@ def _ready_made(
 ) -> tuple[tuple[str, ...], MountedFile | None, bool]:
     """A task of this package, or a job file; its checkpoints lie where all pods see them."""
     from elastic_trainer.drills.entry import places_checkpoints
-    from elastic_trainer.training.loading import load_job
+    from elastic_trainer.jobs.config import load_job
 
     arguments_ = list(rest)
     if not places_checkpoints(what, arguments_):

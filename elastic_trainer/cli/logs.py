@@ -26,8 +26,8 @@ from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.ledger import LedgerTail
 from elastic_trainer.membership.documents import GONE
-from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.monitor.reading import RunFeed
+from elastic_trainer.monitor.state import RunDocuments
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
 from elastic_trainer.wording import named, ranges

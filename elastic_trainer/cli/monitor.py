@@ -14,12 +14,11 @@ from elastic_trainer.cli.main import seconds
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.processes import Interrupts
-from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
+from elastic_trainer.monitor.serve import Monitor, MonitorOptions
 from elastic_trainer.settings import secret
 from elastic_trainer.store import connect
 from elastic_trainer.telemetry import logs
-from elastic_trainer.web.access import Access, is_loopback
-from elastic_trainer.web.server import tls_context
+from elastic_trainer.web.server import Access, is_loopback, tls_context
 
 DEFAULT_LISTEN = "127.0.0.1:9470"
 _LOOK_EVERY_S = 0.2

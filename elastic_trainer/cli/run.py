@@ -295,9 +295,8 @@ def configure_plot(parser: argparse.ArgumentParser) -> None:
 
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draw the loss of a job over steps, or the nodes of a local run over time, with rounds and faults marked."""
+    from elastic_trainer.jobs.curves import check_drawable, draw, read_curves
     from elastic_trainer.local import timeline
-    from elastic_trainer.training.curves import read_curves
-    from elastic_trainer.training.drawing import check_drawable, draw
 
     directory: Path = arguments.directory
     local = timeline.has_timeline(directory)

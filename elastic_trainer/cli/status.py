@@ -25,7 +25,8 @@ from elastic_trainer.cli.main import console
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.membership.documents import Incident
-from elastic_trainer.monitor.model.snapshot import (
+from elastic_trainer.monitor.reading import Pacing, Reader, StoreReading
+from elastic_trainer.monitor.snapshot import (
     Listing,
     NodeStatus,
     RankStatus,
@@ -36,11 +37,10 @@ from elastic_trainer.monitor.model.snapshot import (
     snapshot,
     summary,
 )
-from elastic_trainer.monitor.model.state import IN_WORDS
-from elastic_trainer.monitor.read.reading import Pacing, Reader, StoreReading
+from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
-from elastic_trainer.telemetry.rank import GAUGES, Unit
+from elastic_trainer.telemetry.families import GAUGES, Unit
 from elastic_trainer.wording import UNKNOWN, counted, duration, moment, named, number, percent, ranges
 
 _EVERY_S = 1.0

@@ -12,31 +12,431 @@ ahead changes only when samples are read. What was delivered of the present glob
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.child import forking, settle
-from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.placing import versions
 from elastic_trainer.data.plan import Place, SampleRequest
-from elastic_trainer.data.reader import Drawn, SampleReader
-from elastic_trainer.data.tasks import Failure, FetchTask, Tasks, unchanged
-from elastic_trainer.errors import DataWorkerError
+from elastic_trainer.data.seeds import SEEDED, SampleSeeds
+from elastic_trainer.data.sources import Missing, StreamEndedError, checked_length, deterministic, generators, is_stream
+from elastic_trainer.errors import ConfigError, DataError, DataWorkerError
 from elastic_trainer.telemetry.logs import logger
+
+
+def placed(data: Any, device: torch.device) -> Any:
+    """``data`` with all tensors in it on ``device``."""
+    return _mapped(data, lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=True))
+
+
+def pinned(data: Any) -> Any:
+    """``data`` with all CPU tensors in it in pinned memory, from which a device copies while the host goes on."""
+    return _mapped(data, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
+
+
+def versions(data: Any) -> tuple[int, ...] | None:
+    """How often each tensor in ``data`` was changed in place; None if it holds what may change without a trace."""
+    counts = []
+    for leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+            counts.append(leaf._version)
+        elif not isinstance(leaf, (str, bytes, int, float, complex, type(None))):
+            return None
+    return tuple(counts)
+
+
+def leaves(data: Any) -> Iterator[Any]:
+    """What ``data`` consists of, containers apart."""
+    if isinstance(data, Mapping):
+        for value in data.values():
+            yield from leaves(value)
+    elif isinstance(data, (list, tuple)):
+        for value in data:
+            yield from leaves(value)
+    else:
+        yield data
+
+
+def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: _mapped(value, change) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_mapped(value, change) for value in data))
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        return type(data)(_mapped(value, change) for value in data)  # type: ignore[call-arg]
+    return data
+
+
+_DESCRIPTORS = "/proc/self/fd"
+_STANDARD = 2
+PR_SET_PDEATHSIG = 1
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Children that are forked in here hold back two things until :func:`settle`, which handles them.
+
+    SIGTERM, SIGINT and SIGHUP (other threads of this process, and their C handler, still receive them); and the
+    collection of garbage, which would end process groups of the parent that only cycles hold: they wait for threads
+    that a child does not have.
+    """
+    before, collected = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK), gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def settle(parent: int, forked: bool, theirs: Callable[[int], None] | None, worker: int) -> None:
+    """A ``worker_init_fn``: let go of what belongs to the process ``parent``, and end when it ends; then ``theirs``."""
+    if forked:
+        gc.freeze()  # nothing of the parent's is ever collected here
+        gc.enable()
+        let_go([number for number in open_sockets() if number > _STANDARD])
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) and number not in _HELD_BACK:
+            signal.signal(number, signal.SIG_DFL)
+    for number in _HELD_BACK:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    end_with(parent)
+    if theirs is not None:
+        theirs(worker)
+
+
+def end_with(parent: int) -> None:
+    """Be killed when ``parent`` dies. On Linux."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent:  # it died before the call above, which then never signals, or a fork server started this
+        with suppress(PermissionError):
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                os._exit(1)
+
+
+def open_sockets() -> dict[int, str]:
+    """Descriptor number and kernel name (with the inode) of each socket of this process; empty off Linux."""
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"{_DESCRIPTORS}/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[int(name)] = target
+    return found
+
+
+def let_go(numbers: Collection[int]) -> None:
+    """Let go of these inherited descriptors.
+
+    Their numbers stay taken, by /dev/null: objects of the parent that name them, and may close them at any time, then
+    close nothing of this process.
+    """
+    with suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for number in numbers:
+            os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Collated samples, and those that were left out of them."""
+
+    data: Any
+    missing: tuple[Missing, ...] = ()
+
+    def pin_memory(self) -> Drawn:
+        """The same in pinned memory; called by the thread of torch's DataLoader that does this."""
+        return Drawn(pinned(self.data), self.missing)
+
+
+class Cancelled(Exception):
+    """Reading was given up."""
+
+
+class SampleReader:
+    """``seed`` None: random numbers are left as they are (evaluation). ``skips``: samples that raise are left out.
+
+    ``draws`` names the generators of the process that reading seeds.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int | None = None, *, skips: bool = False) -> None:
+        self.length = checked_length(dataset)
+        self._dataset, self._own_collate, self._skips = dataset, collate, skips
+        drawn = generators(dataset)
+        self._seeds = SampleSeeds(seed, drawn) if seed is not None else None
+        self._fixed = deterministic(dataset)
+        self.draws: tuple[str, ...] = ()
+        if self._seeds is not None and not (self._fixed and collate is None):
+            self.draws = drawn if collate is None else tuple(SEEDED)
+        may_ask_many = self._fixed or self._seeds is None
+        self._many = getattr(dataset, "__getitems__", None) if may_ask_many else None
+        self._stream = SampleStream(dataset) if is_stream(dataset) else None
+        self._epoch: int | None = None
+
+    def read(self, request: SampleRequest, wanted: Callable[[], bool] = lambda: True) -> Drawn:
+        """The samples of ``request``. Raises Cancelled between two of them when they are not ``wanted`` any more."""
+        self._enter(request.epoch)
+        numbers = [int(number) for number in request.ids]
+        missing: list[Missing] = []
+        samples = self._together(numbers) if self._many is not None else None
+        if samples is None:
+            samples = self._one_by_one(request.epoch, numbers, missing, wanted)
+        if not samples:
+            raise DataError(
+                f"no sample of a micro-batch is left, all {len(numbers)} raised: {shown(numbers)};"
+                f" sample {missing[0].number}: {missing[0].error}",
+                hint="repair the data; with larger micro-batches single bad samples can be left out",
+            )
+        return Drawn(self._collated(request.epoch, numbers, samples), tuple(missing))
+
+    def _enter(self, epoch: int) -> None:
+        if epoch != self._epoch and self._seeds is not None and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        self._epoch = epoch
+
+    def _together(self, numbers: list[int]) -> list[Any] | None:
+        """All at once; None if one of them is bad, and which one has to be found out."""
+        try:
+            return list(self._many(numbers))  # type: ignore[misc]
+        except Exception as error:
+            if self._skips:
+                return None
+            error.add_note(f"raised by the data set for one of the samples {shown(numbers)}")
+            raise
+
+    def _one_by_one(
+        self, epoch: int, numbers: list[int], missing: list[Missing], wanted: Callable[[], bool]
+    ) -> list[Any]:
+        samples = []
+        for number in numbers:
+            if not wanted():
+                raise Cancelled
+            try:
+                samples.append(self._one(epoch, number))
+            except Exception as error:
+                if not self._skips or isinstance(error, (StreamEndedError, MemoryError)):
+                    error.add_note(f"raised by the data set for sample {number}, in epoch {epoch}")
+                    raise
+                missing.append(Missing(number, f"{type(error).__name__}: {error}"[:300]))
+        return samples
+
+    def _one(self, epoch: int, number: int) -> Any:
+        if self._seeds is not None and not self._fixed:
+            self._seeds.sample(epoch, number)
+        return self._dataset[number] if self._stream is None else self._stream.read(epoch, number)
+
+    def _collated(self, epoch: int, numbers: list[int], samples: list[Any]) -> Any:
+        if self._own_collate is not None and self._seeds is not None:
+            self._seeds.collate(epoch, numbers[0])
+        try:
+            return (self._own_collate or default_collate)(samples)
+        except Exception as error:
+            error.add_note(f"raised while the samples {shown(numbers)} were collated")
+            raise
+
+
+class SampleStream:
+    """Reads single samples of a seekable stream; the next one comes from the iterator that is open."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._next: tuple[int, int] | None = None
+        self._samples: Iterator[Any] = iter(())
+
+    def read(self, epoch: int, position: int) -> Any:
+        """Sample ``position`` of ``epoch``. What the stream raises closes the iterator."""
+        if self._next != (epoch, position):
+            self._samples = iter(self._stream.read_from(epoch, position))
+        self._next = None
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise StreamEndedError(
+                f"{type(self._stream).__name__} of {len(self._stream)} samples ended before sample {position} of"
+                f" epoch {epoch}",
+                hint="__len__ must be the number of samples that read_from(epoch, 0) gives",
+            ) from None
+        self._next = epoch, position + 1
+        return sample
+
+
+def shown(numbers: list[int]) -> str:
+    """Sample numbers, the first few of many."""
+    return f"{numbers[:8]}{'...' * (len(numbers) > 8)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """``workers`` processes fetch ``prefetch`` micro-batches each ahead of use; with 0, samples are fetched on demand.
+    ``pin_memory`` None: when the device is CUDA. ``bad_samples`` is raise or skip; ``max_bad_fraction`` of this rank's
+    samples of an epoch may be bad before the job fails. ``multiprocessing_context`` is fork, spawn or forkserver.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool | None = None
+    bad_samples: str = "raise"
+    max_bad_fraction: float = 0.01
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}", hint="it must not be negative")
+        if self.prefetch < 1:
+            raise ConfigError(f"prefetch is {self.prefetch}", hint="it must be at least 1")
+        if self.bad_samples not in ("raise", "skip"):
+            raise ConfigError(f"bad_samples is {self.bad_samples!r}", hint="use 'raise' or 'skip'")
+        if not 0.0 <= self.max_bad_fraction <= 1.0:
+            raise ConfigError(f"max_bad_fraction is {self.max_bad_fraction}", hint="it must be between 0 and 1")
+        known = multiprocessing.get_all_start_methods()
+        if self.multiprocessing_context is not None and self.multiprocessing_context not in known:
+            raise ConfigError(
+                f"multiprocessing_context is {self.multiprocessing_context!r}", hint=f"use one of {', '.join(known)}"
+            )
+
+    def pins(self, device: torch.device) -> bool:
+        """Whether batches for ``device`` pass through pinned memory; never where there is no CUDA to copy to."""
+        wanted = self.pin_memory is None or self.pin_memory
+        return wanted and device.type == "cuda"
+
+
+_ENDING = -1
+_SENDABLE = (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTask:
+    """A request of one numbered ``course``. Requests of earlier courses are obsolete."""
+
+    course: int
+    request: SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way to another process: pickled, or where that cannot be, in words."""
+
+    pickled: bytes | None
+    words: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """``error``, which is being handled."""
+        words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        trace = "".join(traceback.format_exception(error))
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # noqa: BLE001 - an exception may be of any class, which may pickle itself anyhow
+            return cls(None, words, trace)
+        return cls(pickled, words, trace)
+
+    def exception(self) -> Exception:
+        """The exception, of the kind that it was; a DataError where that cannot be."""
+        error: Exception | None = None
+        if self.pickled is not None:
+            try:
+                error = pickle.loads(self.pickled)
+            except Exception:  # noqa: BLE001 - as above
+                error = None
+        if not isinstance(error, Exception):
+            error = DataError(self.words)
+        error.add_note(f"raised in a data worker process:\n{self.trace}")
+        return error
+
+
+class Tasks(Dataset[Any]):
+    """The data set that torch's DataLoader gives to its processes: item ``task`` is what its request gives."""
+
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+        self._course = torch.zeros(1, dtype=torch.int64)
+        self._course.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, course: int) -> None:
+        """Requests of earlier courses are obsolete."""
+        self._course[0] = course
+
+    def end(self) -> None:
+        """All requests are obsolete."""
+        self._course[0] = _ENDING
+
+    def __getitem__(self, task: FetchTask) -> Drawn | Failure | None:
+        """What was drawn, a :class:`Failure`, or None for an obsolete request."""
+
+        def wanted() -> bool:
+            return int(self._course[0]) == task.course
+
+        try:
+            if not wanted():
+                return None
+            drawn = self._reader.read(task.request, wanted)
+            check_sendable(drawn.data)
+        except Cancelled:
+            return None
+        except Exception as error:  # noqa: BLE001 - the edge of a process: it is raised in the other one
+            return Failure.of(error)
+        return drawn
+
+
+def check_sendable(data: Any) -> None:
+    """DataError unless ``data`` can go to another process: its queue would drop it, and the other wait forever."""
+    for leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            raise DataError("a data worker gives a tensor that is part of a graph", hint="detach() it")
+        if not isinstance(leaf, _SENDABLE):
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:
+                raise DataError(
+                    f"a data worker gives a {type(leaf).__name__}, which cannot go to another process: {error}",
+                    hint="give tensors, arrays, numbers or text, or use workers=0",
+                ) from error
+
+
+def unchanged(value: Any) -> Any:
+    """The data are collated already."""
+    return value
+
 
 LOOK_S = 0.5
 """How often a wait for data looks whether the workers are alive."""

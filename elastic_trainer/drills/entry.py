@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_trainer import tasks
+from elastic_trainer import jobs
 from elastic_trainer.errors import ConfigError
 
 CHECKPOINT_DIRECTORY = "checkpoint.directory"
@@ -23,15 +23,15 @@ def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
     what, arguments = words[0], list(words[1:])
     if what.endswith(".py"):
         return (_readable(what), *arguments)
-    if (script := tasks.script(what)) is not None:
-        tasks.ensure_data(what, {})
+    if (script := jobs.script(what)) is not None:
+        jobs.ensure_data(what, {})
         return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
     if not places_checkpoints(what, arguments):
         arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
-    from elastic_trainer.training.loading import load_job
+    from elastic_trainer.jobs.config import load_job
 
     job = load_job(what, arguments)
-    tasks.ensure_data(job.task, job.data)
+    jobs.ensure_data(job.task, job.data)
     return ("-m", "elastic_trainer.training", what, *arguments)
 
 
@@ -45,7 +45,7 @@ def _readable(path: str) -> str:
 
 def places_checkpoints(what: str, arguments: Sequence[str]) -> bool:
     """Whether the user says where checkpoints go: in an argument, or in a job file of their own."""
-    from elastic_trainer.training.loading import read_job_file
+    from elastic_trainer.jobs.config import read_job_file
 
     if any(argument.startswith(f"{CHECKPOINT_DIRECTORY}=") for argument in arguments):
         return True

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it imports what torch is about to drop
     from torchdata.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
 
-from elastic_trainer.data.loaders import begun, separate, shut
-from elastic_trainer.data.streams import Streams
+from elastic_trainer.data.sampler import begun, separate, shut
+from elastic_trainer.data.sources import Streams
 from elastic_trainer.errors import ConfigError
 
 

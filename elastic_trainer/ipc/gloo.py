@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from elastic_trainer import settings
-from elastic_trainer.ipc.own_address import bindable, is_loopback, own_address
+from elastic_trainer.ipc.address import bindable, is_loopback, own_address
 from elastic_trainer.telemetry.logs import logger
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from elastic_trainer.warm import identity
-from elastic_trainer.warm.fitness import of_one_worker
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
+from elastic_trainer.warm.template import of_one_worker
 
 MODULES = (
     "torch",

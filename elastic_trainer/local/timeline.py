@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.errors import StorageError
+from elastic_trainer.jobs.curves import FAULT, LINE, save
 from elastic_trainer.local.ledger import LedgerTail, Line, LineKind, lineage
-from elastic_trainer.training.drawing import FAULT, LINE, save
 
 _MOST_WORDS = 8
 """Of more faults than these none is named: the words would lie upon each other."""

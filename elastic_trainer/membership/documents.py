@@ -22,7 +22,7 @@ from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
 from elastic_trainer.settings import as_json
 from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
-from elastic_trainer.telemetry.rank import GAUGES, RankGauges
+from elastic_trainer.telemetry.families import GAUGES, RankGauges
 from elastic_trainer.wording import counted, duration
 
 PROTOCOL_VERSION = 2

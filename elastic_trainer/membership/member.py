@@ -31,7 +31,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
-from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
+from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, has_places, live_members
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,

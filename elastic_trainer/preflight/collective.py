@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.ipc import gloo
-from elastic_trainer.ipc.listening import store_at
+from elastic_trainer.ipc.address import store_at
 from elastic_trainer.preflight.child import Messages
 from elastic_trainer.preflight.judge import SIZES, Pair, turns
 

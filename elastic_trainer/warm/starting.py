@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_trainer.warm import identity
-from elastic_trainer.warm.fitness import Facts, PythonCommand, decide
-from elastic_trainer.warm.template import INHERITED, receive, send
+from elastic_trainer.warm.template import INHERITED, Facts, PythonCommand, decide, receive, send
 
 PATIENCE_S = 120.0
 """Time limit of a template's answer: it may still be importing the program's modules."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError, RejoinError
-from elastic_trainer.ipc import messages
+from elastic_trainer.ipc import channel as messages
 from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
@@ -149,7 +149,7 @@ class ChannelLink:
         tried: str = "",
         loopback: str = "",
     ) -> None:
-        """Report what ended round ``number`` here; see :class:`~elastic_trainer.ipc.messages.Failed`."""
+        """Report what ended round ``number`` here; see :class:`~elastic_trainer.ipc.channel.Failed`."""
         self._send(
             messages.Failed(
                 number=number, error=error, forming=forming, given_up=given_up, tried=tried, loopback=loopback

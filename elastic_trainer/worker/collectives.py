@@ -18,7 +18,7 @@ from torch import nn
 from elastic_trainer.checkpoint import Save
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher
-from elastic_trainer.data.streams import Streams
+from elastic_trainer.data.sources import Streams
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups

@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from elastic_trainer import settings
-from elastic_trainer.data.child import let_go
+from elastic_trainer.data.workers import let_go
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker import forks

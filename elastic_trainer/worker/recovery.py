@@ -28,7 +28,7 @@ from elastic_trainer.errors import (
     StepGivenUpError,
     TransientError,
 )
-from elastic_trainer.ipc.messages import Drain, Ready, StateReport
+from elastic_trainer.ipc.channel import Drain, Ready, StateReport
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.agent_link import ChannelLink

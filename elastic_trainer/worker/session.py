@@ -36,15 +36,13 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
-from elastic_trainer.data.loaders import LoaderSource, SessionSampler
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, LrRule
-from elastic_trainer.data.sampler import Batch, Collate
-from elastic_trainer.data.sources import checked_length, is_stream
-from elastic_trainer.data.streams import Streams
+from elastic_trainer.data.sampler import Batch, Collate, LoaderSource, SessionSampler
+from elastic_trainer.data.sources import Streams, checked_length, is_stream
+from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
-from elastic_trainer.telemetry import complaints, logs
+from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import alone, collectives, forks
 from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.abort import is_collective_failure
@@ -98,7 +96,7 @@ class Session:
         checks: CheckOptions = CheckOptions(),
         group: GroupOptions = GroupOptions(),
     ) -> None:
-        complaints.install()
+        logs.install_hook()
         options = SessionOptions(
             directory=checked(checkpoint_dir) if checkpoint_dir is not None else None,
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),

@@ -20,7 +20,7 @@ from urllib.request import urlopen
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.monitor.reading import RunFeed
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, RunKeys, Store

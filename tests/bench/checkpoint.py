@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Live, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, LoadInto, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
 from tests.bench.checkpoint_loading import measure_loading
 from tests.bench.checkpoint_training import measure_training
@@ -121,7 +121,7 @@ def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
     beside.close()
     _write(place / "raw", raw)
     _torch_save(place / "torch.pt", state)
-    live = Live(training_state(megabytes))
+    live = LoadInto(training_state(megabytes))
     loads: dict[str, Callable[[], object]] = {
         "elastic_trainer": lambda: checkpoints.load(entry),
         "elastic_trainer_live": lambda: checkpoints.load(entry, live),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import CheckpointManager, Live, SaveInfo
+from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import FIELD, restore
@@ -73,7 +73,7 @@ class _Load:
             found.update,
             HeartbeatReporter(),
             lambda origin: None,
-            live=Live(live),
+            live=LoadInto(live),
         ).fields
 
 

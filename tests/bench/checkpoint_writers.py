@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo
-from elastic_trainer.checkpoint.checking import records
+from elastic_trainer.checkpoint.manifest import records
 from tests.bench.report import alternate, median, ratio
 from tests.support.throttled import ThrottledStorage
 

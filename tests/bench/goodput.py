@@ -35,10 +35,10 @@ import pytest
 import structlog
 import torch
 
+from elastic_trainer.jobs.digits import shipped_digits, split
+from elastic_trainer.jobs.mnist import as_tensors
 from elastic_trainer.local import timeline
 from elastic_trainer.local.ledger import Commit, Line, LineKind, audit, lineage
-from elastic_trainer.tasks.vision.digits import shipped_digits, split
-from elastic_trainer.tasks.vision.mnist import as_tensors
 from tests.bench.calibration import Calibration, calibrate
 from tests.bench.goodput_job import CHECKPOINTS, DATA
 from tests.bench.goodput_peers import Peer, Span, Struck, Trial, peers, running

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_trainer.training.drawing import FAULT, LINE, save
+from elastic_trainer.jobs.curves import FAULT, LINE, save
 from tests.bench.page import table, with_section
 from tests.bench.report import Report, emit, parse
 

@@ -26,15 +26,14 @@ from elastic_trainer.ipc.page import Heartbeat, PageWriter, start_of
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.model import Phase
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.model.snapshot import as_json, snapshot
-from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.monitor.reading import RunFeed
+from elastic_trainer.monitor.snapshot import as_json, snapshot
+from elastic_trainer.monitor.state import Observer
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
-from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
-from elastic_trainer.web.node_metrics import NodeCollector
+from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
 from elastic_trainer.worker.report import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse

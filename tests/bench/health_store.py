@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.documents import (
     Incident,
     JournalEntry,

@@ -16,11 +16,10 @@ from elastic_trainer.membership.rules import broken
 from elastic_trainer.membership.writes import Author, round_write
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.monitor.model.curves import LIMIT as MOST_POINTS
-from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.model.snapshot import as_values, snapshot
-from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.monitor.reading import RunFeed
+from elastic_trainer.monitor.snapshot import as_values, snapshot
+from elastic_trainer.monitor.state import LIMIT as MOST_POINTS
+from elastic_trainer.monitor.state import Observer, RunDocuments
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import RunKeys, Store

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.ipc.messages import Over
+from elastic_trainer.ipc.channel import Over
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
 from tests.drills.inplace.leading import Lead, Worker, leading
 

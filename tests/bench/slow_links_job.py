@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.task import find_task
-from elastic_trainer.training.trainer import Run, Trainer
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.task import find_task
+from elastic_trainer.jobs.trainer import Run, Trainer
 
 SENT_AT = 200
 """Where ``tcp_info`` of linux/tcp.h holds tcpi_bytes_sent."""

@@ -21,13 +21,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from elastic_trainer.data.placing import placed
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.precision import arithmetic
-from elastic_trainer.training.schedule import run_length
-from elastic_trainer.training.task import Task, find_task
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.data.workers import placed
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.task import Task, find_task, run_length
+from elastic_trainer.jobs.trainer import Trainer, arithmetic
 
 WARM_UP = 3
 ENDLESS = 1_000_000

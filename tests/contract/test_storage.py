@@ -12,11 +12,8 @@ import pytest
 import torch
 from fsspec import filesystem
 
-from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, describe, sharing
-from elastic_trainer.checkpoint.checking import records
-from elastic_trainer.checkpoint.commit import check_writable, temporary_entry, write_file
-from elastic_trainer.checkpoint.image import Image, from_bytes
-from elastic_trainer.checkpoint.janitor import sweep
+from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, commit, describe
+from elastic_trainer.checkpoint.commit import check_writable, sweep, temporary_entry, write_file
 from elastic_trainer.checkpoint.layout import (
     MANIFEST_FILE,
     OFFER_FILE,
@@ -24,14 +21,13 @@ from elastic_trainer.checkpoint.layout import (
     rescued_name,
     temporary_name,
     tensors_file,
+    this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.manifest import seal
+from elastic_trainer.checkpoint.manifest import Image, from_bytes, records, seal
 from elastic_trainer.checkpoint.storage import Storage, open_storage
-from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, RequestLimits
-from elastic_trainer.checkpoint.storage.fsspec_bucket import FsspecBucket
-from elastic_trainer.checkpoint.storage.objects import ObjectStorage
-from elastic_trainer.checkpoint.writers import this_process
+from elastic_trainer.checkpoint.storage.objects import PART_SIZE, FsspecBucket, ObjectStorage
+from elastic_trainer.checkpoint.storage.port import RequestLimits
 from elastic_trainer.errors import StorageError
 from tests.support.emulators import azure, google
 from tests.support.s3server import BUCKET
@@ -130,16 +126,16 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
     with temporary_entry(saver, manifest.name) as temporary:
         write_file(saver, temporary, from_bytes(OFFER_FILE, seal(manifest)))
         assert saver.mark(temporary, f"taken-{image.files[0].name}")
-        wrote = sharing.help_write(helper, image, manifest, 1, Event())
+        wrote = commit.help_write(helper, image, manifest, 1, Event())
         assert set(wrote) == {each.name for each in image.files[1:]}
         assert {f"done-{each}" for each in wrote} < saver.files(temporary)
         assert not saver.mark(temporary, f"taken-{wrote[0]}")
         saver.remove(temporary)
     assert place().names() == ()
     stop = Event()
-    work = Thread(target=sharing.help_write, args=(helper, image, manifest, 1, stop))
+    work = Thread(target=commit.help_write, args=(helper, image, manifest, 1, stop))
     work.start()
-    sharing.commit_shared(saver, image, manifest)
+    commit.commit_shared(saver, image, manifest)
     stop.set()
     work.join(60.0)
     assert not work.is_alive()

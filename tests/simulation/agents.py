@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_trainer.ipc.messages import Drain, Formation
+from elastic_trainer.ipc.channel import Drain, Formation
 from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord
 from elastic_trainer.model import Incarnation
 from tests.simulation.node import SimNode

@@ -19,8 +19,8 @@ from elastic_trainer.agent.workers.conductor import (
 from elastic_trainer.agent.workers.conductor_shell import AGAIN_S
 from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.errors import ConfigError, LeaseLostError, TransientError
-from elastic_trainer.ipc.channel import Connection
-from elastic_trainer.ipc.messages import (
+from elastic_trainer.ipc.channel import (
+    Connection,
     Drain,
     Evicted,
     Exit,

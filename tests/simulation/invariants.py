@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic_trainer.ipc.messages import Formation
+from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import position
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState

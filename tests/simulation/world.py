@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import structlog
 
-from elastic_trainer.ipc.messages import Formation
+from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Incarnation, RecoveryMode

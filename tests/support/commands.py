@@ -87,20 +87,20 @@ def _understand_torchrun(rest: Words) -> None:
 def _understand_module(module: str, rest: Words) -> None:
     if module == "elastic_trainer.training":
         _understand_job(rest)
-    elif module == "elastic_trainer.tasks.language.gpt_sample":
-        from elastic_trainer.tasks.language.gpt_sample import _parser
+    elif module == "elastic_trainer.jobs.gpt_sample":
+        from elastic_trainer.jobs.gpt_sample import _parser
 
         _strictly(lambda: _parser().parse_args(list(rest)))
-    elif module.startswith("elastic_trainer.tasks.scripts.") and (found := find_spec(module)) is not None:
+    elif module.startswith("elastic_trainer.jobs.scripts.") and (found := find_spec(module)) is not None:
         _understand_script([str(found.origin), *rest])
     else:
         raise ConfigError(f"there is no module {module} to be run")
 
 
 def _understand_job(rest: Words) -> None:
-    from elastic_trainer.training.__main__ import _parser
-    from elastic_trainer.training.loading import load_job
-    from elastic_trainer.training.task import find_task
+    from elastic_trainer.jobs.config import load_job
+    from elastic_trainer.jobs.main import _parser
+    from elastic_trainer.jobs.task import find_task
 
     parsed = _parser().parse_intermixed_args(list(rest))
     config = load_job(parsed.job, parsed.overrides)
@@ -142,11 +142,11 @@ def carry_out(words: Words) -> int:
 
             return main(rest)
         case ["python", "-m", "elastic_trainer.training", *rest]:
-            from elastic_trainer.training.__main__ import main as train
+            from elastic_trainer.jobs.main import main as train
 
             return train(rest)
-        case ["python", "-m", "elastic_trainer.tasks.language.gpt_sample", *rest]:
-            from elastic_trainer.tasks.language.gpt_sample import main as sample
+        case ["python", "-m", "elastic_trainer.jobs.gpt_sample", *rest]:
+            from elastic_trainer.jobs.gpt_sample import main as sample
 
             return sample(rest)
         case ["python", script, *rest] if script.endswith(".py"):

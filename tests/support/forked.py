@@ -33,8 +33,8 @@ from elastic_trainer.local.parent_death import EXIT_ORPHAN
 PRELOADED = [
     "torch._dynamo",  # each optimizer imports it
     "torch.distributed.run",
-    "elastic_trainer.training.trainer",
-    "elastic_trainer.tasks.vision.mnist",
+    "elastic_trainer.jobs.trainer",
+    "elastic_trainer.jobs.mnist",
     "elastic_trainer.worker.session",
     "tests.support.frozen",
 ]

@@ -22,7 +22,7 @@ from elastic_trainer.membership.documents import (
     Spec,
 )
 from elastic_trainer.model import Cause
-from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.state import RunDocuments
 from elastic_trainer.store.api import Put, RunKeys, Store
 
 PREFIX = "/elastic_trainer"

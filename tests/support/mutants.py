@@ -31,11 +31,10 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "membership": "membership",
     "data/plan.py": "data",
-    "checkpoint/goals.py": "checkpoint",
+    "checkpoint/reading.py": "checkpoint",
     "checkpoint/manifest.py": "checkpoint",
     "checkpoint/retention.py": "checkpoint",
-    "checkpoint/slices.py": "checkpoint",
-    "checkpoint/tensorfile.py": "checkpoint",
+    "checkpoint/tensors.py": "checkpoint",
     "preflight/judge.py": "preflight",
     "agent/health/node_health.py": "agent",
     "agent/workers/conductor.py": "agent",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_trainer.membership.documents import Incident
-from elastic_trainer.monitor.model.snapshot import incident as described
+from elastic_trainer.monitor.snapshot import incident as described
 
 Json = dict[str, Any]
 

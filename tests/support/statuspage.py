@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from elastic_trainer.monitor import page
-from elastic_trainer.web.exchange import SECURITY
+from elastic_trainer.web.server import SECURITY
 from tests.support.snapshots import Json
 
 CSP = SECURITY["Content-Security-Policy"]

@@ -25,16 +25,12 @@ from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
 from elastic_trainer.data.tar_shards import TarShards
-from elastic_trainer.tasks.language import gpt
-from elastic_trainer.tasks.pose import keypoints
-from elastic_trainer.tasks.scripts import __path__ as scripts
-from elastic_trainer.tasks.vision import imagefolder, mnist
-from elastic_trainer.training.__main__ import _parser as training_parser
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.evaluation import measurable
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.jobs import gpt, imagefolder, keypoints, mnist
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.main import _parser as training_parser
+from elastic_trainer.jobs.scripts import __path__ as scripts
+from elastic_trainer.jobs.task import Datasets, Exhibits, Task, find_task
+from elastic_trainer.jobs.trainer import Trainer, measurable
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
@@ -295,7 +291,7 @@ def test_every_ready_made_job_file_has_a_place() -> None:
     """A YAML file in the package that no page names would not be found."""
     text = TASKS.read_text(encoding="utf-8")
     shipped = [path.name for path in (ROOT / "elastic_trainer" / "tasks").glob("*.yaml")]
-    assert [name for name in shipped if f"`elastic_trainer/tasks/{name}`" not in text] == []
+    assert [name for name in shipped if f"`elastic_trainer/jobs/{name}`" not in text] == []
     assert list(documented(TASKS, "Results")) == ["mnist", "imagefolder", "keypoints", "gpt"]
 
 

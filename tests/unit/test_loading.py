@@ -9,14 +9,17 @@ import yaml
 
 PACKAGE = Path(__file__).parents[2] / "elastic_trainer"
 ALLOWED = {
-    ("checkpoint/importing.py", "torch.load"),  # weights_only, see below
-    ("checkpoint/dcp.py", "_Unpickler"),  # it knows a few classes, see tests/integration/checkpoint/test_exchange.py
-    ("data/tasks.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
+    ("checkpoint/exchange.py", "torch.load"),  # weights_only, see below
+    (
+        "checkpoint/exchange.py",
+        "_Unpickler",
+    ),  # it knows a few classes, see tests/integration/checkpoint/test_exchange.py
+    ("data/workers.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
     ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
-    ("tasks/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
-    ("training/loading.py", "yaml.load"),  # with a SafeLoader, see below
-    ("warm/program.py", "exec"),  # the script that torchrun was given, as python itself would run it
+    ("jobs/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
+    ("jobs/config.py", "yaml.load"),  # with a SafeLoader, see below
+    ("warm/template.py", "exec"),  # the script that torchrun was given, as python itself would run it
 }
 EXECUTING = {
     *("pickle.load", "pickle.loads", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads"),
@@ -55,7 +58,7 @@ def test_no_module_loads_what_can_execute_code() -> None:
 
 def test_torch_loads_weights_only() -> None:
     """Whatever a file says that somebody imports."""
-    text = (PACKAGE / "checkpoint" / "importing.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "checkpoint" / "exchange.py").read_text(encoding="utf-8")
     loads = [call for call in calls(text) if ast.unparse(call.func) == "torch.load"]
     assert loads
     for call in loads:
@@ -64,7 +67,7 @@ def test_torch_loads_weights_only() -> None:
 
 def test_numpy_and_yaml_load_data_only() -> None:
     """``np.load`` without pickles, YAML with a loader that makes plain values only."""
-    from elastic_trainer.training import loading
+    from elastic_trainer.jobs import config as loading
 
     arrays = list[str]()
     for path in PACKAGE.rglob("*.py"):

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import elastic_trainer
 from elastic_trainer import torch_internals
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.sampler import Fetcher
+from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
 from elastic_trainer.worker.comm.abort import InterruptibleWaits

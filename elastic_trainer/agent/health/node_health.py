@@ -63,9 +63,8 @@ from elastic_trainer.store.api import (
     unchanged,
 )
 from elastic_trainer.store.untrusted import plain
-from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, observed
+from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, RankGauges, observed
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.telemetry.rank import RankGauges
 
 _LIMIT_S: Final = 3.0
 

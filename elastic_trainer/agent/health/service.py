@@ -38,7 +38,7 @@ from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.documents import RoundDocument, RoundState, added_up, goodput
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.writes import RoundFailure
@@ -49,8 +49,7 @@ from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED
-from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
-from elastic_trainer.web.node_metrics import NodeCollector
+from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
 
 
 def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:

@@ -45,8 +45,8 @@ from elastic_trainer.agent.workers.periodic import IDLE_S, DelayedCalls, Periodi
 from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_now, kill_workers, queued_s, worker_pids
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
-from elastic_trainer.ipc.listening import store_at
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.address import store_at
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings, has_places, living, move, place_of
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error

@@ -48,7 +48,7 @@ from elastic_trainer.errors import (
     ReplacedError,
     RunClosedError,
 )
-from elastic_trainer.ipc.own_address import own_address
+from elastic_trainer.ipc.address import own_address
 from elastic_trainer.membership.admission import admit, confirm
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_trainer.clock import SYSTEM, Clock, pause
-from elastic_trainer.ipc.listening import listen
+from elastic_trainer.ipc.address import listen
 from elastic_trainer.membership.documents import MOST_WORKERS
 from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger

@@ -28,7 +28,7 @@ from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
+from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import Ghost, RoundDocument, join_address

@@ -24,8 +24,9 @@ from elastic_trainer.agent.workers.hang_rules import LATE, AnswerDelays, starved
 from elastic_trainer.agent.workers.periodic import Cancellable, Later
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_FAILURE
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection
-from elastic_trainer.ipc.messages import (
+from elastic_trainer.ipc.channel import (
+    ChannelClosedError,
+    Connection,
     Drain,
     Evicted,
     Exit,

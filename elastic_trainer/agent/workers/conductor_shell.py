@@ -20,18 +20,19 @@ from elastic_trainer.agent.workers.conductor import Break, PendingWrites, Reache
 from elastic_trainer.agent.workers.periodic import IDLE_S, Later, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.ipc.channel import Connection, Listener
-from elastic_trainer.ipc.messages import (
+from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
+from elastic_trainer.ipc.channel import (
     CHANNEL_VERSION,
+    Connection,
     Exit,
     Hello,
     Leaving,
+    Listener,
     Message,
     MessageError,
     read_from_worker,
 )
 from elastic_trainer.ipc.mutex import await_death
-from elastic_trainer.ipc.own_address import LOOPBACK, refusal_proves
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.membership.member import Member

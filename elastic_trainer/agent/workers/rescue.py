@@ -32,14 +32,23 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
-from elastic_trainer.checkpoint.arena import KEPT_FREE, MEMORY_NAME, SLOTS, available, newest
-from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import rescued_name
+from elastic_trainer.checkpoint.manifest import PIECE
+from elastic_trainer.checkpoint.memory import (
+    DATA,
+    KEPT_FREE,
+    MEMORY_NAME,
+    SLOTS,
+    available,
+    break_seal,
+    newest,
+    read,
+    reseal,
+)
 from elastic_trainer.checkpoint.neighbours import IDLE_S, LONGEST_REQUEST, admitted, framed
-from elastic_trainer.checkpoint.snapshot import DATA, break_seal, read, reseal
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
-from elastic_trainer.ipc.listening import listen
+from elastic_trainer.ipc.address import listen
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import MOST_WORKERS, NodeState, RoundDocument, RoundState
 from elastic_trainer.telemetry.logs import logger

@@ -20,8 +20,8 @@ from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_LEDGER_DIR
-from elastic_trainer.warm.fitness import OPTIONS, of_one_worker
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
+from elastic_trainer.warm.template import OPTIONS, of_one_worker
 
 OFF, AUTOMATIC = "off", "auto"
 """Special values of ``--rdzv-conf preload``; any other value names modules."""

@@ -28,9 +28,8 @@ from elastic_trainer.agent.workers.hang_rules import LATE
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import SessionTimeoutError
-from elastic_trainer.ipc.channel import ChannelClosedError
-from elastic_trainer.ipc.messages import Ping
-from elastic_trainer.ipc.stacks import stacks_of
+from elastic_trainer.ipc.channel import ChannelClosedError, Ping
+from elastic_trainer.ipc.page import stacks_of
 from elastic_trainer.telemetry.logs import logger
 
 ASKED_EVERY_S = 1.0

@@ -12,10 +12,17 @@ the last, so that a process that dies leaves only marked objects.
 
 from __future__ import annotations
 
+import contextvars
 import errno
+import math
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_trainer.checkpoint.layout import (
     MANIFEST_FILE,
@@ -27,13 +34,282 @@ from elastic_trainer.checkpoint.layout import (
     parse_checkpoint,
     quarantined,
     temporary_name,
+    this_process,
     trashed,
 )
-from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, Bucket, Item, RemoteError, not_written
-from elastic_trainer.checkpoint.storage.lease import PrefixLease
-from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
-from elastic_trainer.checkpoint.writers import this_process
+from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, RequestLimits, Sink
+from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.errors import StorageError
+from elastic_trainer.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from fsspec.asyn import AsyncFileSystem
+
+
+PART_SIZE = 16 << 20
+"""Bytes of a part of a large file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object: its key below the prefix, its size, and when it was written by the store's own clock."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Upload(Protocol):
+    """An object being uploaded. It exists when ``finish`` has returned."""
+
+    def add(self, part: bytearray) -> None:
+        """Send ``part``, which must not change afterwards. Waits while too many parts are in flight."""
+        ...
+
+    def finish(self, last: bytearray) -> None: ...
+
+    def abort(self) -> None:
+        """Leave nothing behind, if possible."""
+        ...
+
+
+class Bucket(Protocol):
+    """The objects below one prefix of a bucket. Keys are below the prefix; ``directory`` ends with a slash."""
+
+    @property
+    def location(self) -> str: ...
+
+    def directories(self) -> tuple[str, ...]:
+        """The first components of all keys that have more than one."""
+        ...
+
+    def items(self, directory: str) -> tuple[Item, ...]: ...
+
+    def read(self, key: str, start: int, length: int) -> bytes: ...
+
+    def open(self, key: str, length: int) -> tuple[int, bytes]:
+        """The object's size, and up to ``length`` of its first bytes."""
+        ...
+
+    def put(self, key: str, data: bytes, *, new: bool = False) -> None:
+        """Write an object; FileExistsError if it is to be ``new`` and there is one."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; missing ones are no error."""
+        ...
+
+    def upload(self, key: str) -> Upload: ...
+
+    def last_part(self, directory: str) -> float | None:
+        """When the newest part of an unfinished upload was written, if the store keeps such parts."""
+        ...
+
+    def abort_uploads(self, directory: str) -> None: ...
+
+
+class RemoteError(OSError):
+    """An object store refuses, fails or cannot be reached. ``hint`` says what to do.
+
+    ``refused``: the request certainly had no effect. Otherwise it may have had its effect, or may still have it.
+    """
+
+    def __init__(self, number: int, words: str, hint: str, *, refused: bool) -> None:
+        super().__init__(number, words)
+        self.hint, self.refused = hint, refused
+
+
+_CREDENTIALS = frozenset(
+    {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+)
+_TAKEN = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
+_SET_CREDENTIALS = "check the credentials: the variables of the store's own tools, or the pod's service account"
+_CHECK_ADDRESS = "check the bucket's name, its region and endpoint (AWS_ENDPOINT_URL for S3), and the network"
+
+
+def in_words(error: BaseException, needs: str) -> OSError:
+    """``error`` of any client library as an OSError. ``needs`` names the permission that the request takes."""
+    response = _response(error)
+    code, status = str(response.get("code", "")), response.get("status", 0)
+    said = f"{code or status}{': ' if response.get('said') else ''}{response.get('said', '')}"
+    if code == "NoSuchBucket":
+        return RemoteError(errno.ENOTDIR, "the bucket does not exist", "create it, or correct its name", refused=True)
+    if isinstance(error, FileExistsError | FileNotFoundError):
+        return error
+    if code in _TAKEN:
+        return FileExistsError(errno.EEXIST, said)
+    if status == 501:
+        return RemoteError(errno.ENOSYS, f"the store knows no such request ({said})", _CHECK_ADDRESS, refused=True)
+    if code in _CREDENTIALS:
+        return RemoteError(errno.EACCES, f"the store rejects the credentials ({said})", _SET_CREDENTIALS, refused=True)
+    if status == 403 or isinstance(error, PermissionError):
+        words = f"permission denied ({said})" if response else f"permission denied: {error}"
+        return RemoteError(errno.EACCES, words, f"allow {needs} there", refused=True)
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        return RemoteError(errno.ETIMEDOUT, "the store did not answer in time", _CHECK_ADDRESS, refused=False)
+    if "Credentials" in type(error).__name__ or "TokenRetrieval" in type(error).__name__:
+        return RemoteError(errno.EACCES, f"there are no usable credentials: {error}", _SET_CREDENTIALS, refused=True)
+    if status >= 500:
+        return RemoteError(errno.EIO, f"the store fails ({said})", "see the store's own status and logs", refused=False)
+    if response:
+        return RemoteError(errno.EIO, f"the store refuses the request ({said})", _CHECK_ADDRESS, refused=status < 500)
+    return RemoteError(errno.EIO, f"the store cannot be reached: {error}", _CHECK_ADDRESS, refused=False)
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    """What an S3 service answered, if ``error`` or its cause says so; codes of other services stay in their words."""
+    cause = error.__cause__ if error.__cause__ is not None else error
+    answer = getattr(cause, "response", None)
+    if not isinstance(answer, dict):
+        return {}
+    of = answer.get("Error", {})
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return {"code": of.get("Code", ""), "said": of.get("Message", ""), "status": status}
+
+
+def not_written(error: OSError, location: str) -> StorageError:
+    """``error`` as the reason why no checkpoint can be saved at ``location``."""
+    words = error.strerror or str(error)
+    return StorageError(f"checkpoints cannot be saved at {location}: {words}", hint=getattr(error, "hint", None))
+
+
+RENEW_S = 15.0
+VALID_S = 60.0
+"""Seconds that the holder treats the lease as valid after the start of a renewal."""
+TAKEOVER_S = 90.0
+"""Seconds without a renewal after which others may take it over."""
+DIRECTORY = "owner/"
+_LONGEST_WORDS = 4096
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Another holder's object, how old it was by the store's clock, and when that was seen by this process's."""
+
+    item: Item
+    words: str
+    age_s: float
+    at: float
+
+
+class PrefixLease:
+    """See the module. ``age_s(item)`` measures by the store's clock."""
+
+    def __init__(self, bucket: Bucket, age_s: Callable[[Item], float], clock: Clock = SYSTEM) -> None:
+        self._bucket, self._age_s, self._clock = bucket, age_s, clock
+        self._mine: str | None = None
+        self._words, self._renewed_at, self._process = "", 0.0, 0
+        self._seen: _Seen | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was held, and may belong to another process now."""
+        return self._mine is not None and self._clock.monotonic() - self._renewed_at > VALID_S
+
+    def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
+        """Take or keep it; the holder if that is another process."""
+        if self._mine is not None and not self.lost:
+            return None
+        for _ in range(_TRIES):
+            top = self._top()
+            if top is not None and top.key == self._mine:
+                if self.regained():
+                    return None
+                continue
+            holder = self._judged(top, gives_way) if top is not None else None
+            if holder is not None:
+                return holder
+            if self._take(1 if top is None else int(_number(top)) + 1, words):
+                return None
+        return Holder("")
+
+    def regained(self) -> bool:
+        """Renew a lease that was lost because it was not renewed in time; whether it is still this process's."""
+        self._renew()
+        if not self.lost:
+            self._keep_renewing()
+        return not self.lost
+
+    def let_go(self) -> None:
+        if self._process != os.getpid():
+            return  # a fork of the holder
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        mine, self._mine, self._thread = self._mine, None, None
+        if mine is not None:
+            with suppress(OSError):  # then it expires
+                self._bucket.put(mine, b"")
+
+    def _judged(self, top: Item, gives_way: Callable[[str], bool]) -> Holder | None:
+        """The holder according to ``top``; None if it has released the lease, is dead, or gives way."""
+        if top.size == 0:
+            return None
+        now = self._clock.monotonic()
+        if self._seen is None or self._seen.item != top:
+            words = self._bucket.read(top.key, 0, _LONGEST_WORDS).decode(errors="replace")
+            if gives_way(words):
+                return None
+            self._seen = _Seen(top, words, self._age_s(top), now)
+        expires_in_s = TAKEOVER_S - self._seen.age_s - (now - self._seen.at)
+        return Holder(self._seen.words, expires_in_s, top.modified) if expires_in_s > 0 else None
+
+    def _take(self, number: int, words: str) -> bool:
+        key, begun = f"{DIRECTORY}{number:012d}.json", self._clock.monotonic()
+        try:
+            self._bucket.put(key, words.encode(), new=True)
+        except FileExistsError:
+            # Another's, or our own whose answer was lost.
+            if self._bucket.read(key, 0, _LONGEST_WORDS) != words.encode():
+                return False
+        items = self._bucket.items(DIRECTORY)
+        if max(items, key=_number).key != key:
+            return False
+        self._bucket.delete([each.key for each in items if each.key != key])
+        self._mine, self._words, self._renewed_at, self._process = key, words, begun, os.getpid()
+        self._keep_renewing()
+        return True
+
+    def _keep_renewing(self) -> None:
+        if self._thread is None or self._stop.is_set():
+            self._stop = threading.Event()
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(
+                target=context.run, args=(self._run, self._stop), name="checkpoint-lease", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not pause(RENEW_S, stop, self._clock):
+            try:
+                self._renew()
+            except OSError as error:
+                logger().warning("storage.not_renewed", reason=str(error.strerror or error), valid_s=VALID_S)
+
+    def _renew(self) -> None:
+        """Rewrite the object, unless another process has taken over."""
+        mine, begun = self._mine, self._clock.monotonic()
+        if mine is None:
+            return
+        top = self._top()
+        if top is None or top.key != mine:
+            logger().error("storage.taken_over", storage=self._bucket.location)
+            self._renewed_at = -math.inf
+            self._stop.set()
+            return
+        self._bucket.put(mine, self._words.encode())
+        self._renewed_at = begun
+
+    def _top(self) -> Item | None:
+        return max(self._bucket.items(DIRECTORY), key=_number, default=None)
+
+
+def _number(item: Item) -> str:
+    return item.key.removeprefix(DIRECTORY).removesuffix(".json")
+
 
 BLOCK = 8 << 20
 """Bytes read at once: a chunk of a checksum."""
@@ -295,3 +571,127 @@ class _ObjectSource:
 
     def close(self) -> None:
         self._mine = threading.local()
+
+
+_TIMES = ("LastModified", "last_modified", "mtime")
+"""What the file systems call the time of the last write."""
+_NEEDS = "reading, writing, listing and deleting objects"
+
+
+class FsspecBucket:
+    """See the module. ``location`` is the URL, ``path`` what ``files`` calls it."""
+
+    def __init__(self, location: str, files: AsyncFileSystem, path: str, limits: RequestLimits) -> None:
+        self.location, self._files, self._path, self._limits = location.rstrip("/"), files, path.strip("/"), limits
+
+    def directories(self) -> tuple[str, ...]:
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            found = self._do(self._files._ls, self._path, detail=True)
+            return tuple(each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
+        return ()
+
+    def items(self, directory: str) -> tuple[Item, ...]:
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            found = self._do(self._files._find, f"{self._path}/{directory}".rstrip("/"), detail=True)
+            if isinstance(found, list):  # adlfs, where the path is that of an object
+                found = {path: self._do(self._files._info, path) for path in found}
+            return tuple(self._item(path, info) for path, info in found.items())
+        return ()
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        content = self._do(
+            self._files._cat_file, self._at(key), start=start, end=start + length, limit_s=self._limits.part_s
+        )
+        return bytes(content)
+
+    def open(self, key: str, length: int) -> tuple[int, bytes]:
+        self._files.invalidate_cache()
+        size = int(self._do(self._files._info, self._at(key))["size"])
+        return size, self.read(key, 0, min(size, length)) if size else b""
+
+    def put(self, key: str, data: bytes, *, new: bool = False) -> None:
+        self._do(self._files._pipe_file, self._at(key), data, mode="create" if new else "overwrite")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._do(self._files._rm_file, self._at(key))
+
+    def upload(self, key: str) -> Upload:
+        return _Stream(self._files, self._at(key), self._limits)
+
+    def last_part(self, directory: str) -> float | None:
+        return None
+
+    def abort_uploads(self, directory: str) -> None:
+        return None
+
+    def _at(self, key: str) -> str:
+        return f"{self._path}/{key}"
+
+    def _item(self, path: str, info: dict[str, Any]) -> Item:
+        when = next(info[name] for name in _TIMES if isinstance(info.get(name), datetime))
+        return Item(path.removeprefix(self._path + "/"), int(info["size"]), when.timestamp())
+
+    def _do(self, call: Callable[..., Any], *arguments: Any, limit_s: float | None = None, **named: Any) -> Any:
+        from fsspec.asyn import sync
+
+        limit_s = limit_s if limit_s is not None else self._limits.request_s
+        try:
+            return sync(self._files.loop, call, *arguments, timeout=limit_s, **named)
+        except Exception as error:
+            raise in_words(error, _NEEDS) from error
+
+
+class _Stream:
+    """A file object of fsspec, which sends its parts one after the other and knows no limit of time.
+
+    So a thread waits for it, which is left behind where the store stops in the middle of a part.
+    """
+
+    def __init__(self, files: AsyncFileSystem, path: str, limits: RequestLimits) -> None:
+        self._files, self._path, self._limits = files, path, limits
+        self._file: Any = None
+        self._stuck = False
+
+    def add(self, part: bytearray) -> None:
+        self._within(self._limits.part_s, lambda: self._send(part))
+
+    def finish(self, last: bytearray) -> None:
+        def act() -> None:
+            self._send(last)
+            self._file.close()
+
+        self._within(self._limits.part_s, act)
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.closed = True  # else its finaliser would complete it
+            if not self._stuck:
+                self._within(self._limits.request_s, self._file.discard)
+
+    def _send(self, part: bytearray) -> None:
+        if self._file is None:
+            self._file = self._files.open(self._path, "wb", block_size=PART_SIZE)
+        self._file.write(part)
+
+    def _within(self, limit_s: float, act: Callable[[], object]) -> None:
+        outcome: SimpleQueue[Exception | None] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - the edge of a thread: the one that waits raises it
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        threading.Thread(target=run, name="checkpoint-upload", daemon=True).start()
+        try:
+            error = outcome.get(timeout=limit_s)
+        except Empty:
+            self._stuck, error = True, TimeoutError()
+        if error is not None:
+            raise in_words(error, _NEEDS) from error

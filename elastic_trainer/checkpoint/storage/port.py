@@ -128,3 +128,14 @@ class Storage(Protocol):
         ...
 
     def let_go(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Time limits of a request with all its retries: a small one, and one that carries a part of a file."""
+
+    request_s: float = 60.0
+    part_s: float = 300.0
+    connect_s: float = 10.0
+    silence_s: float = 30.0
+    """After that long without a byte a try is given up for the next."""

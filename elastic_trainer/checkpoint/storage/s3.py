@@ -22,7 +22,8 @@ from s3fs import S3FileSystem
 from s3fs.core import S3_RETRYABLE_ERRORS
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from elastic_trainer.checkpoint.storage.bucket import Item, RemoteError, RequestLimits, Upload, in_words
+from elastic_trainer.checkpoint.storage.objects import Item, RemoteError, Upload, in_words
+from elastic_trainer.checkpoint.storage.port import RequestLimits
 
 PARALLEL_PARTS = 4
 _BROKEN_READS = 4

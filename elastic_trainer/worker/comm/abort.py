@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.child import open_sockets
+from elastic_trainer.data.workers import open_sockets
 from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.report import HeartbeatReporter

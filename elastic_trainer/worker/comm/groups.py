@@ -24,7 +24,7 @@ from elastic_trainer import torch_internals
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.ipc import gloo
-from elastic_trainer.ipc.own_address import is_loopback
+from elastic_trainer.ipc.address import is_loopback
 from elastic_trainer.settings import WorkerEnvironment, validated
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.torch_internals import PrefixStore, Store, TCPStore

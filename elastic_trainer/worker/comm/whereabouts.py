@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.telemetry.complaints import complain
-from elastic_trainer.telemetry.logs import final_message, logger
+from elastic_trainer.telemetry.logs import complain, final_message, logger
 from elastic_trainer.worker.comm.control import CallsDifferError
 from elastic_trainer.worker.comm.groups import Group
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer import torch_internals
-from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.checkpoint.tensors import local
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import BatchNorm
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, Work, collective

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from elastic_trainer import torch_internals
-from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.checkpoint.tensors import local
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, collective
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose

@@ -24,27 +24,34 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from elastic_trainer.checkpoint import (
-    NOTHING_LIVE,
+    LOAD_NEW,
     CheckpointManager,
     Entry,
     GoneError,
-    Live,
     Loaded,
+    LoadInto,
     Manifest,
     StateSnapshot,
     codec,
-    tensorfile,
     tensors,
 )
-from elastic_trainer.checkpoint.faults import DamagedError, UnreadableError
-from elastic_trainer.checkpoint.fingerprint import fingerprint
-from elastic_trainer.checkpoint.image import FileImage
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
-from elastic_trainer.checkpoint.manifest import seal, unseal
+from elastic_trainer.checkpoint.codec import fingerprint
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError, UnreadableError
+from elastic_trainer.checkpoint.manifest import FileImage, seal, unseal
+from elastic_trainer.checkpoint.memory import described, notes, whole_states
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RemoteMemory
-from elastic_trainer.checkpoint.parts import CheckpointPart, PartReader, Placing, parts_of
-from elastic_trainer.checkpoint.reading import CheckpointFiles, Filling, Outline, fill, read_outline, verify
-from elastic_trainer.checkpoint.snapshot import described, notes, whole
+from elastic_trainer.checkpoint.reading import (
+    CheckpointFiles,
+    CheckpointPart,
+    Filling,
+    Outline,
+    PartReader,
+    TensorLoader,
+    fill,
+    parts_of,
+    read_outline,
+    verify,
+)
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.model import StateIdentity
@@ -127,7 +134,7 @@ def load_together(
     control: Control,
     source: int,
     parts: Sequence[CheckpointPart],
-    placing: Placing,
+    placing: TensorLoader,
     reader: PartReader | None,
     known: KnownWay | None,
 ) -> Outcome:
@@ -155,7 +162,7 @@ def _load_parts(load: _Load, parts: Sequence[CheckpointPart], way: Way | None) -
 class _Load:
     """See :func:`load_together`; the first of the ``readers`` is the source."""
 
-    def __init__(self, control: Control, readers: Sequence[int], placing: Placing, ahead: _ReadAhead) -> None:
+    def __init__(self, control: Control, readers: Sequence[int], placing: TensorLoader, ahead: _ReadAhead) -> None:
         self.control, self.readers, self._placing, self.ahead = control, readers, placing, ahead
         self.whole = True
         """Whether no rank has failed to read a part."""
@@ -336,7 +343,7 @@ class _Arriving:
     """A state whose tensors are still to be written into ``targets``, ``size`` bytes in all."""
 
     def __init__(self, skeleton: bytes, head: bytes, size: int) -> None:
-        self._skeleton, self._placed = skeleton, tensorfile.parse(head, size, _WHERE)
+        self._skeleton, self._placed = skeleton, tensors.parse_header(head, size, _WHERE)
         self._slabs = tensors.allocate(self._placed)
         self.targets = _cut(slab.view for slab in self._slabs)
 
@@ -489,7 +496,7 @@ def restore(
     check: Callable[[Origin], None],
     unfit: CheckpointError | None = None,
     snapshot: StateSnapshot | None = None,
-    live: Live = NOTHING_LIVE,
+    live: LoadInto = LOAD_NEW,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
@@ -571,7 +578,7 @@ def _loaded(
     outline: Outline,
     origin: Origin,
     inventory: Inventory,
-    live: Live,
+    live: LoadInto,
 ) -> tuple[dict[str, Any] | None, Mapping[str, Any]]:
     """The state, and what has been measured; no state if a rank could not read its part."""
     began, manifest = SYSTEM.monotonic(), outline.manifest
@@ -584,7 +591,7 @@ def _loaded(
         else:
             filling, known = Filling(outline, live), KnownWay.kept(origin.fields, origin.place)
             reader = beside(control, partial(inventory.reader, opened, manifest, origin.place))
-            outcome = load_together(control, source, parts_of(manifest), Placing(filling), reader, known)
+            outcome = load_together(control, source, parts_of(manifest), TensorLoader(filling), reader, known)
             if outcome.error is not None:
                 raise outcome.error
             if not outcome.whole:
@@ -643,7 +650,7 @@ def together(
             path, text, stored = known[str(part[2])]
             memory = opened.enter_context(closing(RemoteMemory(MemoryAddress.parse(address), path)))
             parts.append(described(memory, text.encode(), stored=stored))
-        yield next(whole(parts), None)
+        yield next(whole_states(parts), None)
 
 
 def find_neighbour(control: Control, here: str | None, number: int) -> Neighbour | None:
@@ -703,7 +710,7 @@ class ShardSource:
 
     manager: CheckpointManager | None
     snapshot: StateSnapshot | None
-    live: Live
+    live: LoadInto
     tracker: HeartbeatReporter
     looks: bool
 

@@ -24,13 +24,13 @@ from elastic_trainer.checkpoint import (
     CheckpointManager,
     Committed,
     NoRoomError,
-    Places,
     Save,
     SaveInfo,
+    ShardGroup,
     StateSnapshot,
 )
-from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
@@ -321,7 +321,7 @@ class ShardPart:
     writes the checkpoints; else it has copies in memory only.
     """
 
-    places: Places
+    places: ShardGroup
     peers: Control | None
     writes: bool
 
@@ -499,7 +499,7 @@ class Saver:
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
         if self._memory.files and self.alone and self._copy_due():
-            self._copy(SnapshotPurpose.KEEP)
+            self._copy(SnapshotPurpose.MEMORY_ONLY)
 
     def wants_copy(self) -> bool:
         """Whether the shard groups should copy the state into the agents' memory (:meth:`copy`)."""
@@ -509,7 +509,7 @@ class Saver:
     def copy(self) -> None:
         """On all ranks of a sharded model: what :meth:`copy_if_due` does."""
         if self._part is not None:
-            self._copy(SnapshotPurpose.KEEP)
+            self._copy(SnapshotPurpose.MEMORY_ONLY)
 
     def _copy_due(self) -> bool:
         sent_s = self._saves.sent_s if self._saves is not None else 0.0
@@ -519,7 +519,7 @@ class Saver:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
         whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
         if whole or (self._part is not None and self._part.helps):
-            self._copy(SnapshotPurpose.HELP)
+            self._copy(SnapshotPurpose.CO_WRITE)
 
     def _together(self, *, goes: bool, kept: bool = False) -> bool:
         """Whether to copy now. The places of a group do so together, if place 0 ``goes``, when all have sealed the copy
@@ -545,7 +545,7 @@ class Saver:
         if self._part is None and not free:
             return
         goes = self._part is None or self._part.peers is None or (free and self._copy_due())
-        if not self._together(goes=goes, kept=purpose is SnapshotPurpose.KEEP):
+        if not self._together(goes=goes, kept=purpose is SnapshotPurpose.MEMORY_ONLY):
             return
         began = self._clock.monotonic()
         with self._tracker.during(Phase.CHECKPOINT):
@@ -637,15 +637,15 @@ class Saver:
             own=not_shared(state.module),
             places=None if part is None else part.places,
         )
-        if purpose is not SnapshotPurpose.KEEP:
+        if purpose is not SnapshotPurpose.MEMORY_ONLY:
             self._begun = position.generation, position.step
-        if purpose is SnapshotPurpose.HELP:
+        if purpose is SnapshotPurpose.CO_WRITE:
             self._last_step = position.step
         try:
             save = saves.submit(image, manager.draft(info), purpose, shares.turn)
         except NoRoomError as error:
             self._scarcity.seen(error)
-            if purpose is SnapshotPurpose.KEEP or (purpose is SnapshotPurpose.HELP and part is None):
+            if purpose is SnapshotPurpose.MEMORY_ONLY or (purpose is SnapshotPurpose.CO_WRITE and part is None):
                 return Save(manager.draft(info), purpose)
             check_finite(state.module, tree)
             in_round(part, saves.wait)
@@ -733,7 +733,7 @@ class Saver:
         apart = part is not None and part.peers is None
         if part is not None and part.helps:
             if not apart or self._state.position.step != self._last_step:
-                self._copy(SnapshotPurpose.HELP)
+                self._copy(SnapshotPurpose.CO_WRITE)
             return None
         if not apart:
             self.wait(part)

@@ -20,10 +20,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
-from elastic_trainer.checkpoint import Live
-from elastic_trainer.checkpoint.checking import not_finite
-from elastic_trainer.checkpoint.sharded import local
-from elastic_trainer.checkpoint.tensors import plain_name
+from elastic_trainer.checkpoint import LoadInto
+from elastic_trainer.checkpoint.manifest import not_finite
+from elastic_trainer.checkpoint.tensors import local, plain_name
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
@@ -296,14 +295,14 @@ class TrainingState:
         }
         return self._shards_of(committed)
 
-    def live(self) -> Live:
+    def live(self) -> LoadInto:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
         parts = {"model": self.module, "average": self.average}
         held = {name: {} if each is None else each.state_dict(keep_vars=True) for name, each in parts.items()}
         # A checkpoint of before has the names of wrapped modules.
         state = {name: {**each, **plainly(each)} for name, each in held.items()}
         like = {} if self.sharding is None else dict(enumerate(parameters_of(self.optimizer)))
-        return Live(
+        return LoadInto(
             {**state, "optimizer": {"state": self.optimizer.state_dict()}},
             like={("optimizer", "state", "state", number): each for number, each in like.items()},
             fits=self._fits,

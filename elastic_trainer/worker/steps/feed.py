@@ -25,13 +25,10 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.data.bad_samples import Tally
-from elastic_trainer.data.loaders import LoaderSource
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, SampleRequest
-from elastic_trainer.data.reader import Drawn
-from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
-from elastic_trainer.data.sources import is_stream
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher, LoaderSource, Sampler, Source
+from elastic_trainer.data.sources import Tally, is_stream
+from elastic_trainer.data.workers import Drawn, Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger

@@ -24,7 +24,7 @@ from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.ipc.stacks import signal_state
+from elastic_trainer.ipc.page import signal_state
 from elastic_trainer.telemetry.logs import final_message, logger
 
 EXIT_INTERRUPTED = 130

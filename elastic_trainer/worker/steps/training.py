@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.checkpoint import Places
-from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint import ShardGroup
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Cursor, Phase
@@ -589,7 +589,7 @@ class Training:
         layout = self.replica.layout
         if layout is None or self.place.environment.local_rank >= layout.size:
             return None
-        return ShardPart(Places(layout.mesh, layout.stages), peers, writes)
+        return ShardPart(ShardGroup(layout.mesh, layout.stages), peers, writes)
 
     def _boundaries(self, control: Control) -> StepBoundaries:
         place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)

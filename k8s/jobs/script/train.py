@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.tasks.vision.digits import Digits, shipped_digits, split
+from elastic_trainer.jobs.digits import Digits, shipped_digits, split
 
 
 def network() -> nn.Module:

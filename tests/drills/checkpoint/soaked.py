@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.steps.options import SavingOptions
 

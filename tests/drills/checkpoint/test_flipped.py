@@ -17,7 +17,7 @@ import torch
 from structlog.testing import capture_logs
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo
-from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import restore

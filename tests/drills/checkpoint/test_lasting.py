@@ -14,12 +14,11 @@ from elastic_trainer.checkpoint import CheckpointManager, Soundness, describe
 from elastic_trainer.cli.main import main as command
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.errors import EXIT_CANNOT_WRITE
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.curves import read_curves
+from elastic_trainer.jobs.mnist import Mnist
+from elastic_trainer.jobs.trainer import BEST_FILE, FINAL_FILE, Trainer, exported_step
 from elastic_trainer.local.ledger import audit
-from elastic_trainer.tasks.vision.mnist import Mnist
-from elastic_trainer.training.curves import read_curves
-from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, exported_step
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.trainer import Trainer
 from tests.drills.checkpoint.lasting import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
 from tests.integration.training.launch import QUICK, ran, records

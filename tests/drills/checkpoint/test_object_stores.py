@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Event, Transition
+from elastic_trainer.checkpoint import CheckpointManager, Event, Transition, storage
 from elastic_trainer.checkpoint.layout import Kind, kind_of
-from elastic_trainer.checkpoint.storage import locations, open_storage
+from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.checkpoint.storage.s3 import S3Bucket
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.killing import kill_savers
@@ -54,9 +54,9 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
 ) -> None:
     """The save that fails is an event with the reason, also raised by a save that waits; no step is lost or changed."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    usual = asdict(locations.LIMITS)
+    usual = asdict(storage.LIMITS)
     limits = SimpleNamespace(**usual)
-    monkeypatch.setattr(locations, "LIMITS", limits)
+    monkeypatch.setattr(storage, "LIMITS", limits)
     injected, reason = FAULTS[fault]
     events: list[Event] = []
     met = []
@@ -109,7 +109,7 @@ def test_a_training_killed_in_mid_upload_resumes_exactly_and_sweeps_what_it_left
     process.send_signal(signal.SIGKILL)
     process.wait()
     s3.inject()
-    bucket = S3Bucket(BUCKET, s3_url.removeprefix(f"s3://{BUCKET}/"), locations.LIMITS)
+    bucket = S3Bucket(BUCKET, s3_url.removeprefix(f"s3://{BUCKET}/"), storage.LIMITS)
     assert saved_steps(s3_url) == [4]
     assert bucket._uploads("")
     assert Kind.TEMPORARY in map(kind_of, open_storage(s3_url).names())

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from elastic_trainer.clock import pause
-from elastic_trainer.training.__main__ import main
+from elastic_trainer.jobs.main import main
 
 
 def collect(asked: Path) -> None:

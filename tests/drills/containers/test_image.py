@@ -130,7 +130,7 @@ def test_it_trains_without_a_network(own: Image) -> None:
     alone = own.said("python", "-m", "elastic_trainer.training", *small)
     assert json.loads(alone.splitlines()[-1])["step"] == 3
     own.said("torchrun", "--standalone", "--nproc-per-node=2", "-m", "elastic_trainer.training", *small)
-    texts = "from elastic_trainer.tasks.language.text_files import shakespeare_files as f; print(len(f()))"
+    texts = "from elastic_trainer.jobs.texts import shakespeare_files as f; print(len(f()))"
     assert int(own.said("python", "-c", texts)) > 0
 
 

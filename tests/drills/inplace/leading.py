@@ -19,13 +19,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
-from elastic_trainer.ipc.messages import (
+from elastic_trainer.ipc.channel import (
+    ChannelClosedError,
+    Connection,
     Drain,
     Failed,
     Formation,
     Hello,
     Leaving,
+    Listener,
     Message,
     Over,
     Progress,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.local.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import SCRIPTS, Lead, Worker, leading
 from tests.drills.inplace.scripts.apart import ENDS, EVERY, SAMPLES, STEPS, simulated, trained

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.training.loggers import TrackedRun
+from elastic_trainer.jobs.loggers import TrackedRun
 from tests.drills.inplace.leading import leading
 from tests.integration.training.launch import ran
 from tests.support.requirements import missing

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
-from elastic_trainer.ipc.messages import Drain, Evicted, Progress
+from elastic_trainer.ipc.channel import Drain, Evicted, Progress
 from elastic_trainer.local.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.integration.worker.launch import free_port

@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic_trainer.clock import pause
 from elastic_trainer.data.sampler import Batch
-from elastic_trainer.tasks.vision.mnist import Mnist
+from elastic_trainer.jobs.mnist import Mnist
 
 NAME = f"{__name__}:PacedMnist"
 HURRY = Path("/checkpoints/hurry")

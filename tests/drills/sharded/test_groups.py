@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.clock import pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import Node, kill

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.cli.main import main
 from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.ledger import LineKind

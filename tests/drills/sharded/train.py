@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_trainer import Session, torch_internals
-from elastic_trainer.checkpoint import joint, manager
-from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint import commit, manager
+from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.checkpoint.layout import tensor_part
-from elastic_trainer.checkpoint.sharded import box_of, local
+from elastic_trainer.checkpoint.tensors import box_of, local
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.stages import StagedReplica
@@ -225,7 +225,7 @@ class SaveFaults:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process = process_id(worker_environment().ledger_dir)
-        places: Any = (joint, manager)
+        places: Any = (commit, manager)
         self._write, self._write_place, self._begin = places[0].write_file, places[1].write_place, Saver._begin
         places[0].write_file, places[1].write_place = self.write, self.write_place
         faults = self
@@ -302,7 +302,7 @@ def main() -> None:
     faults = Faults(directory)
     if "save_every" in options:
         SaveFaults(directory)
-    joint.LEAST_PATIENCE_S = options.get("patience_s", joint.LEAST_PATIENCE_S)
+    commit.SHARDS_LEAST_PATIENCE_S = options.get("patience_s", commit.SHARDS_LEAST_PATIENCE_S)
     source = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(SAMPLES, options.get("width", WIDTH), generator=source), torch.randn(SAMPLES, 7, generator=source)

@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.agent.suspicion.peers import LivenessPort, ReservedPort
-from elastic_trainer.ipc.listening import listen, store_at
+from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses
 from tests.support.waiting import LIMIT_S
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_trainer.checkpoint import CheckpointManager, Live, Places, SaveInfo, joint
+from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo, ShardGroup, commit
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import CheckpointError
@@ -104,14 +104,14 @@ def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> N
         model(torch.randn(5, 12)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    state, places = collect(model, optimizer), Places(mesh)
+    state, places = collect(model, optimizer), ShardGroup(mesh)
     whole = full(state)
     dist.barrier()
     storage = Stalled(directory) if rank == stalls else None
     manager = CheckpointManager(directory, storage=storage)
     image, draft = manager.encode(state, SaveInfo(step), places=places), manager.draft(SaveInfo(step))
     if rank == 0:
-        joint.LEAST_PATIENCE_S = 60.0 if stalls is None else 2.0
+        commit.SHARDS_LEAST_PATIENCE_S = 60.0 if stalls is None else 2.0
         torch.save(whole, directory / f"reference{step}.pt")
         print("committed", manager.commit(image, draft).name)
     elif places.index:
@@ -134,7 +134,7 @@ def load(directory: Path, shape: str, step: int) -> None:
     model, optimizer = build(mesh, 99)
     held = {name: each.data_ptr() for name, each in locals_of(model).items()}
     like = {("optimizer", "state", index): each for index, each in enumerate(model.parameters())}
-    loaded = CheckpointManager(directory).load_newest(Live({"model": model.state_dict()}, like))
+    loaded = CheckpointManager(directory).load_newest(LoadInto({"model": model.state_dict()}, like))
     assert loaded is not None
     assert loaded.manifest.step == step
     assert {name: each.data_ptr() for name, each in locals_of(model).items()} == held

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, Committed, Retention, SaveInfo
-from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
-from elastic_trainer.checkpoint.image import Image
-from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.manifest import Image, Manifest
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.errors import NonFiniteError, StorageError
 from tests.unit.checkpoint.test_arena import Stream, on_device
 
@@ -141,7 +140,7 @@ def lasting() -> Iterator[Arena]:
 def keep(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Tensor, step: int) -> None:
     info = SaveInfo(step)
     image = manager.encode({"w": weights}, info, watched={"w": weights})
-    saves.submit(image, manager.draft(info), SnapshotPurpose.KEEP)
+    saves.submit(image, manager.draft(info), SnapshotPurpose.MEMORY_ONLY)
 
 
 def test_states_that_are_refused_leave_the_newest_good_one_in_memory(tmp_path: Path, lasting: Arena) -> None:
@@ -241,7 +240,7 @@ def place_saves(directory: Path, index: int, value: float, purpose: SnapshotPurp
 def test_a_place_whose_shard_is_not_finite_ends_the_save_of_all(tmp_path: Path) -> None:
     """Place 0 learns it at once, and does not wait for a file that cannot come."""
     first, save = place_saves(tmp_path, 0, 1.0, SnapshotPurpose.COMMIT)
-    other, help_ = place_saves(tmp_path, 1, math.nan, SnapshotPurpose.HELP)
+    other, help_ = place_saves(tmp_path, 1, math.nan, SnapshotPurpose.CO_WRITE)
     assert save.done.wait(LIMIT_S)
     assert help_.done.wait(LIMIT_S)
     assert isinstance(help_.error, NonFiniteError)
@@ -261,7 +260,7 @@ def test_nobody_waits_for_a_place_that_is_known_to_be_gone(tmp_path: Path) -> No
     first.stop()
     assert save.done.wait(LIMIT_S)
     assert "place 1 did not come" in str(save.error)
-    other, help_ = place_saves(tmp_path, 1, 1.0, SnapshotPurpose.HELP)
+    other, help_ = place_saves(tmp_path, 1, 1.0, SnapshotPurpose.CO_WRITE)
     assert not help_.done.wait(0.3)
     other.stop(but=[(0, 2)])
     assert help_.done.wait(LIMIT_S)

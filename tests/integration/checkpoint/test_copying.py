@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from elastic_trainer.checkpoint.copying import Parts
+from elastic_trainer.checkpoint.memory import Parts
 
 
 @pytest.mark.parametrize("cores", [1, 2, 8])

@@ -27,16 +27,16 @@ from elastic_trainer.checkpoint import (
     SaveInfo,
     Transition,
     UnreadableError,
-    janitor,
     manager,
 )
+from elastic_trainer.checkpoint import commit as janitor
+from elastic_trainer.checkpoint import storage as locations
 from elastic_trainer.checkpoint.commit import check_writable, commit
-from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterIdentity, temporary_name
-from elastic_trainer.checkpoint.storage import lease, locations, open_storage
-from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, RequestLimits
-from elastic_trainer.checkpoint.storage.fsspec_bucket import FsspecBucket
-from elastic_trainer.checkpoint.storage.objects import ObjectStorage
+from elastic_trainer.checkpoint.manifest import FileImage, Image
+from elastic_trainer.checkpoint.storage import objects, open_storage
+from elastic_trainer.checkpoint.storage.objects import PART_SIZE, FsspecBucket, ObjectStorage
+from elastic_trainer.checkpoint.storage.port import RequestLimits
 from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
 from elastic_trainer.cli.main import main as command
 from elastic_trainer.clock import SYSTEM, Deadline, pause
@@ -301,11 +301,11 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(s3_url: str, monkeyp
     """At its start, as soon as the first has shown that it lives, and at each save; nothing of the first job's is
     touched. It may begin when the first has let go."""
     monkeypatch.setattr(manager, "CLAIM_S", 0.2)
-    monkeypatch.setattr(lease, "RENEW_S", 1.0)
+    monkeypatch.setattr(objects, "RENEW_S", 1.0)
     first, second = (CheckpointManager(s3_url, owner=Owner(run)) for run in ("a", "b"))
     first.check_writable()
     name = first.save({"x": 1}, SaveInfo(1)).name
-    monkeypatch.setattr("elastic_trainer.checkpoint.claim.alive", lambda *_: None)  # as if on another machine
+    monkeypatch.setattr("elastic_trainer.checkpoint.commit.alive", lambda *_: None)  # as if on another machine
     sentence = re.compile(rf"is in use by run 'a' \(process {os.getpid()} on ")
     for attempt in (second.check_writable, lambda: second.save({"x": 2}, SaveInfo(2))):
         with pytest.raises(StorageError, match=sentence):
@@ -321,11 +321,11 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(s3_url: str, monkeyp
 @pytest.mark.usefixtures("s3")
 def test_the_lease_of_a_dead_holder_expires(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It died on a machine that cannot be asked: of those that wait, exactly one takes over, and none before."""
-    bucket_at(s3_url).put(f"{lease.DIRECTORY}{7:012d}.json", ELSEWHERE.encode())
+    bucket_at(s3_url).put(f"{objects.DIRECTORY}{7:012d}.json", ELSEWHERE.encode())
     managers = [CheckpointManager(s3_url, owner=Owner(f"run-{number}")) for number in range(3)]
     with pytest.raises(StorageError, match=r"in use by run 'a' \(process 1 on far"):
         managers[0].save({"x": 1}, SaveInfo(1))
-    monkeypatch.setattr(lease, "TAKEOVER_S", 12.0)  # in which a new holder renews also on a loaded machine
+    monkeypatch.setattr(objects, "TAKEOVER_S", 12.0)  # in which a new holder renews also on a loaded machine
 
     def attempt(each: CheckpointManager) -> bool:
         try:
@@ -334,7 +334,7 @@ def test_the_lease_of_a_dead_holder_expires(s3_url: str, monkeypatch: pytest.Mon
             return "in use by run 'run-" not in str(error)
         return True
 
-    monkeypatch.setattr(lease, "RENEW_S", 0.5)
+    monkeypatch.setattr(objects, "RENEW_S", 0.5)
     with ThreadPoolExecutor(3) as pool:
         assert sorted(pool.map(attempt, managers)) == [False, False, True]
     for each in managers:
@@ -344,10 +344,10 @@ def test_the_lease_of_a_dead_holder_expires(s3_url: str, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("s3")
 def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still until another took over, and finds out by itself; when that one has gone, it may save again."""
-    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    monkeypatch.setattr(objects, "RENEW_S", 0.2)
     checkpoints, bucket = CheckpointManager(s3_url, owner=Owner("a")), bucket_at(s3_url)
     checkpoints.save({"x": 1}, SaveInfo(1))
-    successor = f"{lease.DIRECTORY}{2:012d}.json"
+    successor = f"{objects.DIRECTORY}{2:012d}.json"
     bucket.put(successor, ELSEWHERE.replace('"a"', '"b"').encode(), new=True)
     storage = checkpoints._storage
     eventually(lambda: storage._lease.lost, "it does not find out")  # type: ignore[attr-defined]
@@ -396,7 +396,7 @@ def test_the_same_run_and_the_killed_on_this_machine_are_not_waited_for(s3_url: 
     other = CheckpointManager(s3_url, owner=Owner("b"))
     other.save({"x": 1}, SaveInfo(1))
     other.close()
-    bucket_at(s3_url).put(f"{lease.DIRECTORY}{9:012d}.json", ELSEWHERE.replace("null", '"a"').encode())
+    bucket_at(s3_url).put(f"{objects.DIRECTORY}{9:012d}.json", ELSEWHERE.replace("null", '"a"').encode())
     same = CheckpointManager(s3_url, owner=Owner("a", "a"))
     same.save({"x": 2}, SaveInfo(2))
     same.close()

@@ -12,8 +12,9 @@ import pytest
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import Places, arena
-from elastic_trainer.checkpoint.joint import LEAST_PATIENCE_S
+from elastic_trainer.checkpoint import ShardGroup
+from elastic_trainer.checkpoint import memory as arena
+from elastic_trainer.checkpoint.commit import SHARDS_LEAST_PATIENCE_S
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
@@ -153,7 +154,7 @@ def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: 
 def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path) -> None:
     """Both copies are being written when a place dies: the others join the next round at once."""
     trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
-    places = Places(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
+    places = ShardGroup(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
     trained.saver.serve(saves=True, part=ShardPart(places, Control(works=works), writes=True))
     for _ in range(2):
         trained.step()
@@ -228,7 +229,7 @@ def test_without_memory_a_save_waits_for_other_places_no_longer_than_the_round(
     threading.Timer(0.2, works.end, ["place 1 is gone"]).start()
     began = time.monotonic()
     assert trained.saver.attempt() is None
-    assert time.monotonic() - began < LEAST_PATIENCE_S / 2
+    assert time.monotonic() - began < SHARDS_LEAST_PATIENCE_S / 2
     assert trained.end() == []
 
 

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, sharing
-from elastic_trainer.checkpoint.checking import records
-from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, commit
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, tensors_file
-from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.manifest import Image, Manifest, records
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
 from tests.unit.checkpoint.states import same
@@ -62,7 +60,7 @@ def helping(
     wrote: list[str] = []
 
     def run() -> None:
-        wrote.extend(sharing.help_write(storage, image, manifest, turn, threading.Event()))
+        wrote.extend(commit.help_write(storage, image, manifest, turn, threading.Event()))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -82,7 +80,7 @@ def test_each_writer_writes_a_part(tmp_path: Path) -> None:
     storages = [Slow(tmp_path) for _ in range(PARTS)]
     image, manifest = prepared(tmp_path, state())
     helpers = [helping(storages[turn], state(), turn, tmp_path) for turn in range(1, PARTS)]
-    saver = threading.Thread(target=sharing.commit_shared, args=(storages[0], image, manifest))
+    saver = threading.Thread(target=commit.commit_shared, args=(storages[0], image, manifest))
     saver.start()
     eventually(lambda: all(storage.wrote for storage in storages), "somebody writes nothing")
     for storage in storages:
@@ -100,9 +98,9 @@ def test_without_help_one_process_writes_all(tmp_path: Path) -> None:
     stop = threading.Event()
     image, manifest = prepared(tmp_path, state())
     storage, done = PosixStorage(tmp_path / "other"), []
-    helper = threading.Thread(target=lambda: done.append(sharing.help_write(storage, image, manifest, 1, stop)))
+    helper = threading.Thread(target=lambda: done.append(commit.help_write(storage, image, manifest, 1, stop)))
     helper.start()
-    sharing.commit_shared(PosixStorage(tmp_path), image, manifest)
+    commit.commit_shared(PosixStorage(tmp_path), image, manifest)
     assert same(loaded(tmp_path), state())
     stop.set()
     helper.join(30.0)
@@ -120,9 +118,9 @@ def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> Non
     later_image, later = prepared(tmp_path, state(), step=2)
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
-    saving = threading.Thread(target=sharing.commit_shared, args=(saver, image, manifest))
+    saving = threading.Thread(target=commit.commit_shared, args=(saver, image, manifest))
     saving.start()
-    assert sharing.help_write(helper, later_image, later, 0, stop) == ()
+    assert commit.help_write(helper, later_image, later, 0, stop) == ()
     thread.join(30.0)
     saver.gate.set()
     saving.join(30.0)
@@ -134,13 +132,13 @@ def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> Non
 HELPER = """
 import sys, threading
 from pathlib import Path
-from elastic_trainer.checkpoint import sharing
+from elastic_trainer.checkpoint import commit
 from tests.integration.checkpoint.test_sharing import Slow, prepared, state
 directory = Path(sys.argv[1])
 image, manifest = prepared(directory, state())
 storage = Slow(directory)
 threading.Timer(float(sys.argv[2]), storage.gate.set).start()
-print(sharing.help_write(storage, image, manifest, 1, threading.Event()))
+print(commit.help_write(storage, image, manifest, 1, threading.Event()))
 """
 
 
@@ -149,12 +147,12 @@ def test_a_helper_that_dies_or_stands_still_is_done_without(
     tmp_path: Path, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a file; one that thaws afterwards changes nothing any more."""
-    monkeypatch.setattr(sharing, "LEAST_PATIENCE_S", 1.0)
+    monkeypatch.setattr(commit, "LEAST_PATIENCE_S", 1.0)
     helper = subprocess.Popen([sys.executable, "-c", HELPER, str(tmp_path), "600"], stdout=subprocess.PIPE)
     try:
         image, manifest = prepared(tmp_path, state())
         storage = Slow(tmp_path)
-        saving = threading.Thread(target=sharing.commit_shared, args=(storage, image, manifest))
+        saving = threading.Thread(target=commit.commit_shared, args=(storage, image, manifest))
         saving.start()
         eventually(lambda: any(tmp_path.glob("tmp-*/taken-tensors-00002*")), "nobody helps")
         os.kill(helper.pid, fault)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer import tasks
+from elastic_trainer import jobs
 from elastic_trainer.cli.main import main
-from elastic_trainer.training.curves import read_curves
+from elastic_trainer.jobs.curves import read_curves
 from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import ran
 from tests.support.pages import DOCS, blocks
@@ -19,7 +19,7 @@ from tests.support.requirements import missing
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
 
-SCRIPTS = Path(tasks.__file__).with_name("scripts")
+SCRIPTS = Path(jobs.__file__).with_name("scripts")
 VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"
 
 

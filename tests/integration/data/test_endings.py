@@ -95,7 +95,7 @@ def test_a_script_may_end_while_it_holds_a_loader_that_reads_ahead() -> None:
     """Its processes ignore SIGTERM, so Python would wait for them forever; here for no longer than this limit."""
     script = (
         "import torch\nfrom torch.utils.data import DataLoader\n"
-        "from elastic_trainer.data.loaders import begun, separate\n"
+        "from elastic_trainer.data.sampler import begun, separate\n"
         "loader = DataLoader(torch.arange(100.0), num_workers=2, persistent_workers=True); separate(loader)\n"
         "held = begun(loader); print(float(next(held)))"
     )

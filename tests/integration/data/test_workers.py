@@ -23,10 +23,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data import workers
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
-from elastic_trainer.data.workers import Workers
+from elastic_trainer.data.workers import Loading, Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.abort import is_collective_failure

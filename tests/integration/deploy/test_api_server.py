@@ -72,9 +72,7 @@ def run_of(*words: str) -> list[Manifest]:
     """What ``elastic-trainer k8s render`` prints."""
     parser, _ = whole_parser(["k8s"])
     given = ["--name", "kube-test", "--image", "elastic-trainer:latest", *words]
-    asked = values(
-        parser.parse_args(["k8s", "render", *given, "--", "elastic_trainer/tasks/scripts/session_script.py"])
-    )
+    asked = values(parser.parse_args(["k8s", "render", *given, "--", "elastic_trainer/jobs/scripts/session_script.py"]))
     return list(yaml.safe_load_all(rendering.stream(asked)))
 
 

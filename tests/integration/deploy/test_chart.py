@@ -76,7 +76,7 @@ def test_what_is_not_said_is_what_render_takes(more: list[str], tmp_path: Path) 
         ("from elastic_trainer import RunLog, Session\n", True),
         ("from elastic_trainer import (\n    RunLog,\n    Session,\n)\n", True),
         ("import torch, elastic_trainer\nwith elastic_trainer.Session() as session: ...\n", True),
-        ("if True:\n    from elastic_trainer.training.trainer import Trainer\n", True),
+        ("if True:\n    from elastic_trainer.jobs.trainer import Trainer\n", True),
         ("import torch  # from elastic_trainer import Session\n", False),
         ("import elastic_trainer.watch\nclass Trainer: ...\n", False),
         ("from lightning import Trainer\n", False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.monitor.serve.service import DEFAULT_PORT
+from elastic_trainer.monitor.serve import DEFAULT_PORT
 from elastic_trainer.settings import DEFAULT_ETCD_PORT
 from tests.support.connections import Pod, may_connect
 from tests.support.manifests import Manifest, named, of_kind, rendered

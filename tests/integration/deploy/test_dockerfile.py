@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from elastic_trainer.cli import health
 from elastic_trainer.cli.main import COMMANDS
-from elastic_trainer.monitor.serve.service import DEFAULT_PORT
+from elastic_trainer.monitor.serve import DEFAULT_PORT
 from tests.support.deployment import ROOT
 from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
 from tests.support.requirements import needs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.task import find_task
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.task import find_task
 from tests.support.agreement import Training, disagreements
 from tests.support.manifests import (
     jobs,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.registry import CollectorRegistry
 
-from elastic_trainer.monitor.serve.answers import MonitorSite
-from elastic_trainer.monitor.serve.board import Board
-from elastic_trainer.web.access import Access
-from elastic_trainer.web.answers import Answer, Request, Site
+from elastic_trainer.monitor.serve import Board, MonitorSite
 from elastic_trainer.web.node import NodeSite
+from elastic_trainer.web.server import Access, Answer, Request, Site
 from tests.support.agreement import quantity
 from tests.support.deployment import DEPLOY, load
 from tests.support.manifests import Container, container, named, rendered, settings_of

@@ -26,7 +26,7 @@ from tests.support.podsecurity import violations
 
 VERSIONS = [f"1.{minor}" for minor in range(31, 38)]
 GIVEN = ["--name", "gpt", "--nodes", "2:8", "--image", "elastic-trainer:latest"]
-SCRIPT = "elastic_trainer/tasks/scripts/session_script.py"
+SCRIPT = "elastic_trainer/jobs/scripts/session_script.py"
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_variables_of_the_user_take_the_place_of_those_of_the_pod() -> None:
 def test_the_job_file_of_a_user_is_not_the_manifest_of_the_job(tmp_path: Path) -> None:
     """Both are called job.yaml, and lie in one folder."""
     mine = tmp_path / "job.yaml"
-    mine.write_text((ROOT / "elastic_trainer/tasks/mnist.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    mine.write_text((ROOT / "elastic_trainer/jobs/mnist.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     files = rendering.folder(asked(*GIVEN, "--", str(mine), "checkpoint.directory=/checkpoints/gpt"))
     assert yaml.safe_load(files["job.yaml"])["kind"] == "Job"
     assert yaml.safe_load(files["kustomization.yaml"])["configMapGenerator"][0]["files"] == ["job.yaml=source.yaml"]

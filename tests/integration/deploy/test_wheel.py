@@ -154,7 +154,7 @@ def test_who_installs_the_wheel_can_run_the_commands_of_the_readme(
             adapted = adapted.replace(" RUN", f" {run_id}")
             if command == "elastic-trainer init train.py":  # for a script that has no Session yet
                 (tmp_path / "before").mkdir()
-                plain = fresh.site / "elastic_trainer/tasks/scripts/ddp_script.py"
+                plain = fresh.site / "elastic_trainer/jobs/scripts/ddp_script.py"
                 shutil.copy(plain, tmp_path / "before/train.py")
                 run_in(fresh, adapted, tmp_path / "before")
             else:

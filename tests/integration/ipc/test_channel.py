@@ -15,8 +15,18 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener, connect
-from elastic_trainer.ipc.messages import Formation, Hello, MessageError, Over, read_from_agent, read_from_worker
+from elastic_trainer.ipc.channel import (
+    ChannelClosedError,
+    Connection,
+    Formation,
+    Hello,
+    Listener,
+    MessageError,
+    Over,
+    connect,
+    read_from_agent,
+    read_from_worker,
+)
 from elastic_trainer.ipc.mutex import LifeMutex, await_death
 from tests.support.small_disk import fill, mounted
 from tests.support.waiting import eventually

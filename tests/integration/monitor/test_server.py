@@ -21,14 +21,13 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.monitor.model.snapshot import as_json
-from elastic_trainer.monitor.serve import board as boards
-from elastic_trainer.monitor.serve import streams
-from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
+from elastic_trainer.monitor import serve as boards
+from elastic_trainer.monitor import serve as streams
+from elastic_trainer.monitor.serve import Monitor, MonitorOptions
+from elastic_trainer.monitor.snapshot import as_json
 from elastic_trainer.store.api import Delete
 from elastic_trainer.web import server as servers
-from elastic_trainer.web.access import Access
-from elastic_trainer.web.server import tls_context
+from elastic_trainer.web.server import Access, tls_context
 from tests.support.certificates import Authority
 from tests.support.crowd import crowding
 from tests.support.memory_store import MemoryBackend, MemoryStore

@@ -12,13 +12,11 @@ from structlog.testing import capture_logs
 
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.loggers import Loggers, Opening
-from elastic_trainer.training.progress import ProgressMoment
-from elastic_trainer.training.reporter import Reporter
-from elastic_trainer.training.step_log import FILE_NAME
-from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import DIRECTORY, TensorBoard
+from elastic_trainer.jobs.config import LoggingConfig
+from elastic_trainer.jobs.files import STEPS_FILE
+from elastic_trainer.jobs.loggers import TENSORBOARD_DIRECTORY, Loggers, Opening, TensorBoard
+from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
+from elastic_trainer.jobs.task import Exhibits
 
 RUN = [
     {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are present"},
@@ -31,7 +29,7 @@ RUN = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in RUN))
+    (tmp_path / STEPS_FILE).write_text("".join(json.dumps(line) + "\n" for line in RUN))
     return tmp_path
 
 
@@ -73,7 +71,7 @@ def points(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[st
     """Scalars by tag, and the tags of images and texts, from the event files in ``directory``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory / DIRECTORY))
+    events = EventAccumulator(str(directory / TENSORBOARD_DIRECTORY))
     events.Reload()
     tags = events.Tags()
     scalars = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]}
@@ -117,7 +115,7 @@ def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: 
     """Neither from the beginning nor later; it is said once, and the training goes on."""
     pytest.importorskip("tensorboard")
     (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / DIRECTORY).touch()
+    (tmp_path / "refused" / TENSORBOARD_DIRECTORY).touch()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -15,12 +15,11 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, SampleError
-from elastic_trainer.tasks.language import gpt_sample
-from elastic_trainer.tasks.language.gpt import Gpt
+from elastic_trainer.jobs import gpt_sample
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.gpt import Gpt
+from elastic_trainer.jobs.trainer import Trainer
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.trainer import Trainer
 from tests.integration.training.launch import records, train
 from tests.support.requirements import needs
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import load_job
 from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
 from tests.support.forked import Forked
 from tests.support.waiting import eventually
@@ -18,8 +18,8 @@ USER_TASK = '''
 """A task of a user's own: fits a plane."""
 import torch
 from elastic_trainer import Task
-from elastic_trainer.training.config import Section
-from elastic_trainer.training.task import Datasets
+from elastic_trainer.jobs.config import Section
+from elastic_trainer.jobs.task import Datasets
 
 
 class Plane(Task):
@@ -132,7 +132,7 @@ NOISY_TASK = '''
 """A task whose samples are drawn at random, and one of which is broken."""
 import torch
 from elastic_trainer import Task
-from elastic_trainer.training.task import Datasets
+from elastic_trainer.jobs.task import Datasets
 
 
 class Points(torch.utils.data.Dataset):

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 
 from elastic_trainer.cli.main import main
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.task import find_task
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.task import find_task
 from tests.integration.training.launch import train
 
 pytestmark = pytest.mark.timeout(900)

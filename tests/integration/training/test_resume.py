@@ -13,13 +13,11 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.tasks.vision.mnist import Mnist
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.files import HISTORY_FILE
+from elastic_trainer.jobs.mnist import Mnist
+from elastic_trainer.jobs.trainer import CONFIG_FILE, FINAL_FILE, Trainer, exported_step
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.export import FINAL_FILE, exported_step
-from elastic_trainer.training.history import FILE_NAME as HISTORY_FILE
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.trainer import CONFIG_FILE, Trainer
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import LaterLoss
 from tests.integration.training.launch import QUICK, records

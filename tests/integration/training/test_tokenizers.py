@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from elastic_trainer.errors import DataError
-from elastic_trainer.tasks.language.bpe import END_OF_TEXT, Gpt2Bpe
-from elastic_trainer.tasks.language.corpus import TextOptions, load_corpus
-from elastic_trainer.tasks.language.tokenizer import UNKNOWN, Bytes, Chars
+from elastic_trainer.jobs.corpus import TextOptions, load_corpus
+from elastic_trainer.jobs.texts import END_OF_TEXT, UNKNOWN, Bytes, Chars, Gpt2Bpe
 from tests.unit.tasks.language.test_corpus import text_of
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]

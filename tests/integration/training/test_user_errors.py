@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import load_job
 from tests.integration.training.launch import QUICK, train
 
 pytestmark = pytest.mark.timeout(900)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.tasks.vision.imagefolder import ImageClasses
-from elastic_trainer.tasks.vision.pillow import Image
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.imagefolder import ImageClasses
+from elastic_trainer.jobs.pillow import Image
+from elastic_trainer.jobs.trainer import Trainer
 from tests.integration.training.launch import records, train
 
 pytestmark = pytest.mark.timeout(900)

@@ -26,7 +26,7 @@ JOB = """
 import pathlib, sys
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.loggers import Loggers, Opening
+from elastic_trainer.jobs.loggers import Loggers, Opening
 
 logs.configure()
 loggers = Loggers(["wandb"], Opening(pathlib.Path.cwd(), 0))

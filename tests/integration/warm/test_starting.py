@@ -100,8 +100,8 @@ ENDS = {
     "interrupt": "raise KeyboardInterrupt",
     "atexit": "import atexit\nx = 5\natexit.register(lambda: print(x))\nprint('first')",
     "hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
-    "mistake": "from elastic_trainer.errors import StorageError\nfrom elastic_trainer.telemetry import complaints\n"
-    "complaints.install()\nraise StorageError('full')",
+    "mistake": "from elastic_trainer.errors import StorageError\nfrom elastic_trainer.telemetry import logs\n"
+    "logs.install_hook()\nraise StorageError('full')",
     "last": "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n1 / 0",
     "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
@@ -292,7 +292,7 @@ def await_text(path: Path, text: str) -> None:
 
 def test_the_end_of_a_process_that_loaded_torch_says_nothing() -> None:
     """Garbage that is not collected at its end, which would take a second, is none of which a library complains."""
-    program = "import atexit, torch._dynamo\nfrom elastic_trainer.warm.preloading import skip_last_collection\n"
+    program = "import atexit, torch._dynamo\nfrom elastic_trainer.warm.template import skip_last_collection\n"
     command = [sys.executable, "-c", f"{program}atexit.register(skip_last_collection)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.ipc.messages import Failed
+from elastic_trainer.ipc.channel import Failed
 from tests.drills.inplace.leading import leading
 from tests.integration.worker.launch import SCRIPTS, run, standalone
 

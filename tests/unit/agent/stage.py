@@ -15,8 +15,7 @@ from elastic_trainer.agent.workers.conductor import (
     PendingWrites,
     Reached,
 )
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection
-from elastic_trainer.ipc.messages import Message, Progress, Ready, StateReport
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
 from tests.support.memory_backend import ManualClock

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Event, Retention, StateSnapshot
-from elastic_trainer.checkpoint.snapshot import LocalMemory
+from elastic_trainer.checkpoint.memory import LocalMemory
 
 
 def descriptor_of(snapshot: StateSnapshot) -> int:

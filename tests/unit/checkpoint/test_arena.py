@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import arena as arenas
 from elastic_trainer.checkpoint import codec
-from elastic_trainer.checkpoint.arena import SLOTS, Arena, Held, NoRoomError
-from elastic_trainer.checkpoint.copying import Cuda
-from elastic_trainer.checkpoint.image import FileImage, Image, OnDevice
+from elastic_trainer.checkpoint import memory as arenas
+from elastic_trainer.checkpoint.manifest import FileImage, Image, OnDevice
+from elastic_trainer.checkpoint.memory import SLOTS, Arena, Cuda, Held, NoRoomError
 
 
 def content(image: Image) -> dict[str, bytes]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo, codec
-from elastic_trainer.checkpoint.checking import checked, record, records
-from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint.manifest import Image, checked, record, records
 from elastic_trainer.errors import NonFiniteError
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

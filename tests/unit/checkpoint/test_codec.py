@@ -15,9 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import codec, tensorfile, tensors
-from elastic_trainer.checkpoint.faults import DamagedError
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.checkpoint import codec, tensors
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same, training_state
 
@@ -28,7 +27,7 @@ def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
     body = b"".join(files[TENSORS_FILE].body())
     skeleton = b"".join(files[STATE_FILE].body())
     assert len(body) == files[TENSORS_FILE].body_size
-    placed = tensorfile.parse(files[TENSORS_FILE].head, len(body), "here")
+    placed = tensors.parse_header(files[TENSORS_FILE].head, len(body), "here")
     slabs = tensors.allocate(placed)
     for slab in slabs:
         slab.view[:] = body[slab.begin : slab.begin + len(slab.view)]

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, exporting
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, exchange
 from elastic_trainer.cli.main import main
 from tests.unit.checkpoint.states import same, training_state
 
@@ -128,7 +128,7 @@ def test_a_whole_state_comes_back_bit_by_bit(target: str, run: Path, tmp_path: P
     assert same(loaded.state, tied_model())
     before_it = CheckpointManager(run).newest()
     assert before_it is not None
-    for name in exporting.FIELDS:
+    for name in exchange.FIELDS:
         assert repr(getattr(loaded.manifest, name)) == repr(getattr(before_it.manifest, name))
 
 

@@ -17,10 +17,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe, slices
+from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe, tensors
 from elastic_trainer.checkpoint.commit import commit
-from elastic_trainer.checkpoint.image import Image
-from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage
 from tests.unit.checkpoint import reader
 from tests.unit.checkpoint.states import raw, same
@@ -70,7 +69,7 @@ def fixed_image(folder: str) -> Image:
         return codec.encode(fixed_state())
     if folder == "format-2-parts":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slices, "UNCUT", 64)
+            patch.setattr(tensors, "UNCUT", 64)
             return codec.encode(fixed_state(), parts=3)
     state = box_state()
     pieces = boxes(state["square"], "square", [[2], [3, 7]]) + boxes(state["tall"], "tall", [[5], []])
@@ -88,7 +87,7 @@ def written(folder: str, directory: Path) -> Path:
     storage.prepare()
     with pytest.MonkeyPatch.context() as patch:
         if folder == "format-2-parts":  # several checksums for each file
-            for module in ("checking", "commit"):
+            for module in ("manifest", "commit"):
                 patch.setattr(f"elastic_trainer.checkpoint.{module}.CHUNK", 1024)
         commit(storage, fixed_image(folder), manifest)
     return directory / NAME

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, DamagedError, Live, SaveInfo, goals, reading
-from elastic_trainer.checkpoint.slices import TensorSlice
+from elastic_trainer.checkpoint import CheckpointManager, DamagedError, LoadInto, SaveInfo, reading
+from elastic_trainer.checkpoint.tensors import TensorSlice
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same
 from tests.unit.checkpoint.test_slices import committed
@@ -36,7 +36,7 @@ def test_boxes_of_any_cut_are_read_into_live_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Contiguous and strided ones, of several types; what is around them in memory stays."""
-    monkeypatch.setattr(goals, "MOST_DETOURS", 300)
+    monkeypatch.setattr(reading, "MOST_STAGED", 300)
     chance = random.Random(seed)
     wholes: dict[str, torch.Tensor] = {}
     parts = []
@@ -54,7 +54,7 @@ def test_boxes_of_any_cut_are_read_into_live_tensors(
         wide = torch.full([size + 2 for size in whole.shape], 1).to(whole.dtype)
         inner = wide[tuple(slice(1, -1) for _ in whole.shape)]
         live[name], around[name] = (inner, wide) if chance.random() < 0.5 else (torch.zeros_like(whole), wide)
-    state = reading.read_state(storage, manifest, Live(live))
+    state = reading.read_state(storage, manifest, LoadInto(live))
     assert same(state, wholes)
     assert all(state[name] is live[name] for name in wholes)
     for name, wide in around.items():
@@ -80,7 +80,7 @@ def test_live_tensors_of_another_kind_are_left_alone(tmp_path: Path) -> None:
     }
     live: dict[str, Any] = {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float64), "z": torch.ones(2)}
     live["c"] = [torch.zeros(4)]
-    loaded = saved(tmp_path, state).load_newest(Live(live))
+    loaded = saved(tmp_path, state).load_newest(LoadInto(live))
     assert loaded is not None
     assert same(loaded.state, state)
     assert loaded.state["a"] is live["a"]
@@ -99,9 +99,9 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
     live = {"a": torch.zeros(3, 2)}
     with pytest.raises(CheckpointError, match="of another model"):
-        manager.load_newest(Live(live, fits=fits))
+        manager.load_newest(LoadInto(live, fits=fits))
     assert seen == [(3, 2), "meta", 7]
-    loaded = manager.load_newest(Live(live, fits=lambda state: False))
+    loaded = manager.load_newest(LoadInto(live, fits=lambda state: False))
     assert loaded is not None
     assert loaded.state["a"].ne(0).all()
     assert live["a"].eq(0).all()
@@ -121,9 +121,9 @@ def test_over_a_damaged_state_the_one_before_is_read(tmp_path: Path) -> None:
     path.write_bytes(content)
     live = {"a": torch.zeros(5_000_000), "b": torch.zeros(10)}
     with pytest.raises(DamagedError):
-        manager.load(newest, Live(live))
+        manager.load(newest, LoadInto(live))
     assert live["a"][0] == 2.0
-    loaded = manager.load_newest(Live(live))
+    loaded = manager.load_newest(LoadInto(live))
     assert loaded is not None
     assert loaded.manifest.step == 1
     assert same(live, states[0])

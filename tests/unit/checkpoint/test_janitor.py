@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.checkpoint.events import Transition
-from elastic_trainer.checkpoint.janitor import ELSEWHERE_S, REBOOTED_S, fate, sweep
-from elastic_trainer.checkpoint.layout import WriterIdentity, temporary_name, trash_name
+from elastic_trainer.checkpoint.commit import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
+from elastic_trainer.checkpoint.layout import WriterIdentity, temporary_name, this_process, trash_name
 from elastic_trainer.checkpoint.storage import PosixStorage
-from elastic_trainer.checkpoint.writers import this_process
 
 ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")
 NAME = "step-000000120-r7-0123456789ab"

@@ -12,14 +12,10 @@ import structlog
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
-from elastic_trainer.checkpoint.commit import write_file
-from elastic_trainer.checkpoint.image import Image, from_bytes
-from elastic_trainer.checkpoint.joint import write_place
-from elastic_trainer.checkpoint.layout import OFFER_FILE, temporary_name
-from elastic_trainer.checkpoint.manifest import Manifest, seal
-from elastic_trainer.checkpoint.sharing import FIND_S
+from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_place
+from elastic_trainer.checkpoint.layout import OFFER_FILE, temporary_name, this_process
+from elastic_trainer.checkpoint.manifest import Image, Manifest, from_bytes, seal
 from elastic_trainer.checkpoint.storage import PosixStorage
-from elastic_trainer.checkpoint.writers import this_process
 from tests.support.memory_backend import ManualClock
 
 

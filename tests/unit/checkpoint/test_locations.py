@@ -9,7 +9,7 @@ import pytest
 
 from elastic_trainer.checkpoint.storage import PosixStorage, is_url, open_storage
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import load_job
 
 
 @pytest.mark.parametrize("path", ["runs/a", "/data/run-7", "s3:/bucket/x", Path("s3://bucket/x"), "a b://c"])

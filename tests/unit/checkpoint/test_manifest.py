@@ -7,16 +7,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from elastic_trainer.checkpoint.faults import DamagedError, UnreadableError
-from elastic_trainer.checkpoint.manifest import (
-    FORMAT,
-    FileRecord,
-    Manifest,
-    checked_fields,
-    checksum,
-    seal,
-    unseal,
-)
+from elastic_trainer.checkpoint.layout import DamagedError, UnreadableError
+from elastic_trainer.checkpoint.manifest import FORMAT, FileRecord, Manifest, checked_fields, checksum, seal, unseal
 from elastic_trainer.errors import CheckpointError
 
 NAME = "step-000000120-r7-0123456789ab"

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.checkpoint.storage import posix_io
-from elastic_trainer.checkpoint.storage.posix import explain
-from elastic_trainer.checkpoint.storage.posix_io import BLOCK, PosixSink, PosixSource
+from elastic_trainer.checkpoint.storage import posix
+from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, PosixSource, explain
 from elastic_trainer.errors import StorageError
 
-SIZE = 10 * posix_io._BUFFER + 12_345
-AWKWARD = (1, 8, 100, BLOCK - 1, BLOCK, BLOCK + 1, 64 << 10, posix_io._BUFFER, posix_io._BUFFER + 1, 8 << 20)
+SIZE = 10 * posix._BUFFER + 12_345
+AWKWARD = (1, 8, 100, BLOCK - 1, BLOCK, BLOCK + 1, 64 << 10, posix._BUFFER, posix._BUFFER + 1, 8 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def test_any_sequence_of_pieces_is_written_as_it_is(
 ) -> None:
     """Aligned, unaligned and read-only pieces of many sizes; also where the file system refuses direct writes."""
     if not direct:
-        monkeypatch.setattr(posix_io, "_set_direct", lambda descriptor, on: False)
+        monkeypatch.setattr(posix, "_set_direct", lambda descriptor, on: False)
     draw, parts, position = random.Random(seed), [], draw_start(seed)
     begin = position
     while position < SIZE:
@@ -103,7 +102,7 @@ def test_a_full_disk_is_explained_and_the_file_closed(tmp_path: Path, monkeypatc
     sink = PosixSink(tmp_path / "file", lambda error: explain(error, "here"))
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageError, match="is full"):
-        sink.write(memoryview(bytearray(posix_io._BUFFER)))
+        sink.write(memoryview(bytearray(posix._BUFFER)))
     sink.abandon()
     with pytest.raises(ValueError, match="closed"):
         sink.finish()

@@ -17,12 +17,12 @@ from torch.distributed.tensor import empty as distributed
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic_trainer.checkpoint import CheckpointManager, Live, Places, SaveInfo, codec
-from elastic_trainer.checkpoint.checking import CHUNK
+from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo, ShardGroup, codec
 from elastic_trainer.checkpoint.layout import STATE_FILE, place_of
-from elastic_trainer.checkpoint.slices import TensorSlice, assemble
+from elastic_trainer.checkpoint.manifest import CHUNK
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
-from elastic_trainer.checkpoint.storage.posix_io import PosixSource
+from elastic_trainer.checkpoint.storage.posix import PosixSource
+from elastic_trainer.checkpoint.tensors import TensorSlice, assemble
 from elastic_trainer.errors import CheckpointError
 
 
@@ -44,7 +44,7 @@ def held(
     for number in range(size):
         with rank(number, size):
             mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c")[: len(mesh_shape)])
-            encoder = codec._Encoder(Places(mesh))
+            encoder = codec._Encoder(ShardGroup(mesh))
             encoder.value({"t": make(mesh, shape)}, ())
             found.append(encoder._held)
     return found
@@ -92,7 +92,7 @@ def test_only_place_0_writes_what_is_not_sharded() -> None:
     state = {"plain": torch.randn(3), "step": 7, "bytes": b"x" * 9000}
     for number in range(2):
         with rank(number, 2):
-            image = codec.encode(state, places=Places(init_device_mesh("cpu", (2,))))
+            image = codec.encode(state, places=ShardGroup(init_device_mesh("cpu", (2,))))
         assert place_of(image.names) == (number, 2)
         assert (STATE_FILE in image.names) == (number == 0)
         assert (image.files[0].body_size > 0) == (number == 0)
@@ -101,7 +101,7 @@ def test_only_place_0_writes_what_is_not_sharded() -> None:
 def refused(make: Callable[[DeviceMesh], Any], sentence: str, *, part: bool = False) -> None:
     with rank(0, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        places = Places(mesh["a"] if part else mesh)
+        places = ShardGroup(mesh["a"] if part else mesh)
         with pytest.raises(CheckpointError, match=sentence):
             codec.encode({"t": make(mesh)}, places=places)
 
@@ -164,7 +164,7 @@ def test_a_rank_reads_the_chunks_of_its_own_box_alone(tmp_path: Path, placement:
     with rank(1, 4):
         mesh = init_device_mesh("cpu", (4,))
         live = distributed(4096, 2560, device_mesh=mesh, placements=[placement])
-        manager.load(entry, Live({"t": live}))
+        manager.load(entry, LoadInto({"t": live}))
         assert torch.equal(live.to_local(), whole.chunk(4, placement.dim)[1])
     chunks = -(-whole.nbytes // CHUNK) + 2 if most == 5 else whole.nbytes // 4 // CHUNK + most
     assert sum(storage.sizes) < chunks * CHUNK + (1 << 20)

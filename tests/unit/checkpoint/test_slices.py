@@ -13,15 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import DamagedError, codec, reading, slices, tensors
-from elastic_trainer.checkpoint.checking import CHUNK
+from elastic_trainer.checkpoint import DamagedError, codec, reading, tensors
 from elastic_trainer.checkpoint.commit import commit
-from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, CheckpointName, tensor_files, tensors_file
-from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.slices import TensorSlice, assemble, in_file, metadata, named, split
+from elastic_trainer.checkpoint.manifest import CHUNK, FileImage, Image, Manifest, from_bytes
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
-from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed, header, place
+from elastic_trainer.checkpoint.tensors import (
+    ELEMENT_SIZE,
+    TensorEntry,
+    TensorSlice,
+    assemble,
+    by_name,
+    file_header,
+    lay_out,
+    slice_notes,
+    slices_of,
+    split_tensors,
+)
 from tests.unit.checkpoint.states import flip_bit, raw, same, training_state
 
 
@@ -61,7 +69,7 @@ def test_what_several_write_is_loaded_as_one_state(parts: int, tmp_path: Path) -
     assert same(back, state)
     assert back["tied"][0] is back["tied"][1]
     sizes = [each.size - each.head_size for each in manifest.tensor_files()]
-    assert max(sizes) - min(sizes) < 2 * slices.UNCUT
+    assert max(sizes) - min(sizes) < 2 * tensors.UNCUT
 
 
 def test_each_file_opens_with_safetensors(tmp_path: Path) -> None:
@@ -81,25 +89,25 @@ def test_a_division_loses_nothing_and_does_not_depend_on_the_order(
     kinds: list[tuple[str, tuple[int, ...]]], parts: int, random: Any
 ) -> None:
     """Even where all that can be cut is cut."""
-    described = [Placed(f"t{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
+    described = [TensorEntry(f"t{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "UNCUT", 0)
-        divided = split(described, parts)
-        assert split(random.sample(described, len(described)), parts) == divided
+        patch.setattr(tensors, "UNCUT", 0)
+        divided = split_tensors(described, parts)
+        assert split_tensors(random.sample(described, len(described)), parts) == divided
     assert len(divided) == parts
     together = assemble((each for part in divided for each in part), "here")
     assert {(each.name, each.dtype, each.shape) for each in together} == {(d.name, d.dtype, d.shape) for d in described}
     for part in divided:
-        found = named(part)
-        placed = [Placed(name, each.dtype, each.shape) for name, each in found.items()]
-        assert in_file(placed, json.loads(json.dumps(metadata(found))), "here") == tuple(found.values())
+        found = by_name(part)
+        placed = [TensorEntry(name, each.dtype, each.shape) for name, each in found.items()]
+        assert slices_of(placed, json.loads(json.dumps(slice_notes(found))), "here") == tuple(found.values())
         assert all(each.span is not None for each in part)
 
 
 def test_a_tensor_that_is_called_like_a_slice_keeps_its_name() -> None:
     cut = TensorSlice("w", "U8", (4,), (0,), (2,))
     odd = TensorSlice("w[0:2]", "U8", (2,), (0,), (2,))
-    assert named([cut, odd]) == {"w[0:2]#": cut, "w[0:2]": odd}
+    assert by_name([cut, odd]) == {"w[0:2]#": cut, "w[0:2]": odd}
 
 
 # ---- boxes, as sharded models have them
@@ -134,12 +142,15 @@ def committed(files: Sequence[Any], names: Sequence[str], directory: Path) -> tu
 
 
 def _file(pairs: Sequence[tuple[TensorSlice, torch.Tensor]], number: int, count: int) -> FileImage:
-    found = named([each for each, _ in pairs])
+    found = by_name([each for each, _ in pairs])
     data = dict(zip(found, (raw(tensor) for _, tensor in pairs), strict=True))
-    placed = place([Placed(name, each.dtype, each.shape) for name, each in found.items()])
+    placed = lay_out([TensorEntry(name, each.dtype, each.shape) for name, each in found.items()])
     content = b"".join(data[each.name] for each in placed)
     return FileImage(
-        tensors_file(number, count), header(placed, metadata(found)), len(content), lambda: (memoryview(content),)
+        tensors_file(number, count),
+        file_header(placed, slice_notes(found)),
+        len(content),
+        lambda: (memoryview(content),),
     )
 
 
@@ -186,10 +197,10 @@ def test_slices_that_do_not_make_their_tensor_are_damage(change: Any, sentence: 
 def test_a_slice_that_the_file_does_not_hold_is_damage() -> None:
     about = {"slices": json.dumps({"w[0:1]": {"tensor": "w", "shape": [2], "offset": [0]}})}
     with pytest.raises(DamagedError, match="does not hold"):
-        in_file([], about, "here")
+        slices_of([], about, "here")
     for nonsense in ({"slices": 3}, {"slices": "[1]"}, {"slices": "{"}, {"slices": '{"a": 1}'}):
         with pytest.raises(DamagedError, match="slices"):
-            in_file([Placed("a", "U8", (1,))], nonsense, "here")
+            slices_of([TensorEntry("a", "U8", (1,))], nonsense, "here")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, Owner, SaveInfo, StateSnapshot
-from elastic_trainer.checkpoint.arena import SLOTS
-from elastic_trainer.checkpoint.checking import records
+from elastic_trainer.checkpoint.manifest import records
+from elastic_trainer.checkpoint.memory import DATA, SLOTS, break_seal, file_begins, read
 from elastic_trainer.checkpoint.reading import read_state
-from elastic_trainer.checkpoint.snapshot import DATA, break_seal, places, read
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import descriptor_of, same, training_state
 
@@ -170,7 +169,7 @@ def found(path: Path) -> StateSnapshot:
 def in_use(path: Path) -> list[tuple[int, int]]:
     """The bytes of seal, files and notes; between them is nothing."""
     sizes = [record.size for record in found(path).manifest.files]
-    *begins, notes = places(sizes)
+    *begins, notes = file_begins(sizes)
     files = [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
     return [(0, SEAL), *files, (notes, notes_end(path))]
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import codec
-from elastic_trainer.checkpoint.faults import DamagedError
-from elastic_trainer.checkpoint.layout import TENSORS_FILE
-from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed, header, parse, place
+from elastic_trainer.checkpoint.layout import TENSORS_FILE, DamagedError
+from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, TensorEntry, file_header, lay_out, parse_header
 
 
 def head(entries: Any) -> bytes:
@@ -32,10 +31,10 @@ def tensor(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_SIZE)), st.lists(st.integers(0, 4), max_size=3)), max_size=8))
 def test_a_built_header_parses_back_aligned(kinds: list[tuple[str, list[int]]]) -> None:
     """Each tensor begins at a multiple of its element size, without gaps; the header's length keeps data aligned."""
-    placed = place([Placed(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(kinds)])
-    text = header(placed)
+    placed = lay_out([TensorEntry(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(kinds)])
+    text = file_header(placed)
     assert len(text) % 8 == 0
-    parsed = parse(text, sum(each.size for each in placed), "here")
+    parsed = parse_header(text, sum(each.size for each in placed), "here")
     assert set(parsed) == set(placed)
     assert all(each.begin % ELEMENT_SIZE[each.dtype] == 0 for each in parsed)
 
@@ -95,10 +94,10 @@ def test_safetensors_reads_the_file(tmp_path: Path) -> None:
 def test_a_header_that_does_not_fit_eight_bytes_of_data_is_damage(content: bytes) -> None:
     """Wrong lengths, types, shapes, gaps, overlaps and misalignment are all refused before memory is asked for."""
     with pytest.raises(DamagedError):
-        parse(content, 8, "here")
+        parse_header(content, 8, "here")
 
 
-WHOLE = header(place([Placed("weight", "F32", (2, 3)), Placed("bias", "F32", (3,))]))
+WHOLE = file_header(lay_out([TensorEntry("weight", "F32", (2, 3)), TensorEntry("bias", "F32", (3,))]))
 """Of 36 bytes of data."""
 
 
@@ -110,7 +109,7 @@ WHOLE = header(place([Placed("weight", "F32", (2, 3)), Placed("bias", "F32", (3,
 def test_no_mutation_breaks_the_parser(start: int, cut: int, put: bytes) -> None:
     """A header of which a few bytes were changed, cut or added gives tensors within the data, or DamagedError."""
     try:
-        found = parse(WHOLE[:start] + put + WHOLE[start + cut :], 36, "here")
+        found = parse_header(WHOLE[:start] + put + WHOLE[start + cut :], 36, "here")
     except DamagedError:
         return
     assert sorted((each.begin, each.begin + each.size) for each in found)[-1][1] == 36

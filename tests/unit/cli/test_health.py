@@ -10,8 +10,7 @@ import pytest
 
 from elastic_trainer.cli.health import Word, ask, judge
 from elastic_trainer.cli.main import main
-from elastic_trainer.web.answers import Answer, Request, text
-from elastic_trainer.web.server import Server, tls_context
+from elastic_trainer.web.server import Answer, Request, Server, text, tls_context
 from tests.support.certificates import Authority
 
 SILENT = Word(9470, False, None, "nobody listens")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer import tasks
+from elastic_trainer import jobs
 from elastic_trainer.cli.init import Topic, advice
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import load_job
 
-SCRIPTS = Path(tasks.__file__).with_name("scripts")
+SCRIPTS = Path(jobs.__file__).with_name("scripts")
 TRAINER = """\
 import os
 import torch

@@ -56,7 +56,7 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     ("text", "recovery"),
     [
         ("from elastic_trainer import Session\n", "in_place"),
-        ("from elastic_trainer.training.trainer import Trainer\n", "in_place"),
+        ("from elastic_trainer.jobs.trainer import Trainer\n", "in_place"),
         ("import elastic_trainer as et\nwith et.Session() as session: pass\n", "in_place"),
         ("from elastic_trainer import Task\n", "restart"),
         ("import elastic_trainer\n", "restart"),

@@ -20,9 +20,9 @@ from elastic_trainer.cli.status import LiveShow, PlainShow, list_view, run_view
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState, Saved
 from elastic_trainer.model import Cause
-from elastic_trainer.monitor.model.observation import Observed, Observer
-from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary
-from elastic_trainer.monitor.read.reading import RunReading, StoreReading
+from elastic_trainer.monitor.reading import RunReading, StoreReading
+from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
+from elastic_trainer.monitor.state import Observed, Observer
 from elastic_trainer.settings import secret, store_endpoint
 from elastic_trainer.variables import ENV_ENDPOINT
 from tests.support.monitored import entry, grouped, health, incident, rank, run

@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from elastic_trainer.data.bad_samples import LEAST_LIMIT, Missing, Tally, limit, worth_a_line
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, SampleRequest
-from elastic_trainer.data.reader import SampleReader
 from elastic_trainer.data.sampler import Fetcher, Sampler
-from elastic_trainer.data.sources import SeekableStream, deterministic, generators, is_stream
+from elastic_trainer.data.sources import (
+    LEAST_LIMIT,
+    Missing,
+    SeekableStream,
+    Tally,
+    deterministic,
+    generators,
+    is_stream,
+    limit,
+    worth_a_line,
+)
+from elastic_trainer.data.workers import Loading, SampleReader
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 

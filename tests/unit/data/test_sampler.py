@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from elastic_trainer.data.placing import placed, versions
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.data.sources import checked_length
+from elastic_trainer.data.workers import placed, versions
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 

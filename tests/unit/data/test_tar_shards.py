@@ -17,7 +17,8 @@ import pytest
 import structlog
 import torch
 
-from elastic_trainer.data import tar_index, tar_shards
+from elastic_trainer.data import tar_shards
+from elastic_trainer.data import tar_shards as tar_index
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Fetcher, Sampler
 from elastic_trainer.data.tar_shards import TarShards

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.ipc.messages import MessageError, read_from_agent, read_from_worker
+from elastic_trainer.ipc.channel import MessageError, read_from_agent, read_from_worker
 
 KINDS = ("hello", "ready", "failed", "progress", "evicted", "pong", "leaving", "welcome", "formation", "over", "exit")
 FIELDS = ("version", "pid", "local_rank", "number", "state", "step", "status", "reason", "round", "next", "code", "run")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from elastic_trainer.ipc import own_address as module
-from elastic_trainer.ipc.own_address import is_loopback, own_address, refusal_proves
+from elastic_trainer.ipc import address as module
+from elastic_trainer.ipc.address import is_loopback, own_address, refusal_proves
 
 V4, V6 = "203.0.113.1", "2001:db8::1"
 """Their routes are the default routes."""

@@ -16,15 +16,13 @@ from rich.console import Console
 
 from elastic_trainer.cli import events, status
 from elastic_trainer.clock import Deadline
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.documents import Document, RoundState, Spec
-from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
-from elastic_trainer.monitor.read.reading import Reader
-from elastic_trainer.monitor.serve.answers import MonitorSite
-from elastic_trainer.monitor.serve.board import Board
+from elastic_trainer.monitor.reading import Reader
+from elastic_trainer.monitor.serve import Board, MonitorSite
+from elastic_trainer.monitor.snapshot import listing, snapshot, summary
 from elastic_trainer.store.api import Put, RunKeys
-from elastic_trainer.web.access import Access
-from elastic_trainer.web.answers import Answer, Request
+from elastic_trainer.web.server import Access, Answer, Request
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, entry, health, incident, rank, record
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer import tasks
+from elastic_trainer import jobs
 from elastic_trainer.drills.entry import entry
 from tests.support.pages import DOCS, ROOT, blocks
 
-SCRIPTS = Path(tasks.__file__).with_name("scripts")
+SCRIPTS = Path(jobs.__file__).with_name("scripts")
 PLAIN, ELASTIC, SESSION = (SCRIPTS / name for name in ("ddp_script.py", "ddp_script_elastic.py", "session_script.py"))
 
 
@@ -64,4 +64,4 @@ def test_script_is_a_name_for_a_local_run(tmp_path: Path) -> None:
     where = f"--directory={tmp_path / 'checkpoints'}"
     assert entry(["script", "--epochs", "2"], tmp_path) == (str(SESSION), where, "--epochs", "2")
     assert SESSION.is_file()
-    assert tasks.script("mnist") is None
+    assert jobs.script("mnist") is None

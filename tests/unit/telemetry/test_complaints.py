@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, StorageError, StoreUnavailableError
-from elastic_trainer.telemetry import complaints
+from elastic_trainer.telemetry import logs
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_an_error_of_this_package_is_one_sentence_and_its_exit_code(
 ) -> None:
     """Also where torch's hook collects what the hooks before it write; ``@record`` has written the traceback before."""
     monkeypatch.setattr(sys, "excepthook", None)
-    complaints.install()
+    logs.install_hook()
     reported.write_text(json.dumps({"message": {"message": "?", "extraInfo": {"py_callstack": "Traceback ..."}}}))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with pytest.raises(SystemExit) as ended:
@@ -51,7 +51,7 @@ def test_other_errors_go_to_the_hook_before(monkeypatch: pytest.MonkeyPatch, rep
     seen: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(kind))
     for _ in range(2):
-        complaints.install()
+        logs.install_hook()
     sys.excepthook(ValueError, ValueError("x"), None)
     assert seen == [ValueError]
     assert not reported.exists()

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from elastic_trainer.jobs import trainer as exports
+from elastic_trainer.jobs.files import write_atomically
+from elastic_trainer.jobs.trainer import export, exported_step
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training import export as exports
-from elastic_trainer.training.export import export, exported_step
-from elastic_trainer.training.files import write_atomically
 
 
 def tied() -> nn.Module:

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.checkpoint.retention import BestMode
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, StorageError
-from elastic_trainer.training.history import FILE_NAME, History, lines_to_keep
+from elastic_trainer.jobs.files import HISTORY_FILE, History, lines_to_keep
 
 
 def _history(*accuracies: float) -> History:
@@ -23,7 +23,7 @@ def _history(*accuracies: float) -> History:
 
 
 def _lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (directory / HISTORY_FILE).read_text().splitlines()]
 
 
 def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> None:
@@ -98,11 +98,11 @@ def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
     """New records are appended; lines that are there already stay byte for byte."""
     history = _history(0.1)
     history.write(tmp_path, {"world_size": 3})
-    before = (tmp_path / FILE_NAME).read_bytes()
+    before = (tmp_path / HISTORY_FILE).read_bytes()
     history.add(20, 2, 0, 0.05, {"accuracy": 0.2})
     history.write(tmp_path, {"world_size": 2})
     history.write(tmp_path, {"world_size": 9})
-    assert (tmp_path / FILE_NAME).read_bytes().startswith(before)
+    assert (tmp_path / HISTORY_FILE).read_bytes().startswith(before)
     assert [(line["step"], line["metrics"]["accuracy"], line["world_size"]) for line in _lines(tmp_path)] == [
         (10, 0.1, 3),
         (20, 0.2, 2),
@@ -124,7 +124,7 @@ def test_lines_of_steps_that_were_rolled_back_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["", '{"step": 1', "null\n", "[]\n", "\xff\n", '{"step": 10}\n'])
 def test_a_torn_or_foreign_file_is_rebuilt_from_the_state(tmp_path: Path, damage: str) -> None:
     """Whatever is in the file, after a write it says what the state says."""
-    (tmp_path / FILE_NAME).write_text(damage, encoding="latin-1")
+    (tmp_path / HISTORY_FILE).write_text(damage, encoding="latin-1")
     history = _history(0.1, 0.2)
     history.write(tmp_path, {})
     assert [line["step"] for line in _lines(tmp_path)] == [10, 20]
@@ -134,7 +134,7 @@ def test_a_line_without_its_end_is_not_kept(tmp_path: Path) -> None:
     """A line that was cut off after its last character would swallow the next one."""
     history = _history(0.1)
     history.write(tmp_path, {})
-    line = (tmp_path / FILE_NAME).read_text()
+    line = (tmp_path / HISTORY_FILE).read_text()
     assert lines_to_keep([line], history.records) == [line]
     assert lines_to_keep([line.rstrip("\n")], history.records) == []
 
@@ -144,14 +144,14 @@ def test_values_that_json_cannot_say_are_null_and_still_recognised(tmp_path: Pat
     history = _history(float("nan"), float("inf"))
     history.write(tmp_path, {"attempt": 1})
     history.write(tmp_path, {"attempt": 2})
-    text = (tmp_path / FILE_NAME).read_text()
+    text = (tmp_path / HISTORY_FILE).read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
     assert [(line["metrics"], line["attempt"]) for line in _lines(tmp_path)] == [({"accuracy": None}, 1)] * 2
 
 
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).mkdir()
+    (tmp_path / HISTORY_FILE).mkdir()
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written") as caught:
         _history(0.1).write(tmp_path, {})
     assert caught.value.exit_code == EXIT_CANNOT_WRITE

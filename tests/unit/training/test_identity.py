@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.training.identity import TaskIdentity, changed
+from elastic_trainer.jobs.trainer import TaskIdentity, changed
 
 
 @pytest.mark.parametrize(

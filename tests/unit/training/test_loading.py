@@ -8,9 +8,19 @@ import pytest
 import yaml
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.tasks import names
-from elastic_trainer.training.config import AdamWConfig, JobConfig, Precision, SgdConfig, StepConfig
-from elastic_trainer.training.loading import as_yaml, checked, load_job, parse_yaml, with_overrides
+from elastic_trainer.jobs import names
+from elastic_trainer.jobs.config import (
+    AdamWConfig,
+    JobConfig,
+    Precision,
+    SgdConfig,
+    StepConfig,
+    as_yaml,
+    checked,
+    load_job,
+    parse_yaml,
+    with_overrides,
+)
 
 JOB = """\
 task: mnist
@@ -184,7 +194,7 @@ def test_the_first_problem_is_named_and_the_rest_counted() -> None:
 
 def test_the_shipped_job_files_are_plain_yaml() -> None:
     """The ready-made files need no loader of ours; each task has one of its own name."""
-    shipped = Path("elastic_trainer/tasks")
+    shipped = Path("elastic_trainer/jobs")
     files = sorted((Path(__file__).parents[3] / shipped).glob("*.yaml"))
     assert {path.stem for path in files} >= set(names())
     for path in files:

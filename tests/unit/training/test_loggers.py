@@ -11,12 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.training import loggers
-from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.loggers import Background, Loggers, Opening, TrackedRun, check_loggers, register_logger
-from elastic_trainer.training.progress import ProgressMoment
-from elastic_trainer.training.reporter import Reporter
-from elastic_trainer.training.task import Exhibits
+from elastic_trainer.jobs import loggers
+from elastic_trainer.jobs.config import LoggingConfig
+from elastic_trainer.jobs.loggers import Background, Loggers, Opening, TrackedRun, check_loggers, register_logger
+from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
+from elastic_trainer.jobs.task import Exhibits
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.training.__main__ import main
+from elastic_trainer.jobs.main import main
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, directory: Path | None, rank: int) -> None:

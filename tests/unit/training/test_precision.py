@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.training.config import Precision
-from elastic_trainer.training.precision import arithmetic
+from elastic_trainer.jobs.config import Precision
+from elastic_trainer.jobs.trainer import arithmetic
 
 CPU = torch.device("cpu")
 

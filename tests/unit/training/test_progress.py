@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from elastic_trainer.jobs.config import LoggingConfig
+from elastic_trainer.jobs.reporting import Lines, ProgressMoment, StepRate, Terminal, TrainingProgress, progress
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import Lines, ProgressMoment, StepRate, Terminal, TrainingProgress, progress
 from tests.support.memory_store import ManualClock
 
 

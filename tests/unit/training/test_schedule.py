@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import Cursor
-from elastic_trainer.training.config import (
+from elastic_trainer.jobs.config import (
     ConstantConfig,
     CosineConfig,
     EvaluationConfig,
@@ -23,8 +22,16 @@ from elastic_trainer.training.config import (
     SchedulerConfig,
     StepConfig,
 )
-from elastic_trainer.training.optimization import build_scheduler, lengths, rate_factor
-from elastic_trainer.training.schedule import RunLength, epochs_done, evaluation_due, run_length
+from elastic_trainer.jobs.task import (
+    RunLength,
+    build_scheduler,
+    epochs_done,
+    evaluation_due,
+    lengths,
+    rate_factor,
+    run_length,
+)
+from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.toys import data, loss_of

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.jobs.config import LoggingConfig
+from elastic_trainer.jobs.curves import curves_of, read_curves
+from elastic_trainer.jobs.files import STEPS_FILE
+from elastic_trainer.jobs.reporting import ProgressMoment, Reporter, StepLog
+from elastic_trainer.jobs.task import Exhibits
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.curves import curves_of, read_curves
-from elastic_trainer.training.progress import ProgressMoment
-from elastic_trainer.training.reporter import Reporter
-from elastic_trainer.training.step_log import FILE_NAME, StepLog
-from elastic_trainer.training.task import Exhibits
 
 
 def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
@@ -25,7 +24,7 @@ def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
 
 
 def written(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (directory / STEPS_FILE).read_text().splitlines()]
 
 
 def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> Non
 
 def test_a_line_that_was_torn_is_ended_and_passed_over(tmp_path: Path) -> None:
     """A process killed in mid-write spoils no line but its own."""
-    (tmp_path / FILE_NAME).write_text('{"kind": "loss", "step": 10, "loss": 0.5}\n{"kind": "loss", "st')
+    (tmp_path / STEPS_FILE).write_text('{"kind": "loss", "step": 10, "loss": 0.5}\n{"kind": "loss", "st')
     StepLog(tmp_path).loss(moment(20), 0.25, 1e-3, 1.0)
     assert read_curves(tmp_path).losses == {10: 0.5, 20: 0.25}
 
@@ -66,7 +65,7 @@ def said() -> Iterator[io.StringIO]:
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.StringIO) -> None:
     log = StepLog(tmp_path)
-    (tmp_path / FILE_NAME).mkdir()
+    (tmp_path / STEPS_FILE).mkdir()
     log.loss(moment(1), 1.0, 1.0, 1.0)
     log.loss(moment(2), 1.0, 1.0, 1.0)
     assert said.getvalue().count("steps.not_written") == 1
@@ -161,7 +160,7 @@ def test_what_is_no_line_is_passed_over(line: str) -> None:
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no steps\.jsonl"):
         read_curves(tmp_path)
-    (tmp_path / FILE_NAME).touch()
+    (tmp_path / STEPS_FILE).touch()
     with pytest.raises(ConfigError, match="nothing to draw yet"):
         read_curves(tmp_path)
 
@@ -171,7 +170,7 @@ def test_only_rank_0_reports_and_each_round_once(tmp_path: Path) -> None:
     reporter = Reporter(LoggingConfig(progress="none"), tmp_path)
     reporter.lead(False, moment(0), "begins")
     reporter.looked(moment(10), 3.0, 0.1)
-    assert not (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / STEPS_FILE).exists()
     reporter.lead(True, moment(11, 1, 2), "node a was lost")
     reporter.looked(moment(20, 1, 2), 2.0, 0.1)
     reporter.lead(True, moment(21, 2, 3), "node c joins")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.training.config import JobConfig, Section
-from elastic_trainer.training.evaluation import measurable
-from elastic_trainer.training.task import Datasets, Task, find_task
+from elastic_trainer.jobs.config import JobConfig, Section
+from elastic_trainer.jobs.task import Datasets, Task, find_task
+from elastic_trainer.jobs.trainer import measurable
 
 
 class Line(Task):
@@ -67,7 +67,7 @@ def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], pa
 
 
 def test_tasks_are_found_by_short_name_and_by_module() -> None:
-    assert find_task("mnist").__module__ == "elastic_trainer.tasks.vision.mnist"
+    assert find_task("mnist").__module__ == "elastic_trainer.jobs.mnist"
     assert find_task(f"{__name__}:Line") is Line
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.jobs import trainer
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.files import History
+from elastic_trainer.jobs.task import RunLength
+from elastic_trainer.jobs.trainer import Run
 from elastic_trainer.model import Cursor
-from elastic_trainer.training import trainer
-from elastic_trainer.training.history import History
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.schedule import RunLength
-from elastic_trainer.training.trainer import Run
 
 LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=2, steps=8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.warm.fitness import Facts, PythonCommand, StartDecision, decide
+from elastic_trainer.warm.template import Facts, PythonCommand, StartDecision, decide
 
 FACTS = Facts("/bin/python", ("-u",), "/job", {"PATH": "/bin", "OMP_NUM_THREADS": "1"}, free=("FREE",))
 FITTING = ["/bin/python", "-u", "train.py", "--lr", "1"]

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from elastic_trainer.web.access import Access
+from elastic_trainer.web.server import Access
 
 
 def basic(text: str) -> str:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.web.answers import Answer, Body, Request, text
-from elastic_trainer.web.exchange import HEAD_LIMIT, CompleteRequest, parse_request, rendered
+from elastic_trainer.web.server import HEAD_LIMIT, Answer, Body, CompleteRequest, Request, parse_request, rendered, text
 
 PIECES = st.sampled_from(
     [b"GET", b" ", b"/", b"http://[", b"HTTP/1.1", b"\r\n", b"\n", b":", b"Host", b"\x00", b"\xff", b"["]

@@ -14,8 +14,8 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
-from elastic_trainer.web.answers import metrics
-from elastic_trainer.web.node_metrics import NodeCollector
+from elastic_trainer.web.node import NodeCollector
+from elastic_trainer.web.server import metrics
 from tests.unit.agent.readings import reading
 
 NODE_FAMILIES = [family for family in FAMILIES if family.source is MetricSource.NODE]

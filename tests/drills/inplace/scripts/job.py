@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_trainer import Session
-from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state import restore

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.clock import Deadline
-from elastic_trainer.training.run_log import RunLog
+from elastic_trainer.jobs.reporting import RunLog
 
 TRACKERS = ("wandb", "mlflow")
 SAVED, STEPS = 6, 12

@@ -14,15 +14,23 @@ import pytest
 from elastic_trainer.agent.workers.conductor import Worker
 from elastic_trainer.agent.workers.conductor_shell import ChannelServer
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.ipc.channel import Connection, connect
-from elastic_trainer.ipc.messages import CHANNEL_VERSION, Exit, Hello, Leaving, Message, read_from_agent
+from elastic_trainer.ipc.channel import (
+    CHANNEL_VERSION,
+    Connection,
+    Exit,
+    Hello,
+    Leaving,
+    Message,
+    connect,
+    read_from_agent,
+)
 from tests.support.waiting import LIMIT_S, eventually
 
 HOLDER = """
 import os, sys
 from pathlib import Path
 from elastic_trainer.ipc.channel import connect
-from elastic_trainer.ipc.messages import Hello
+from elastic_trainer.ipc.channel import Hello
 from elastic_trainer.ipc.mutex import LifeMutex
 
 connection = connect(Path(sys.argv[1]))

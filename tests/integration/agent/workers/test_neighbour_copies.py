@@ -19,11 +19,10 @@ from elastic_trainer.agent.workers import rescue
 from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
 from elastic_trainer.checkpoint import neighbours as protocol
-from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
-from elastic_trainer.checkpoint.checking import records
+from elastic_trainer.checkpoint.manifest import records
+from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
-from elastic_trainer.checkpoint.snapshot import DATA, LocalMemory, StateSnapshot, read
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state.restore import together
 from tests.support.waiting import eventually
@@ -287,7 +286,7 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
         def keep(step: int) -> None:
             info = SaveInfo(step, 1)
             image = manager.encode(node.state(step), info, places=Place(0, 3))
-            saves.submit(image, manager.draft(info), SnapshotPurpose.KEEP)
+            saves.submit(image, manager.draft(info), SnapshotPurpose.MEMORY_ONLY)
 
         keep(1)
         eventually(lambda: saves.sending, "nothing is sent")

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from elastic_trainer.agent.workers import rescue as rescue_module
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Owner
-from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.checkpoint.storage.posix import PosixStorage
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import StorageError

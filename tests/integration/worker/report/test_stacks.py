@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.ipc.stacks import stacks_of
+from elastic_trainer.ipc.page import stacks_of
 from tests.support.waiting import eventually
 
 WORKER = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.agent.rendezvous.in_place import EVERY_S, ProgressWriter
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.waiting import soon

@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.agent.workers.conductor import FalseStart
-from elastic_trainer.ipc.messages import (
-    Drain,
-    Evicted,
-    Exit,
-    Failed,
-    Formation,
-    Leaving,
-    Over,
-    Ready,
-    Welcome,
-)
+from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
 from elastic_trainer.membership.cluster_view import NodeView, losses
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.model import Cause

@@ -12,7 +12,7 @@ from elastic_trainer.agent.workers.conductor import Quarantine, Reached
 from elastic_trainer.agent.workers.conductor_shell import Reachability, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.ipc.messages import Failed, Leaving
+from elastic_trainer.ipc.channel import Failed, Leaving
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.rules import UNFORMED_ROUNDS
 from elastic_trainer.store.api import Put, RunKeys, Store

@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from elastic_trainer.agent.workers.conductor import ConductorPorts, Life, Release, Worker
-from elastic_trainer.ipc.channel import Connection
-from elastic_trainer.ipc.messages import Ready
+from elastic_trainer.ipc.channel import Connection, Ready
 from tests.unit.agent.stage import Alarms, Line, Stage
 
 LIMIT_S = 8.0

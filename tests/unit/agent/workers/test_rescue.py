@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from elastic_trainer.agent.workers import rescue as rescue_module
 from elastic_trainer.agent.workers.rescue import Rescue, survivors
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Owner, SaveInfo
-from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from tests.unit.checkpoint.states import training_state

@@ -13,8 +13,7 @@ import pytest
 from elastic_trainer.agent.workers.conductor import Worker
 from elastic_trainer.agent.workers.hang_rules import LATE
 from elastic_trainer.agent.workers.watchdog import Watchdog, process_state
-from elastic_trainer.ipc.channel import Connection
-from elastic_trainer.ipc.messages import Ping
+from elastic_trainer.ipc.channel import Connection, Ping
 from tests.support.memory_store import ManualClock
 from tests.unit.agent.stage import Line
 

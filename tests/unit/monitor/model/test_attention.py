@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Saved, Spec
-from elastic_trainer.monitor.model.attention import concerns
-from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, summary
+from elastic_trainer.monitor.attention import concerns
+from elastic_trainer.monitor.snapshot import StoreStatus, listing, summary
+from elastic_trainer.monitor.state import Observer
 from tests.support.monitored import entry, health, incident, rank, run
 
 TWO = Spec(min_nodes=2, max_nodes=4)

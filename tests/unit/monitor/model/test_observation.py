@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 
 from elastic_trainer.membership.documents import RoundState, Saved
-from elastic_trainer.monitor.model.curves import Point, Recorder
-from elastic_trainer.monitor.model.observation import Observer, Rate
+from elastic_trainer.monitor.state import Observer, Point, Rate, Recorder
 from tests.support.monitored import entry, health, rank, run
 
 

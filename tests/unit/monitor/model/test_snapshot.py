@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import GONE, NodeState, RoundState, Saved
 from elastic_trainer.model import Cause
-from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.monitor.model.observation import Observed, Observer
-from elastic_trainer.monitor.model.snapshot import (
+from elastic_trainer.monitor.snapshot import (
     MOST_NAMES,
     LastRound,
     StoreStatus,
@@ -26,6 +24,7 @@ from elastic_trainer.monitor.model.snapshot import (
     snapshot,
     summary,
 )
+from elastic_trainer.monitor.state import Observed, Observer, RunDocuments
 from tests.support.monitored import entry, grouped, health, incident, rank, record, run
 
 SEEN = Observed(now=100.0, wall=5000.0, state="training", arrived={"n0": 97.5})

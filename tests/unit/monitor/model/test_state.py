@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import Departure, JournalEntry, RoundState, RunResult, Spec
-from elastic_trainer.monitor.model import state
-from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor import state
+from elastic_trainer.monitor.state import RunDocuments
 from elastic_trainer.telemetry.families import RUN_STATES
 from tests.support.monitored import health, rank, record, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.page.words import NAMES
+from elastic_trainer.monitor.page.view import NAMES
 from elastic_trainer.telemetry.families import NODE_STATES, RUN_STATES
 from tests.support import snapshots
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.page.updates import edits
+from elastic_trainer.monitor.page import edits
 from tests.support import snapshots
 
 texts = st.lists(st.sampled_from("abc"), max_size=12)

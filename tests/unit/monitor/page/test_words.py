@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.monitor.page import words
-from elastic_trainer.monitor.page.words import NONE, TIMES
+from elastic_trainer.monitor.page import view as words
+from elastic_trainer.monitor.page.view import NONE, TIMES
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import GONE, RoundState
-from elastic_trainer.monitor.read import feed as feeds
-from elastic_trainer.monitor.read import reading as readings
-from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.monitor.read.reading import Pacing, Reader, run_names
+from elastic_trainer.monitor import reading as feeds
+from elastic_trainer.monitor import reading as readings
+from elastic_trainer.monitor.reading import Pacing, Reader, RunFeed, run_names
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, TransactionResult
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, health, incident, rank, record, soon

@@ -11,13 +11,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.model.snapshot import StoreStatus
-from elastic_trainer.monitor.read.reading import RunReading, StoreReading
-from elastic_trainer.monitor.serve.answers import MonitorSite, targets
-from elastic_trainer.monitor.serve.board import Board
-from elastic_trainer.web.access import Access
-from elastic_trainer.web.answers import Answer, Request, Stream
+from elastic_trainer.monitor.reading import RunReading, StoreReading
+from elastic_trainer.monitor.serve import Board, MonitorSite, targets
+from elastic_trainer.monitor.snapshot import StoreStatus
+from elastic_trainer.monitor.state import Observer
+from elastic_trainer.web.server import Access, Answer, Request, Stream
 from tests.support.memory_store import ManualClock
 from tests.support.monitored import health, record, run
 

@@ -10,12 +10,11 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.documents import GONE, RoundState, Saved
-from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.read.reading import RunReading, StoreReading
-from elastic_trainer.monitor.serve.metrics import COUNTED, MonitorCollector, histogram, label_values
+from elastic_trainer.monitor.metrics import COUNTED, MonitorCollector, histogram, label_values
+from elastic_trainer.monitor.reading import RunReading, StoreReading
+from elastic_trainer.monitor.state import Observer, RunDocuments
 from elastic_trainer.telemetry.families import FAMILIES, PREFIX, MetricKind, MetricSource
 from tests.support.monitored import entry, grouped, health, rank, run
 

@@ -13,9 +13,8 @@ import torch
 from pydantic import ValidationError
 
 from elastic_trainer.errors import EXIT_CONFIG, DataError, SampleError
-from elastic_trainer.tasks.language.corpus import Corpus, TextOptions, cut, load_corpus
-from elastic_trainer.tasks.language.text_files import found_files
-from elastic_trainer.tasks.language.token_stream import Tokens, Windows
+from elastic_trainer.jobs.corpus import Corpus, TextOptions, Tokens, Windows, cut, load_corpus
+from elastic_trainer.jobs.texts import found_files
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 

@@ -13,12 +13,9 @@ import torch
 
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.tasks.language.gpt import Gpt, token_losses
-from elastic_trainer.tasks.language.sampling import Manner, continued, drawn
-from elastic_trainer.tasks.language.transformer import Transformer
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.schedule import run_length
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.gpt import Gpt, Manner, Transformer, continued, drawn, token_losses
+from elastic_trainer.jobs.task import run_length
 
 TEXT = "It was the best of times, it was the worst of times. " * 30
 SIZES = {"layers": 1, "heads": 2, "width": 8, "context": 16}

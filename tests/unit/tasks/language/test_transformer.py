@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastic_trainer.tasks.language.transformer import Transformer, TransformerOptions
+from elastic_trainer.jobs.gpt import Transformer, TransformerOptions
 
 GPT2 = TransformerOptions(layers=12, heads=12, width=768, context=1024)
 SMALL = TransformerOptions(layers=2, heads=2, width=16, context=12)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, DataError
-from elastic_trainer.tasks.pose.coco import CocoScenes
-from elastic_trainer.tasks.vision.pillow import Image
+from elastic_trainer.jobs.pillow import Image
+from elastic_trainer.jobs.scenes import CocoScenes
 
 
 def content() -> dict[str, Any]:

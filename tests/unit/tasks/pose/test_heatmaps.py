@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from elastic_trainer.tasks.pose.heatmaps import heat_losses, tag_losses, tags_at, targets
+from elastic_trainer.jobs.keypoints import heat_losses, tag_losses, tags_at, targets
 
 
 def test_a_target_is_one_at_the_point_and_falls_as_a_gaussian() -> None:

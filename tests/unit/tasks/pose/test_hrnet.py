@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.tasks.pose.hrnet import Fusion, HighResolutionNet, HrnetOptions, StageOptions, with_coordinates
+from elastic_trainer.jobs.keypoints import Fusion, HighResolutionNet, HrnetOptions, StageOptions, with_coordinates
 
 
 def options(channels: tuple[int, ...], stages: list[tuple[int, int, int]], **more: Any) -> HrnetOptions:

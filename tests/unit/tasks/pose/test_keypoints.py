@@ -12,12 +12,9 @@ import torch
 
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError, DataError
-from elastic_trainer.tasks.pose.drawing import drawn_points
-from elastic_trainer.tasks.pose.keypoints import Keypoints
-from elastic_trainer.tasks.pose.poses import Instance, Peak
-from elastic_trainer.tasks.vision.pillow import Image
-from elastic_trainer.training.config import JobConfig, MultiStepConfig
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import JobConfig, MultiStepConfig, load_job
+from elastic_trainer.jobs.keypoints import Instance, Keypoints, Peak, drawn_points
+from elastic_trainer.jobs.pillow import Image
 
 SMALL = ("data.count=6", "data.test_count=5", "model.channels=[4]", "model.stages=[{branches: 1, blocks: 1}]")
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_trainer.tasks.pose.heatmaps import targets
-from elastic_trainer.tasks.pose.poses import Counts, Instance, Peak, find_peaks, grouped, judge
+from elastic_trainer.jobs.keypoints import Counts, Instance, Peak, find_peaks, grouped, judge, targets
 
 
 def peak(x: float, tag: float = 0.0, score: float = 1.0) -> Peak:

@@ -11,10 +11,24 @@ import torch
 from numpy.typing import NDArray
 
 from elastic_trainer.data.seeds import SampleSeeds
-from elastic_trainer.tasks.pose.digit_scenes import CANVAS, INK, DigitScenes, ink_box, stroke_points
-from elastic_trainer.tasks.pose.scenes import Floats, Moves, Scene, Views, after, drawn, fitting, mirror_order, moved
-from elastic_trainer.tasks.vision.digits import Digits, shipped_digits
-from elastic_trainer.tasks.vision.pillow import Image
+from elastic_trainer.jobs.digits import Digits, shipped_digits
+from elastic_trainer.jobs.pillow import Image
+from elastic_trainer.jobs.scenes import (
+    CANVAS,
+    INK,
+    DigitScenes,
+    Floats,
+    Moves,
+    Scene,
+    Views,
+    after,
+    drawn,
+    fitting,
+    ink_box,
+    mirror_order,
+    moved,
+    stroke_points,
+)
 
 
 class OneScene:

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data.seeds import SampleSeeds
-from elastic_trainer.tasks.vision.augmentation import (
-    CentralView,
-    RandomView,
-    as_bytes,
-    jittered,
-    normalized,
-    random_box,
-)
-from elastic_trainer.tasks.vision.pillow import Image
+from elastic_trainer.jobs.images import CentralView, RandomView, as_bytes, jittered, normalized, random_box
+from elastic_trainer.jobs.pillow import Image
 
 
 def picture(width: int = 40, height: int = 30) -> Image.Image:

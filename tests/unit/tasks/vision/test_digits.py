@@ -14,8 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from elastic_trainer.errors import EXIT_CONFIG, DataError
-from elastic_trainer.tasks.vision.digits import Digits, idx_digits, shipped_digits, split
-from elastic_trainer.tasks.vision.idx import read_idx
+from elastic_trainer.jobs.digits import Digits, idx_digits, read_idx, shipped_digits, split
 
 
 def _idx(values: NDArray[np.uint8]) -> bytes:

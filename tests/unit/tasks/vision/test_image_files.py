@@ -21,12 +21,11 @@ from elastic_trainer.errors import (
     SampleError,
     StorageReadError,
 )
+from elastic_trainer.jobs import digits as digit_images
+from elastic_trainer.jobs.digits import Digits
+from elastic_trainer.jobs.images import ImageFolder, as_bytes, check_same_classes, image_files, read_image
+from elastic_trainer.jobs.pillow import Image
 from elastic_trainer.settings import cache_directory
-from elastic_trainer.tasks.vision import digit_images
-from elastic_trainer.tasks.vision.augmentation import as_bytes
-from elastic_trainer.tasks.vision.digits import Digits
-from elastic_trainer.tasks.vision.image_files import ImageFolder, check_same_classes, image_files, read_image
-from elastic_trainer.tasks.vision.pillow import Image
 
 
 def folders(root: Path, **classes: int) -> Path:
@@ -134,9 +133,9 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name == "PIL" or name.startswith("PIL.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    monkeypatch.delitem(sys.modules, "elastic_trainer.tasks.vision.pillow")
+    monkeypatch.delitem(sys.modules, "elastic_trainer.jobs.pillow")
     with pytest.raises(DataError, match=r"pip install elastic-trainer\[examples\]") as caught:
-        __import__("elastic_trainer.tasks.vision.pillow")
+        __import__("elastic_trainer.jobs.pillow")
     assert caught.value.exit_code == EXIT_CONFIG
 
 

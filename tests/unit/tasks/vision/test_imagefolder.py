@@ -11,12 +11,10 @@ from torch.nn import functional
 
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError, DataError
-from elastic_trainer.tasks.vision.imagefolder import ImageClasses, hits_among
-from elastic_trainer.tasks.vision.pillow import Image
-from elastic_trainer.tasks.vision.resnet import ResNet, ResNetOptions
-from elastic_trainer.training.config import CosineConfig, MultiStepConfig
-from elastic_trainer.training.loading import load_job
-from elastic_trainer.training.optimization import decay_groups
+from elastic_trainer.jobs.config import CosineConfig, MultiStepConfig, load_job
+from elastic_trainer.jobs.imagefolder import ImageClasses, ResNet, ResNetOptions, hits_among
+from elastic_trainer.jobs.pillow import Image
+from elastic_trainer.jobs.task import decay_groups
 
 SMALL = ("data.size=16", "data.resize=16", "model.width=4")
 

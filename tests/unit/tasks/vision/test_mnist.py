@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from elastic_trainer.data.sampler import Batch, Fetcher
-from elastic_trainer.tasks.vision.mnist import Mnist, MnistModel, network, scrambled, shifted
-from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.loading import load_job
+from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.mnist import Mnist, MnistModel, network, scrambled, shifted
 
 
 def _image() -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_trainer.tasks.vision.resnet import Bottleneck, ResNet, ResNetOptions
+from elastic_trainer.jobs.imagefolder import Bottleneck, ResNet, ResNetOptions
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import SystemClock
-from elastic_trainer.ipc.messages import Message, Progress
+from elastic_trainer.ipc.channel import Message, Progress
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.agent_link import REPORT_EVERY_S, ChannelLink
 from elastic_trainer.worker.state.training_state import Position

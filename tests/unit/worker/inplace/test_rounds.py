@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import RoundBrokenError
-from elastic_trainer.ipc.messages import Ready
+from elastic_trainer.ipc.channel import Ready
 from elastic_trainer.worker.comm.groups import RoundPlace
 from elastic_trainer.worker.recovery import Formed, Rounds
 

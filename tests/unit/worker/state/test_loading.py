@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo, StateSnapshot, checking, commit
-from elastic_trainer.checkpoint.checking import records
-from elastic_trainer.checkpoint.storage.posix_io import PosixSource
+from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot, commit, manifest
+from elastic_trainer.checkpoint.manifest import records
+from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state.restore import Origin, state_digest, trial_size
 from tests.unit.worker.ranks import run_ranks
@@ -29,7 +29,7 @@ CHUNK = 4096
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of a few hundred KB has as many parts as a large one."""
-    for module, name in ((checking, "CHUNK"), (checking, "PIECE"), (commit, "CHUNK")):
+    for module, name in ((manifest, "CHUNK"), (manifest, "PIECE"), (commit, "CHUNK")):
         monkeypatch.setattr(module, name, CHUNK)
 
 
@@ -52,8 +52,8 @@ class LargeRank(Rank):
         self.tensors = large_state(seed=100 + control.rank)["model"]
         self.state = {"model": self.tensors, "random": control.rank}
 
-    def live(self) -> Live:
-        return Live({"model": self.tensors})
+    def live(self) -> LoadInto:
+        return LoadInto({"model": self.tensors})
 
 
 def all_load(

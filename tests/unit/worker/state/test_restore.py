@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo, StateSnapshot
-from elastic_trainer.checkpoint.checking import records
-from elastic_trainer.checkpoint.fingerprint import fingerprint
-from elastic_trainer.checkpoint.snapshot import DATA
+from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot
+from elastic_trainer.checkpoint.codec import fingerprint
+from elastic_trainer.checkpoint.manifest import records
+from elastic_trainer.checkpoint.memory import DATA
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
@@ -43,8 +43,8 @@ class Rank:
     def apply(self, tree: Mapping[str, Any]) -> None:
         self.state = {**tree, "random": self.control.rank}
 
-    def live(self) -> Live:
-        return Live({"value": self.state["value"]})
+    def live(self) -> LoadInto:
+        return LoadInto({"value": self.state["value"]})
 
     def loaded(self, left: StateSnapshot | None = None) -> Origin:
         return restore(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Live, StateSnapshot
+from elastic_trainer.checkpoint import CheckpointManager, LoadInto, StateSnapshot
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.storage.posix import PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
@@ -33,7 +33,7 @@ def restored(control: Control, directory: Path, left: StateSnapshot | None = Non
     def apply(tree: Mapping[str, Any]) -> None:
         state.update(tree)
 
-    live = Live({"value": state["value"]}, fits=how.get("fits", lambda tree: True))
+    live = LoadInto({"value": state["value"]}, fits=how.get("fits", lambda tree: True))
     source = ShardSource(CheckpointManager(directory), left, live, HeartbeatReporter(), looks=control.rank == 0)
     alike = how.get("alike", Control())
     origin = restore_shards(control, alike, source, lambda: state, apply, lambda origin: None)
@@ -77,7 +77,7 @@ def test_what_is_read_when_the_round_breaks_is_read_no_further(tmp_path: Path) -
     """The next round must not wait for slow storage; and nothing writes to the tensors any more."""
     works, tensor = InterruptibleWaits(interruptible=True), torch.full((1000,), -1.0)
     manager = CheckpointManager(tmp_path, storage=EndsTheRound(saved(tmp_path, NEW, 1), works))
-    source = ShardSource(manager, None, Live({"value": tensor}), HeartbeatReporter(), looks=True)
+    source = ShardSource(manager, None, LoadInto({"value": tensor}), HeartbeatReporter(), looks=True)
     with pytest.raises(RoundBrokenError, match="a peer is gone"):
         restore_shards(Control(works=works), Control(), source, dict, lambda tree: None, lambda origin: None)
     assert bool((tensor == -1.0).all())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.model import digests

@@ -8,9 +8,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch
+from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control

@@ -1,0 +1,488 @@
+"""What a job may say: the frozen, validated configuration behind one YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from elastic_trainer.checkpoint.retention import BestMode
+from elastic_trainer.checkpoint.storage import is_url
+from elastic_trainer.errors import ConfigError, last_line
+from elastic_trainer.settings import Frozen
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+
+
+class Section(Frozen):
+    """Base of all parts of a job's configuration; a task's own options derive from it too.
+
+    Immutable, unknown keys are errors, numbers are finite, and a truth value is never a number
+    (YAML reads ``epochs: yes`` as true, which pydantic would otherwise accept as 1).
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: str(value) if cls._is_misplaced(name, value) else value for name, value in values.items()}
+
+    @classmethod
+    def _is_misplaced(cls, name: object, value: object) -> bool:
+        """Whether ``value`` is a truth value where a number belongs; as text, pydantic refuses it there."""
+        field = cls.model_fields.get(str(name))
+        if field is None or not isinstance(value, bool):
+            return False
+        kinds = {field.annotation, *get_args(field.annotation)}
+        return bool not in kinds and bool(kinds & {int, float})
+
+
+class Precision(StrEnum):
+    """The arithmetic of the forward pass; parameters and optimizer state always stay in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class EvaluationConfig(Section):
+    """When the test data is evaluated. The end of the run is always evaluated."""
+
+    every_epochs: int | None = Field(default=1, ge=1)
+    every_steps: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=256, ge=1, description="samples per rank and forward pass")
+
+
+Changeable = (
+    Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run"]
+    | Annotated[str, Field(pattern=r"^(optimizer|scheduler|scaler)(\.\w+)*$")]
+)
+
+
+class CheckpointConfig(Section):
+    """Where and how often the state is saved, and what is kept."""
+
+    directory: str = Field(default="runs", description="a path, or an s3://, gs:// or az:// URL")
+    every_steps: int | None = Field(default=None, ge=1)
+    every_s: float | Literal["auto"] | None = Field(
+        default=60.0, description="auto: by the cost of a save and the failures seen"
+    )
+    keep_last: int = Field(default=3, ge=1)
+    keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
+    metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
+    mode: BestMode = BestMode.MAX
+    export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
+    require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
+    allow_changed: tuple[Changeable, ...] = Field(
+        default=(),
+        description="what may differ from the run that is resumed: samples may then repeat or miss; optimizer.lr, ...",
+    )
+
+    @field_validator("every_s")
+    @classmethod
+    def _positive(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and value <= 0.0:
+            raise ValueError("give a number of seconds above 0, auto, or null")
+        return value
+
+    @property
+    def files(self) -> Path:
+        """Where curves, logs and exports go: beside the checkpoints, or for a URL to a directory named after it."""
+        if is_url(self.directory):
+            return Path("runs", self.directory.rstrip("/").rpartition("/")[2])
+        return Path(self.directory)
+
+
+class LoggingConfig(Section):
+    """What a running job shows."""
+
+    every_s: float = Field(default=2.0, gt=0.0, description="least time between two lines of progress")
+    loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    tensorboard: bool = Field(default=False, description="scalars and exhibits in checkpoint.directory/tensorboard")
+    loggers: tuple[str, ...] = Field(default=(), description="also to these: wandb, mlflow, or registered ones")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All loggers."""
+        return ("tensorboard",) * self.tensorboard + self.loggers
+
+
+class SgdConfig(Section):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"]
+    lr: float = Field(default=0.1, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _momentum(self) -> SgdConfig:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class AdamWConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0.0)
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.01, ge=0.0)
+
+
+class ConstantConfig(Section):
+    """The learning rate stays as it is, after an optional linear warm-up."""
+
+    name: Literal["none"] = "none"
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class StepConfig(Section):
+    """The learning rate is multiplied by ``gamma`` every ``every_epochs`` epochs."""
+
+    name: Literal["step"]
+    every_epochs: float = Field(gt=0.0)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class MultiStepConfig(Section):
+    """The learning rate is multiplied by ``gamma`` at each of the ``milestones``, which are epochs."""
+
+    name: Literal["multistep"]
+    milestones: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(min_length=1)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _rising(self) -> MultiStepConfig:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("'milestones' must rise")
+        return self
+
+
+class CosineConfig(Section):
+    """The learning rate falls along half a cosine, to ``floor`` times its beginning at the end of the run."""
+
+    name: Literal["cosine"]
+    floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+OptimizerConfig = Annotated[SgdConfig | AdamWConfig, Field(discriminator="name")]
+SchedulerConfig = Annotated[ConstantConfig | StepConfig | MultiStepConfig | CosineConfig, Field(discriminator="name")]
+
+
+class JobConfig(Section):
+    """One job. The task checks ``data``, ``model`` and ``options`` (see ``Task``)."""
+
+    task: str = Field(min_length=1, description="a ready-made task, or module:Class of your own")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    device: str = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="gloo: also where several processes share a CUDA device"
+    )
+    epochs: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    global_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples per optimizer step, over all ranks, whatever their number; a task may derive it",
+    )
+    micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
+    workers: int = Field(default=0, ge=0, description="processes per rank that fetch training samples ahead of use")
+    prefetch: int = Field(default=2, ge=1, description="micro-batches that each of them fetches ahead")
+    pin_memory: bool | None = Field(default=None, description="copy through pinned memory; null: when on CUDA")
+    bad_samples: Literal["raise", "skip"] = Field(default="raise", description="what a sample that raises does")
+    max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0, description="of an epoch that may be skipped")
+    precision: Precision = Precision.FP32
+    reduction: Literal["ddp", "tree", "local_sgd", "diloco"] = Field(
+        default="ddp",
+        description="tree: the same bits at any number of ranks (needs micro_batch); local_sgd, diloco: for slow links",
+    )
+    sync_every: int | None = Field(
+        default=None, ge=1, description="with local_sgd and diloco: how many steps ranks train apart"
+    )
+    outer_lr: float | None = Field(default=None, gt=0.0, description="with diloco: of the outer SGD; null: 0.7")
+    outer_momentum: float | None = Field(
+        default=None, ge=0.0, lt=1.0, description="with diloco: of the outer SGD (Nesterov); null: 0.9"
+    )
+    average: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
+    )
+    clip_norm: float | None = Field(default=None, gt=0.0)
+    sync_batchnorm: bool = False
+    compile: bool = Field(default=False, description="compile the model (torch.compile); the first steps take longer")
+    nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is not a number does")
+    compare_every_steps: int | None = Field(
+        default=100, ge=1, description="steps between two comparisons of all ranks' parameters"
+    )
+    on_difference: Literal["stop", "heal"] = Field(
+        default="stop", description="what ranks do whose parameters differ; heal: go on with those of most ranks"
+    )
+    audit_every: int | None = Field(
+        default=None, ge=1, description="steps between two of which each rank's pass is repeated on another node"
+    )
+    on_mismatch: Literal["report", "repeat"] = Field(
+        default="report", description="after a wrong pass; repeat: in place, make the step again"
+    )
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
+    scheduler: SchedulerConfig = ConstantConfig()
+    data: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError("must be auto, cpu, cuda, cuda:N or mps")
+        return value
+
+    @model_validator(mode="after")
+    def _bounded(self) -> JobConfig:
+        if not self.options and (lack := self.lack()) is not None:  # a task derives from its options alone
+            raise ValueError(lack)
+        small, large = self.micro_batch, self.global_batch
+        if small is not None and large is not None and small > large:
+            raise ValueError(f"'micro_batch' {small} is larger than 'global_batch' {large}")
+        if self.reduction == "tree" and (self.micro_batch is None or self.sync_batchnorm):
+            wrong = "needs 'micro_batch'" if self.micro_batch is None else "does not go with 'sync_batchnorm'"
+            raise ValueError(f"'reduction' tree {wrong}")
+        apart = self.reduction in ("local_sgd", "diloco")
+        if apart != (self.sync_every is not None):
+            raise ValueError(f"'reduction' {self.reduction} {'needs' if apart else 'goes without'} 'sync_every'")
+        for name, steps in (("max_steps", self.max_steps), ("evaluation.every_steps", self.evaluation.every_steps)):
+            if steps is not None and steps % (self.sync_every or 1):
+                raise ValueError(f"'{name}' {steps} is not a multiple of 'sync_every' {self.sync_every}")
+        return self
+
+    def lack(self) -> str | None:
+        """What is missing that only the task's own options may stand in for (see ``Task.implied_config``)."""
+        if self.epochs is None and self.max_steps is None:
+            return "set 'epochs' or 'max_steps', or the job would never end"
+        return "'global_batch' is missing" if self.global_batch is None else None
+
+    @property
+    def samples_per_step(self) -> int:
+        """``global_batch``, where it is known: in the configuration of every task."""
+        if self.global_batch is None:
+            raise ConfigError("'global_batch' is missing", hint="set 'global_batch'")
+        return self.global_batch
+
+
+READY_MADE = "elastic_trainer.jobs"
+"""The package of ready-made tasks. Named, not imported: it lies above this one and is loaded like a plug-in."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, but a key given twice is an error instead of silently winning, and a date is a text."""
+
+
+def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+        if isinstance(key, yaml.ScalarNode):
+            seen.add(key.value)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML document; a ConfigError with the line number if it is not one."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: {error.problem or 'not valid YAML'}", hint="correct the YAML") from error
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML: {reason}", hint="correct the YAML") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested too deeply", hint="correct the YAML") from error
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:  # of PyYAML's constructors
+        raise ConfigError(f"{where}: a value does not fit its type: {last_line(error)}", hint="correct it") from error
+
+
+def read_job_file(source: str) -> tuple[str, dict[str, Any]]:
+    """The name (for messages) and the content of ``source``: a YAML file, or the name of a ready-made task."""
+    if source.endswith((".yaml", ".yml")) or "/" in source:
+        return source, _checked_mapping(parse_yaml(_read(Path(source)), source), source)
+    shipped = resources.files(READY_MADE)
+    names = sorted(item.name.removesuffix(".yaml") for item in shipped.iterdir() if item.name.endswith(".yaml"))
+    if source not in names:
+        raise ConfigError(
+            f"there is no ready-made task {source!r} and it is not a .yaml file",
+            hint=did_you_mean(source, names) or f"ready-made tasks: {', '.join(names)}",
+        )
+    where = f"{source}.yaml"
+    return where, _checked_mapping(parse_yaml((shipped / where).read_text(encoding="utf-8"), where), where)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file", hint="check the path of the job file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8", hint="give a YAML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", hint="give a readable YAML file") from error
+
+
+def _checked_mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        found = "empty" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(f"{where}: a mapping of keys to values is expected, but it is {found}", hint="see --help")
+    return value
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """``values`` with each ``key.sub=value`` set; values are read as YAML (``0.1``, ``null``, ``[1, 2]``)."""
+    result = dict(values)
+    for text in overrides:
+        name, separator, raw = text.partition("=")
+        path = name.split(".")
+        if not separator or not all(part.isidentifier() for part in path):
+            raise ConfigError(f"override {text!r} is not key=value", hint="write for example optimizer.lr=0.01")
+        _set(result, path, parse_yaml(raw, f"override {text!r}"), text)
+    return result
+
+
+def _set(target: dict[str, Any], path: Sequence[str], value: Any, text: str) -> None:
+    for depth, part in enumerate(path[:-1]):
+        inner = target.get(part)
+        if inner is not None and not isinstance(inner, dict):
+            name = ".".join(path[: depth + 1])
+            raise ConfigError(f"override {text!r}: '{name}' is {inner!r}, which has no parts", hint=f"set {name}=...")
+        target[part] = dict(inner or {})  # a copy: an alias in the YAML may share it
+        target = target[part]
+    target[path[-1]] = value
+
+
+def load_job(source: str, overrides: Sequence[str] = ()) -> JobConfig:
+    """The configuration of the job file or ready-made task ``source`` with ``overrides`` applied."""
+    where, values = read_job_file(source)
+    names = [text.partition("=")[0] for text in overrides]
+    return checked(JobConfig, with_overrides(values, overrides), where, overridden=names)
+
+
+def checked(
+    kind: type[ModelT], values: Mapping[str, Any], where: str, *, prefix: str = "", overridden: Sequence[str] = ()
+) -> ModelT:
+    """``kind`` built from ``values``, or a ConfigError about the first wrong one.
+
+    ``prefix`` is put before the names of keys (``data.``); a key in ``overridden`` came from the command line.
+    """
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise _explained(error, kind, values, where, prefix, overridden) from error
+
+
+def _explained(
+    error: ValidationError,
+    kind: type[BaseModel],
+    values: Mapping[str, Any],
+    where: str,
+    prefix: str,
+    overridden: Sequence[str],
+) -> ConfigError:
+    # A misspelt key is reported before the key that is missing because of it.
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    path = _written_path(first["loc"], values, missing=first["type"] == "missing")
+    name = prefix + ".".join(path)
+    origin = "command line" if any(name == key or name.startswith(f"{key}.") for key in overridden) else where
+    more = f"; {len(problems) - 1} more problem(s) follow" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(path[-1], _fields_at(kind, first["loc"][:-1])) or "remove it"
+        return ConfigError(f"{origin}: unknown key '{name}'", hint=hint + more)
+    if first["type"] in ("missing", "union_tag_not_found"):
+        name += ".name" if first["type"] == "union_tag_not_found" else ""
+        return ConfigError(f"{origin}: '{name}' is missing", hint=f"set '{name}'" + more)
+    if first["type"] == "union_tag_invalid":
+        context = first["ctx"]
+        tag, known = context["tag"], context["expected_tags"].replace("'", "").split(", ")
+        hint = did_you_mean(tag, known) or f"choose from {', '.join(known)}"
+        return ConfigError(f"{origin}: '{name}.name' is {tag!r}, which is not known", hint=hint + more)
+    message = first["msg"].removeprefix("Value error, ")
+    if not path:
+        return ConfigError(f"{origin}: {message}", hint="correct this" + more)
+    text = f"'{name}' is {reprlib.repr(first['input'])}: {message[:1].lower() + message[1:]}"
+    return ConfigError(f"{origin}: {text}", hint="correct this value" + more)
+
+
+def _written_path(loc: Sequence[int | str], values: Any, *, missing: bool) -> list[str]:
+    """The keys of ``loc`` as the user wrote them: pydantic also names the member of a union that it tried."""
+    path: list[str] = []
+    for position, part in enumerate(loc):
+        here = isinstance(values, Mapping) and part in values
+        here = here or (isinstance(values, list | tuple) and isinstance(part, int) and part < len(values))
+        if here:
+            values = values[part]
+        if here or (missing and position == len(loc) - 1):
+            path.append(str(part))
+    return path
+
+
+def _fields_at(kind: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
+    """The keys that may stand at ``loc``."""
+    candidates = [kind]
+    for part in loc:
+        tagged = [model for model in candidates if _tag(model) == part]
+        candidates = tagged or [inner for model in candidates for inner in _nested(model, part)]
+    return sorted({name for model in candidates for name in model.model_fields})
+
+
+def _tag(model: type[BaseModel]) -> object:
+    name = model.model_fields.get("name")
+    values = get_args(name.annotation) if name is not None else ()
+    return values[0] if values else None
+
+
+def _nested(model: type[BaseModel], name: int | str) -> list[type[BaseModel]]:
+    field = model.model_fields.get(str(name))
+    kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str | None:
+    """A hint with the nearest of the ``known`` words, if one is near."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else None
+
+
+def as_yaml(config: JobConfig) -> str:
+    """``config`` as YAML that :func:`load_job` reads back to an equal one."""
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

@@ -1,0 +1,261 @@
+"""A residual network that classifies the images of class folders; out of the box, handwritten digits as PNG files.
+
+Nothing here knows of ranks or devices. The classes are the names of the folders; they belong to the identity of the
+run, since the network knows them by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import DataError
+from elastic_trainer.jobs.config import Section
+from elastic_trainer.jobs.digits import digit_images
+from elastic_trainer.jobs.images import (
+    CentralView,
+    ImageFolder,
+    RandomView,
+    check_same_classes,
+    image_files,
+    normalized,
+)
+from elastic_trainer.jobs.task import Datasets, Task, build_optimizer, decay_groups
+
+
+class ResNetOptions(Section):
+    """``model:`` which residual network."""
+
+    depth: Literal[18, 34, 50, 101] = 18
+    width: int = Field(default=64, ge=1, le=1024, description="channels of the first stage; 64 in the paper")
+    stem: Literal["imagenet", "small"] = Field(
+        default="imagenet", description="small: keeps the resolution, for images of about 32 pixels"
+    )
+    zero_gamma: bool = Field(default=True, description="blocks begin as the identity (Goyal et al., 2017, section 5.1)")
+
+
+_BLOCKS: dict[int, tuple[int, int, int, int]] = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+}
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and what goes past them; (n, inputs, h, w) to (n, width, h / stride, w / stride)."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(inputs, width, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The one before the addition."""
+        return self.bn2
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(self.conv2(inner)) + _past(self.downsample, x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions; (n, inputs, h, w) to (n, 4 width, h / stride, w / stride)."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = _conv(inputs, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv(width, 4 * width, 1)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.downsample = _shortcut(inputs, 4 * width, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The one before the addition."""
+        return self.bn3
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.bn1(self.conv1(x)))
+        inner = functional.relu(self.bn2(self.conv2(inner)))
+        return functional.relu(self.bn3(self.conv3(inner)) + _past(self.downsample, x))
+
+
+class ResNet(nn.Module):
+    """(n, 3, h, w) to scores of (n, classes)."""
+
+    def __init__(self, classes: int, options: ResNetOptions) -> None:
+        super().__init__()
+        depth, width, small = options.depth, options.width, options.stem == "small"
+        kind = BasicBlock if depth < 50 else Bottleneck
+        self.conv1 = _conv(3, width, 3) if small else _conv(3, width, 7, 2)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.maxpool: nn.Module = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
+        widths = [width * 2**stage for stage in range(4)]
+        inputs = [width, *(each * kind.expansion for each in widths[:3])]
+        stages = [_stage(kind, *each) for each in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)]
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.fc = nn.Linear(widths[3] * kind.expansion, classes)
+        _initialize(self, options.zero_gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(functional.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        scores: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return scores
+
+
+def _stage(kind: type[BasicBlock | Bottleneck], inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
+    following = (kind(width * kind.expansion, width) for _ in range(blocks - 1))
+    return nn.Sequential(kind(inputs, width, stride), *following)
+
+
+def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """What goes past a block, where it changes the shape."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+def _past(shortcut: nn.Module | None, x: Tensor) -> Tensor:
+    return x if shortcut is None else shortcut(x)
+
+
+@torch.no_grad()
+def _initialize(network: nn.Module, zero_gamma: bool) -> None:
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif zero_gamma and isinstance(module, (BasicBlock, Bottleneck)):
+            nn.init.zeros_(module.last_norm.weight)
+
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Ratio = Annotated[float, Field(gt=0.0)]
+Jitter = Annotated[float, Field(ge=0.0)]
+Spread = Annotated[float, Field(gt=0.0)]
+
+
+class ImageFolderData(Section):
+    """``data:`` where the images are, and how they are seen."""
+
+    directory: Path | None = Field(default=None, description="has train/ and val/ or test/; null: the shipped digits")
+    train: Path | None = Field(default=None, description="instead of directory: the class folders to train on")
+    test: Path | None = None
+    cache: Path | None = Field(default=None, description="where the digits are written; null: ~/.cache")
+    limit: int | None = Field(default=None, ge=1, description="train on N samples only, evenly spread")
+    size: int = Field(default=224, ge=8, description="pixels that the network sees in each direction")
+    resize: int = Field(default=256, ge=8, description="of the shorter side in tests, before the middle is cut out")
+    scale: tuple[Share, Share] = Field(default=(0.08, 1.0), description="part of the area that training sees")
+    ratio: tuple[Ratio, Ratio] = (3 / 4, 4 / 3)
+    flip: float = Field(default=0.5, ge=0.0, le=1.0, description="how often training images are mirrored")
+    jitter: tuple[Jitter, Jitter, Jitter] = Field(
+        default=(0.0, 0.0, 0.0), description="of brightness, contrast and saturation"
+    )
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[Spread, Spread, Spread] = (0.229, 0.224, 0.225)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ImageFolderData:
+        if (self.train is None) != (self.test is None):
+            raise ValueError("'train' and 'test' go together")
+        if self.directory is not None and self.train is not None:
+            raise ValueError("either 'directory' or 'train' and 'test'")
+        if self.scale[0] > self.scale[1] or self.ratio[0] > self.ratio[1]:
+            raise ValueError("'scale' and 'ratio' are a least and a most")
+        if self.resize < self.size:
+            raise ValueError(f"'resize' {self.resize} is below 'size' {self.size}")
+        return self
+
+
+class ImageFolderOptions(Section):
+    """``options:`` of the training."""
+
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    decay_all: bool = Field(default=False, description="weight decay of biases and norms too")
+    top: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1, 5), min_length=1, description="metrics top1, top5, ...: the class is among the K best guesses"
+    )
+
+
+class ImageClasses(Task):
+    """Images in class folders."""
+
+    Data = ImageFolderData
+    Model = ResNetOptions
+    Options = ImageFolderOptions
+
+    def datasets(self) -> Datasets:
+        options: ImageFolderData = self.data_options
+        train, test = (image_files(directory) for directory in directories(options))
+        check_same_classes(train, test)
+        self.classes = train.classes
+        random_view = RandomView(options.size, options.scale, options.ratio, options.flip, options.jitter)
+        return Datasets(
+            train=ImageFolder(train.thinned(options.limit), random_view, deterministic=False),
+            test=ImageFolder(test, CentralView(options.size, options.resize), deterministic=True),
+        )
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"classes": self.classes}
+
+    def model(self) -> nn.Module:
+        return ResNet(len(self.classes), self.model_options)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.options.decay_all:
+            return super().optimizer(model)
+        return build_optimizer(self.config.optimizer, decay_groups(model.parameters()))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        scores, labels = self._scored(model, batch)
+        return functional.cross_entropy(scores, labels, label_smoothing=self.options.label_smoothing)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
+        scores, labels = self._scored(model, batch)
+        losses = functional.cross_entropy(scores, labels, reduction="none")
+        among = {f"top{k}": hits_among(scores, labels, k) for k in self.options.top if k <= scores.shape[1]}
+        return {name: (total, len(labels)) for name, total in {**among, "loss": losses.sum()}.items()}
+
+    def _scored(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Scores of (n, classes) and labels of (n,)."""
+        images = normalized(batch.x, self.data_options.mean, self.data_options.std)
+        return model(images).float(), batch.y
+
+
+def directories(options: ImageFolderData) -> tuple[Path, Path]:
+    """Where the class folders for training and for testing are."""
+    if options.train is not None and options.test is not None:
+        return options.train, options.test
+    root = options.directory if options.directory is not None else digit_images(options.cache)
+    for name in ("val", "test"):
+        if (root / name).is_dir():
+            return root / "train", root / name
+    what = "has neither val/ nor test/" if root.is_dir() else "there is no such directory"
+    raise DataError(f"{root}: {what}", hint="data.directory must hold train/ and val/ or test/ with class folders")
+
+
+def hits_among(scores: Tensor, labels: Tensor, count: int) -> Tensor:
+    """How many of the (n,) ``labels`` are among the ``count`` best of (n, classes) ``scores``."""
+    return (scores.topk(count, dim=1).indices == labels[:, None]).sum()

@@ -1,0 +1,611 @@
+"""Key points of all things in a picture at once, from a multi-resolution network; out of the box, those of digits.
+
+Bottom-up: heat maps say where points are, tags which of them belong together. Nothing here knows of ranks or devices.
+The names of the points belong to the identity of the run, since the network knows them by number.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.jobs.config import Section
+from elastic_trainer.jobs.digits import shipped_digits, split
+from elastic_trainer.jobs.imagefolder import BasicBlock
+from elastic_trainer.jobs.images import as_bytes, normalized
+from elastic_trainer.jobs.pillow import Image, ImageDraw
+from elastic_trainer.jobs.scenes import CocoScenes, DigitScenes, Floats, Moves, Scenes, Views
+from elastic_trainer.jobs.task import Datasets, Exhibits, Task
+
+
+def on_map(points: Tensor, stride: int) -> Tensor:
+    """Places of (..., 3) points in cells, (..., 2): the middle of the first cell is (0, 0)."""
+    return points[..., :2] / stride - 0.5
+
+
+def targets(points: Tensor, shape: tuple[int, int], stride: int, sigma: float) -> Tensor:
+    """(n, k, h, w): at each visible one of the (n, m, k, 3) ``points`` a Gaussian of ``sigma`` cells, peaks of 1.
+
+    Where two come together, the larger value counts.
+    """
+    places = on_map(points, stride)
+    rows = torch.arange(shape[0], device=points.device, dtype=points.dtype)
+    columns = torch.arange(shape[1], device=points.device, dtype=points.dtype)
+    across = torch.exp(-((columns - places[..., :1]) ** 2) / (2 * sigma**2))
+    down = torch.exp(-((rows - places[..., 1:]) ** 2) / (2 * sigma**2)) * (points[..., 2:] > 0)
+    maps = points.new_zeros(len(points), points.shape[2], *shape)
+    for instance in range(points.shape[1]):  # not all at once: COCO has up to 30 of them
+        one = down[:, instance, :, :, None] * across[:, instance, :, None, :]
+        maps = torch.maximum(maps, one)
+    return maps
+
+
+def heat_losses(heat: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
+    """(n,): for each picture the mean squared difference over the cells in which ``mask``, (n, h, w), is 1."""
+    squared = (heat - wanted) ** 2 * mask[:, None]
+    cells = mask.sum(dim=(1, 2)).clamp(min=1.0) * heat.shape[1]
+    return squared.sum(dim=(1, 2, 3)) / cells
+
+
+def tags_at(tags: Tensor, points: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The tags, (n, m, k), at the cells of the points, and which of these, (n, m, k), are visible and on the map."""
+    height, width = tags.shape[-2:]
+    cells = on_map(points, stride).round().long()
+    column, row = cells[..., 0], cells[..., 1]
+    known = (points[..., 2] > 0) & (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    flat = tags.flatten(2)  # (n, k, h * w)
+    return flat.gather(2, index.transpose(1, 2)).transpose(1, 2), known
+
+
+def tag_losses(tags: Tensor, points: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """(n,) and (n,): how unlike the tags within instances are, and how alike those of different instances.
+
+    The first is the mean over instances of the variance of their tags; the second the mean over pairs of instances of
+    exp(-d**2 / 2), d being the distance of their mean tags. Pictures with too few instances have 0.
+    """
+    found, known = tags_at(tags, points, stride)
+    weight = known.to(found.dtype)
+    count = weight.sum(2)  # (n, m)
+    mean = (found * weight).sum(2) / count.clamp(min=1.0)
+    within = ((found - mean[..., None]) ** 2 * weight).sum(2) / count.clamp(min=1.0)
+    present = (count > 0).to(found.dtype)
+    instances = present.sum(1)
+    pull = (within * present).sum(1) / instances.clamp(min=1.0)
+    alike = torch.exp(-((mean[:, :, None] - mean[:, None, :]) ** 2) / 2)
+    pairs = present[:, :, None] * present[:, None, :] * (1.0 - torch.eye(points.shape[1], device=points.device))
+    push = (alike * pairs).sum(dim=(1, 2)) / (instances * (instances - 1.0)).clamp(min=1.0)
+    return pull, push
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A place that may be a key point: in pixels of the picture, its height in the heat map, its tag."""
+
+    x: float
+    y: float
+    score: float
+    tag: float
+
+
+@dataclass(slots=True)
+class Instance:
+    """One thing in the picture: at most one peak for each kind of point, by its number."""
+
+    peaks: dict[int, Peak] = field(default_factory=dict)
+
+    @property
+    def tag(self) -> float:
+        return sum(peak.tag for peak in self.peaks.values()) / len(self.peaks)
+
+    @property
+    def score(self) -> float:
+        """The mean height of its peaks."""
+        return sum(peak.score for peak in self.peaks.values()) / len(self.peaks)
+
+
+def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, most: int) -> list[list[list[Peak]]]:
+    """For each of n pictures and k kinds of points the highest local maxima above ``threshold``, at most ``most``.
+
+    ``heat`` and ``tags`` are (n, k, h, w); a maximum is the highest of its eight neighbours.
+    """
+    pictures, kinds, _, width = heat.shape
+    candidates = torch.where(_are_maxima(heat), heat, -torch.inf).flatten(2)
+    scores, places = candidates.topk(min(most, candidates.shape[2]))
+    found = tags.flatten(2).gather(2, places)
+    shift_x, shift_y = (each.flatten(2).gather(2, places) for each in _quarters(heat))
+    x = (places % width + shift_x + 0.5) * stride
+    y = (places.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
+    table = torch.stack([x, y, scores, found], dim=-1).cpu().tolist()
+    return [
+        [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
+        for picture in range(pictures)
+    ]
+
+
+def _are_maxima(heat: Tensor) -> Tensor:
+    """Which cells are no lower than their neighbours; of equal ones, which half precision makes, the first alone."""
+    height, width = heat.shape[-2:]
+    padded = functional.pad(heat, (1, 1, 1, 1), value=-torch.inf)
+    around = [padded[..., row : row + height, column : column + width] for row in range(3) for column in range(3)]
+    before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
+    return (heat > before) & (heat >= behind)
+
+
+def _quarters(heat: Tensor) -> tuple[Tensor, Tensor]:
+    """A quarter of a cell towards the higher neighbour, to the sides and down; 0 between equal ones."""
+    padded = functional.pad(heat, (1, 1, 1, 1), mode="replicate")
+    right, left = padded[..., 1:-1, 2:], padded[..., 1:-1, :-2]
+    below, above = padded[..., 2:, 1:-1], padded[..., :-2, 1:-1]
+    return 0.25 * torch.sign(right - left), 0.25 * torch.sign(below - above)
+
+
+def grouped(peaks: list[list[Peak]], closeness: float, least_points: int = 1) -> list[Instance]:
+    """Instances out of the peaks of each kind of point, the best first; those of fewer than ``least_points`` not.
+
+    One kind after the other: of all pairs of a peak and an instance whose tags differ by less than ``closeness`` the
+    closest (in steps of 0.1, then the highest peak) comes first; peaks that are left begin instances of their own.
+    """
+    instances: list[Instance] = []
+    for kind, candidates in enumerate(peaks):
+        pairs = sorted(
+            (round(abs(peak.tag - instance.tag), 1), -peak.score, i, j)
+            for i, peak in enumerate(candidates)
+            for j, instance in enumerate(instances)
+            if abs(peak.tag - instance.tag) < closeness
+        )
+        taken, given = set[int](), set[int]()
+        for _, _, i, j in pairs:
+            if i not in taken and j not in given:
+                instances[j].peaks[kind] = candidates[i]
+                taken.add(i)
+                given.add(j)
+        instances += [Instance({kind: peak}) for i, peak in enumerate(candidates) if i not in taken]
+    kept = [instance for instance in instances if len(instance.peaks) >= least_points]
+    return sorted(kept, key=lambda instance: -instance.score)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What adds up over pictures. ``points`` there are, ``hit`` by the instance that belongs to theirs; ``found``,
+    ``invented`` and ``missed`` regardless of instances; the same of whole instances."""
+
+    points: int = 0
+    hit: int = 0
+    found: int = 0
+    invented: int = 0
+    missed: int = 0
+    instances_found: int = 0
+    instances_invented: int = 0
+    instances_missed: int = 0
+
+    def ratios(self) -> dict[str, tuple[int, int]]:
+        """Numerators and denominators, to be added up: the part of the points that their instance has (PCK), and the
+        F1 scores of points whatever their instance, and of instances."""
+        wrong, wrong_instances = self.invented + self.missed, self.instances_invented + self.instances_missed
+        return {
+            "pck": (self.hit, self.points),
+            "point_f1": (2 * self.found, 2 * self.found + wrong),
+            "instance_f1": (2 * self.instances_found, 2 * self.instances_found + wrong_instances),
+        }
+
+
+def judge(instances: list[Instance], truth: Floats, sizes: Floats, within: float, counts: Counts) -> None:
+    """Add to ``counts`` how ``instances`` meet one picture's ``truth``, (m, k, 3).
+
+    A point is met where the distance is at most ``within`` times the size of its instance, of ``sizes`` (m,). Each
+    prediction meets one point at most and each point is met once, the closest pair first. An instance is found by the
+    one that meets most of its points, if these are at least half of them.
+    """
+    near = _nearness(instances, truth, sizes)
+    _judge_points(near <= within, near, truth, instances, counts)
+    _judge_instances((near <= within).sum(2), truth, len(instances), counts)
+
+
+def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats:
+    """(predicted, m, k): distances in sizes of the true instance, infinite where there is no such point."""
+    kinds = truth.shape[1]
+    places = np.full((len(instances), kinds, 2), np.inf)
+    for number, instance in enumerate(instances):
+        for kind, peak in instance.peaks.items():
+            places[number, kind] = peak.x, peak.y
+    visible = truth[None, :, :, 2] > 0
+    with np.errstate(invalid="ignore"):
+        distance = np.linalg.norm(places[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
+    near: Floats = np.where(visible & np.isfinite(distance), distance, np.inf)
+    return near
+
+
+def _judge_points(
+    met: NDArray[np.bool_], near: Floats, truth: Floats, instances: list[Instance], counts: Counts
+) -> None:
+    for kind in range(truth.shape[1]):
+        pairs = np.argwhere(met[:, :, kind])
+        order = np.argsort([near[i, j, kind] for i, j in pairs], kind="stable")
+        predicted, true = set[int](), set[int]()
+        for i, j in pairs[order] if len(pairs) else []:
+            if i not in predicted and j not in true:
+                predicted.add(int(i))
+                true.add(int(j))
+        counts.found += len(true)
+        counts.invented += sum(kind in instance.peaks for instance in instances) - len(true)
+        counts.missed += int((truth[:, kind, 2] > 0).sum()) - len(true)
+
+
+def _judge_instances(hits: NDArray[np.int64], truth: Floats, predicted: int, counts: Counts) -> None:
+    """``hits``, (predicted, m): how many points of a true instance a predicted one meets."""
+    visible = (truth[:, :, 2] > 0).sum(1)
+    left, right = list(range(predicted)), [int(j) for j in np.flatnonzero(visible)]
+    counts.points += int(visible.sum())
+    found = 0
+    while left and right:
+        value, i, j = max((int(hits[i, j]), -i, -j) for i in left for j in right)
+        if value == 0:
+            break
+        left.remove(-i)
+        right.remove(-j)
+        counts.hit += value
+        found += 2 * value >= visible[-j]
+    counts.instances_found += found
+    counts.instances_invented += predicted - found
+    counts.instances_missed += int((visible > 0).sum()) - found
+
+
+_ENLARGED_TO = 256
+_TRUTH = (255, 255, 255)
+
+
+def drawn_points(image: Tensor, points: Tensor, found: Sequence[Instance]) -> Tensor:
+    """The (3, h, w) bytes of ``image``, enlarged where small, with the true ``points``, (m, k, 3), and those found."""
+    factor = max(1, _ENLARGED_TO // image.shape[-1])
+    large = image.repeat_interleave(factor, dim=1).repeat_interleave(factor, dim=2)
+    picture = Image.fromarray(np.ascontiguousarray(large.permute(1, 2, 0).numpy().astype(np.uint8)))
+    draw = ImageDraw.Draw(picture)
+    arm = max(2, picture.width // 64)
+    for number, instance in enumerate(found):
+        red, green, blue = colorsys.hsv_to_rgb(number / max(1, len(found)), 1.0, 1.0)
+        colour = (int(255 * red), int(255 * green), int(255 * blue))
+        for peak in instance.peaks.values():
+            x, y = peak.x * factor, peak.y * factor
+            draw.ellipse((x - arm, y - arm, x + arm, y + arm), fill=colour)
+    for x, y, visible in torch.flatten(points, 0, 1).tolist():
+        if visible > 0:
+            x, y = x * factor, y * factor
+            draw.line((x - arm, y, x + arm, y), fill=_TRUTH)
+            draw.line((x, y - arm, x, y + arm), fill=_TRUTH)
+    return as_bytes(picture)
+
+
+Width = Annotated[int, Field(ge=1, le=1024)]
+
+_HEAT_STD = 0.001
+_TAG_SLOPES = (3.0, 5.0)
+"""By how much a tag grows at first half the picture down, and to the right, where the network is given places."""
+
+
+class StageOptions(Section):
+    """``modules`` times: ``blocks`` residual blocks in each of ``branches`` branches, then a fusion of them all."""
+
+    branches: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    modules: int = Field(default=1, ge=1)
+
+
+class HrnetOptions(Section):
+    """``model:`` the network."""
+
+    channels: tuple[Width, ...] = Field(default=(32, 64, 128, 256), min_length=1, description="of each branch")
+    stages: tuple[StageOptions, ...] = Field(
+        default=(
+            StageOptions(branches=1, blocks=4),
+            StageOptions(branches=2, blocks=4),
+            StageOptions(branches=3, blocks=4, modules=4),
+            StageOptions(branches=4, blocks=4, modules=3),
+        ),
+        min_length=1,
+    )
+    stem_halvings: int = Field(default=2, ge=1, le=4, description="the heat map has size / 2 ** stem_halvings cells")
+    coordinates: bool = Field(default=False, description="give the network the place of each pixel")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HrnetOptions:
+        branches = [stage.branches for stage in self.stages]
+        if branches != sorted(branches) or branches[-1] != len(self.channels):
+            raise ValueError(f"branches {branches} must not fall and end with {len(self.channels)}, one per channel")
+        return self
+
+    @property
+    def stride(self) -> int:
+        """Pixels in each direction of a cell of the heat map."""
+        return int(2**self.stem_halvings)
+
+
+class Parallel(nn.ModuleList):
+    """One module for each branch."""
+
+    def forward(self, branches: list[Tensor]) -> list[Tensor]:
+        return [module(branch) for module, branch in zip(self, branches, strict=True)]
+
+
+class Fusion(nn.Module):
+    """Each of the first ``targets`` branches becomes the sum of all, brought to its resolution; its shape stays.
+
+    From lower resolution by a 1x1 convolution and upsampling, from higher by 3x3 convolutions of stride 2.
+    """
+
+    def __init__(self, channels: Sequence[int], targets: int) -> None:
+        super().__init__()
+        every = range(len(channels))
+        self.paths = nn.ModuleList(
+            Parallel(_path(channels, source, target) for source in every) for target in range(targets)
+        )
+
+    def forward(self, branches: list[Tensor]) -> list[Tensor]:
+        fused = []
+        for target, paths in zip(branches, self.paths, strict=False):
+            arrived = paths(branches)
+            size = target.shape[-2:]
+            same = [x if x.shape[-2:] == size else functional.interpolate(x, size, mode="nearest") for x in arrived]
+            fused.append(functional.relu(torch.stack(same).sum(0)))
+        return fused
+
+
+def _path(channels: Sequence[int], source: int, target: int) -> nn.Module:
+    """From branch ``source`` to branch ``target``, up to the upsampling."""
+    if source == target:
+        return nn.Identity()
+    if source > target:
+        return nn.Sequential(
+            nn.Conv2d(channels[source], channels[target], 1, bias=False), nn.BatchNorm2d(channels[target])
+        )
+    steps: list[nn.Module] = []
+    for step in range(source, target):
+        last = step == target - 1
+        outputs = channels[target] if last else channels[source]
+        steps += [*_halving(channels[source], outputs), *([] if last else [nn.ReLU()])]
+    return nn.Sequential(*steps)
+
+
+def _halving(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(outputs)]
+
+
+class HrnetStage(nn.Module):
+    """New branches from the lowest resolution there is, then the modules of ``plan``.
+
+    The ``last`` stage gives the highest resolution alone: DDP refuses parameters that have no part in the loss.
+    """
+
+    def __init__(self, channels: Sequence[int], present: int, plan: StageOptions, *, last: bool) -> None:
+        super().__init__()
+        self.begun = nn.ModuleList(
+            nn.Sequential(*_halving(channels[branch - 1], channels[branch]), nn.ReLU())
+            for branch in range(present, plan.branches)
+        )
+        mine = channels[: plan.branches]
+        self.blocks = nn.ModuleList(
+            Parallel(nn.Sequential(*(BasicBlock(width, width) for _ in range(plan.blocks))) for width in mine)
+            for _ in range(plan.modules)
+        )
+        targets = [plan.branches] * (plan.modules - 1) + [1 if last else plan.branches]
+        self.fusions = nn.ModuleList(Fusion(mine, each) for each in targets)
+
+    def forward(self, branches: list[Tensor]) -> list[Tensor]:
+        for begin in self.begun:
+            branches = [*branches, begin(branches[-1])]
+        for blocks, fusion in zip(self.blocks, self.fusions, strict=True):
+            branches = fusion(blocks(branches))
+        return branches
+
+
+class HighResolutionNet(nn.Module):
+    """(n, 3, h, w) to heat maps and tags, each (n, points, h / stride, w / stride).
+
+    With ``coordinates`` the network gets the place of each pixel, and tags begin as the place. Without them similar
+    things have similar tags, and the loss has no slope where all tags are the same.
+
+    h and w must be multiples of stride * 2 ** (branches - 1).
+    """
+
+    def __init__(self, points: int, options: HrnetOptions) -> None:
+        super().__init__()
+        channels, coordinates = options.channels, options.coordinates
+        self.coordinates = coordinates
+        colours = 5 if coordinates else 3
+        stem: list[nn.Module] = []
+        for number in range(options.stem_halvings):
+            stem += [*_halving(colours if number == 0 else channels[0], channels[0]), nn.ReLU()]
+        self.stem = nn.Sequential(*stem)
+        present = [1, *(stage.branches for stage in options.stages)]
+        self.stages = nn.ModuleList(
+            HrnetStage(channels, before, stage, last=number == len(options.stages))
+            for number, (before, stage) in enumerate(zip(present, options.stages, strict=False), 1)
+        )
+        self.heat = nn.Conv2d(channels[0], points, 1)
+        self.tags = nn.Conv2d(channels[0] + 2 * coordinates, points, 1)
+        nn.init.normal_(self.heat.weight, std=_HEAT_STD)
+        nn.init.zeros_(self.heat.bias)  # type: ignore[arg-type]
+        if coordinates:
+            with torch.no_grad():
+                self.tags.weight[:, -2:, 0, 0] = torch.tensor(_TAG_SLOPES)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        branches = [self.stem(with_coordinates(images) if self.coordinates else images)]
+        for stage in self.stages:
+            branches = stage(branches)
+        finest = branches[0]
+        return self.heat(finest), self.tags(with_coordinates(finest) if self.coordinates else finest)
+
+
+def with_coordinates(images: Tensor) -> Tensor:
+    """(n, c, h, w) to (n, c + 2, h, w): where each pixel is, from -1 to 1 down and to the right.
+
+    Else things that look alike would have tags alike (Liu et al., 2018, https://arxiv.org/abs/1807.03247).
+    """
+    count, _, height, width = images.shape
+    down = torch.linspace(-1, 1, height, device=images.device, dtype=images.dtype)[:, None].expand(height, width)
+    right = torch.linspace(-1, 1, width, device=images.device, dtype=images.dtype).expand(height, width)
+    return torch.cat([images, torch.stack([down, right]).expand(count, 2, height, width)], dim=1)
+
+
+Colour = tuple[float, float, float]
+Positive = Annotated[float, Field(gt=0.0)]
+
+_SHOWN = 4
+
+
+class CocoFiles(Section):
+    """A COCO annotation file, and the directory of the images it names."""
+
+    annotations: Path
+    images: Path
+
+
+class KeypointsData(Section):
+    """``data:`` where the pictures are, and how they are seen. Without ``train`` and ``test``: the shipped digits."""
+
+    train: CocoFiles | None = None
+    test: CocoFiles | None = None
+    category: str | None = Field(default=None, description="null: the only one of the file that has key points")
+    empty: bool = Field(default=False, description="train also on pictures without any key point")
+    count: int = Field(default=2000, ge=1, description="pictures with digits to train on")
+    test_count: int = Field(default=300, ge=1)
+    size: int = Field(default=64, ge=16, description="pixels that the network sees in each direction")
+    most: int = Field(default=30, ge=1, description="instances in a picture; of more the smallest are left out")
+    scale: tuple[Positive, Positive] = (1.0, 1.0)
+    rotation: float = Field(default=0.0, ge=0.0, le=180.0, description="degrees, either way")
+    shift: float = Field(default=0.0, ge=0.0, le=1.0, description="of the side, in each direction")
+    flip: float = Field(default=0.0, ge=0.0, le=1.0, description="how often pictures are mirrored")
+    mean: Colour = (0.485, 0.456, 0.406)
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KeypointsData:
+        if (self.train is None) != (self.test is None):
+            raise ValueError("'train' and 'test' go together")
+        if self.scale[0] > self.scale[1]:
+            raise ValueError("'scale' is a least and a most")
+        return self
+
+
+class KeypointsOptions(Section):
+    """``options:`` of the losses, of what counts as a peak, and of what counts as met."""
+
+    sigma: float = Field(default=2.0, gt=0.0, description="of the Gaussians, in cells of the heat map")
+    heat_weight: float = Field(default=1.0, gt=0.0)
+    pull_weight: float = Field(default=1e-3, ge=0.0, description="tags of one instance alike")
+    push_weight: float = Field(default=1e-3, ge=0.0, description="tags of two instances apart")
+    threshold: float = Field(default=0.1, gt=0.0, lt=1.0, description="of a peak in the heat map")
+    closeness: float = Field(default=1.0, gt=0.0, description="of tags of one instance")
+    least_points: int = Field(default=2, ge=1, description="of an instance; smaller ones are noise")
+    within: float = Field(default=0.15, gt=0.0, description="a point is met so near, in sizes of its instance")
+
+
+class Keypoints(Task):
+    """Bottom-up key points."""
+
+    Data = KeypointsData
+    Model = HrnetOptions
+    Options = KeypointsOptions
+
+    def datasets(self) -> Datasets:
+        options: KeypointsData = self.data_options
+        train, test = scenes(options)
+        self.names: Sequence[str] = train.names
+        check_size(options.size, self.model_options)
+        how: dict[str, Any] = {"size": options.size, "stride": self.model_options.stride, "most": options.most}
+        moves = Moves(options.scale, options.rotation, options.shift, options.flip)
+        return Datasets(train=Views(train, **how, moves=moves), test=Views(test, **how))
+
+    def identity(self) -> Mapping[str, Any]:
+        return {"points": self.names}
+
+    def model(self) -> nn.Module:
+        return HighResolutionNet(len(self.names), self.model_options)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._losses(*self._maps(model, batch), batch)["loss"].mean()
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
+        heat, tags = self._maps(model, batch)
+        losses = self._losses(heat, tags, batch)
+        counts = Counts()
+        _, points, sizes, _ = (part.cpu().double().numpy() for part in batch.data)
+        for number, instances in enumerate(self._instances(heat, tags, batch)):
+            present = (points[number, :, :, 2] > 0).any(axis=1)
+            judge(instances, points[number, present], sizes[number, present], self.options.within, counts)
+        sums = {name: (each.sum(), len(each)) for name, each in losses.items()}
+        return {**sums, **counts.ratios()}
+
+    def exhibits(self, model: nn.Module, batch: Batch) -> Exhibits:
+        heat, tags = self._maps(model, batch)
+        images, points, _, _ = (part.cpu() for part in batch.data)
+        found = self._instances(heat, tags, batch)
+        shown = range(min(_SHOWN, len(images)))
+        return Exhibits(images={f"test {n}": drawn_points(images[n], points[n], found[n]) for n in shown})
+
+    def _maps(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Heat maps and tags, (n, k, h, w) each."""
+        heat, tags = model(normalized(batch.x, self.data_options.mean, self.data_options.std))
+        return heat.float(), tags.float()
+
+    def _losses(self, heat: Tensor, tags: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """By name, (n,): of each picture."""
+        options: KeypointsOptions = self.options
+        _, points, _, known = batch.data
+        stride = self.model_options.stride
+        wanted = targets(points, (heat.shape[2], heat.shape[3]), stride, options.sigma)
+        heat_loss = heat_losses(heat, wanted, known.float())
+        pull, push = tag_losses(tags, points, stride)
+        whole = options.heat_weight * heat_loss + options.pull_weight * pull + options.push_weight * push
+        return {"loss": whole, "heat_loss": heat_loss, "ae_loss": pull + push}
+
+    def _instances(self, heat: Tensor, tags: Tensor, batch: Batch) -> list[list[Instance]]:
+        """The instances found in each picture, outside of what is unknown."""
+        options: KeypointsOptions = self.options
+        visible = heat.detach() * batch.data[3][:, None]
+        stride, most = self.model_options.stride, self.data_options.most
+        peaks = find_peaks(visible, tags.detach(), stride, threshold=options.threshold, most=most)
+        return [grouped(each, options.closeness, options.least_points) for each in peaks]
+
+
+def scenes(options: KeypointsData) -> tuple[Scenes, Scenes]:
+    """Pictures to train on and to test with: COCO's, or made of different digits."""
+    if options.train is not None and options.test is not None:
+        train = CocoScenes(**dict(options.train), category=options.category, empty=options.empty)
+        test = CocoScenes(**dict(options.test), category=options.category)
+        check_same_points(options.test.annotations, train.names, test.names)
+        return train, test
+    ours, others = split(shipped_digits(), test_size=1000, seed=0)
+    return DigitScenes(ours, options.count, seed=0), DigitScenes(others, options.test_count, seed=1)
+
+
+def check_same_points(path: Path, train: Sequence[str], test: Sequence[str]) -> None:
+    """Raise DataError unless both name the same points in the same order."""
+    if list(train) != list(test):
+        raise DataError(
+            f"{path}: its key points are {', '.join(test)}, those of the training data {', '.join(train)}",
+            hint="both files need the same category",
+        )
+
+
+def check_size(size: int, model: HrnetOptions) -> None:
+    """Raise ConfigError unless each branch halves ``size`` evenly."""
+    least = model.stride * 2 ** (len(model.channels) - 1)
+    if size % least:
+        raise ConfigError(
+            f"data.size {size} is not a multiple of {least}, which the network's branches need",
+            hint=f"set data.size to {max(1, round(size / least)) * least}",
+        )

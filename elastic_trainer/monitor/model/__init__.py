@@ -1,1 +1,0 @@
-"""The state of a run, as values that page, commands and metrics share."""

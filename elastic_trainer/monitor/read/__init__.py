@@ -1,1 +1,0 @@
-"""Reads all runs from the store."""

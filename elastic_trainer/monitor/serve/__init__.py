@@ -1,1 +1,0 @@
-"""The monitor's HTTP answers: page, streams, metrics, targets."""

@@ -1,0 +1,420 @@
+"""Snapshots of one run and the list of all runs, for the status page, commands and other programs. Pure.
+
+The fields are the contract of ``/api/runs`` and ``/api/runs/<run>``: unknown values are null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic_core import to_json, to_jsonable_python
+
+from elastic_trainer.membership import stragglers
+from elastic_trainer.membership.documents import (
+    RANK_FIELDS,
+    Incident,
+    JournalEntry,
+    NodeHealth,
+    RankHealth,
+    RoundMember,
+    RoundState,
+    goodput,
+)
+from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
+from elastic_trainer.monitor import state
+from elastic_trainer.monitor.attention import ORDER, Concern, concerns
+from elastic_trainer.monitor.state import Curves, Observed, RunDocuments
+from elastic_trainer.telemetry.families import PHASES
+
+MOST_ROUNDS = 200
+MOST_INCIDENTS = 100
+MOST_NAMES = 4000
+"""Maximum of node names in all rounds together; older rounds keep only their numbers."""
+GONE_STATE = "gone"
+"""The state of a member of the newest round whose key is missing."""
+
+
+RankStatus = Mapping[str, Any]
+"""One rank: the fields of its health document, ``slowdown``, ``straggler`` and ``stall`` (a state.Stall; null while
+it gets on). For a rank without a health document only the numbers are known."""
+UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False, "stall": None}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node. ``age_s``: seconds since the last report about its ranks."""
+
+    node: str
+    host: str
+    state: str
+    in_round: bool
+    group: int | None
+    place: int | None
+    """Shard group and place in it, if groups have several nodes; a spare has only a place."""
+    metrics: str
+    age_s: float | None
+    ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus:
+    """The last checkpoint, and counts."""
+
+    step: int
+    age_s: float | None
+    bytes: int
+    duration_s: float
+    interval_s: float
+    saved: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus:
+    """One transition of the journal."""
+
+    number: int
+    state: str
+    wall: float
+    reason: str
+    world_size: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LastRound:
+    """The last round that trained. ``duration_s``: from the run's first round to its end; null if that is forgotten."""
+
+    number: int
+    world_size: int
+    nodes: int
+    duration_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """Whether the store answers, and the age of the data."""
+
+    connected: bool
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """``/api/runs/<run>``."""
+
+    run: str
+    state: str
+    state_s: float | None
+    epoch: int | None
+    min_nodes: int | None
+    max_nodes: int | None
+    recovery: str | None
+    shard_nodes: int | None
+    shard_groups: int
+    """Shard groups of several nodes that train."""
+    round: int | None
+    round_reason: str
+    world_size: int
+    step: int | None
+    loss: float | None
+    samples: int | None
+    samples_per_s: float | None
+    steps_per_s: float | None
+    step_s: float | None
+    data_epoch: int | None
+    goodput: float | None
+    seconds: Mapping[str, float]
+    checkpoint: CheckpointStatus | None
+    limits: Mapping[str, float]
+    nodes: tuple[NodeStatus, ...]
+    rounds: tuple[RoundStatus, ...]
+    incidents: tuple[Mapping[str, Any], ...]
+    curves: Curves
+    unreadable: tuple[str, ...]
+    lost: tuple[str, ...]
+    """Nodes that the run lost to faults and that have not been replaced."""
+    departure: Mapping[str, Any] | None
+    """How the last node left, if no node is present."""
+    last: LastRound | None
+    """Who trained last, if the run has ended or nobody is left."""
+    attention: tuple[Concern, ...]
+    wall: float
+    store: StoreStatus = field(default=StoreStatus(True, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One row of ``/api/runs``."""
+
+    run: str
+    state: str
+    state_s: float | None
+    step: int | None
+    loss: float | None
+    round: int | None
+    world_size: int
+    nodes: int
+    min_nodes: int | None
+    max_nodes: int | None
+    recovery: str | None
+    goodput: float | None
+    samples_per_s: float | None
+    stragglers: int
+    last_incident: Mapping[str, Any] | None
+    """The newest that is no planned change."""
+    last: LastRound | None = None
+    attention: tuple[Concern, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """``/api/runs``: first the runs that need attention, then running ones, each by name."""
+
+    runs: tuple[RunSummary, ...]
+    store: StoreStatus
+    wall: float
+
+
+def as_json(value: object) -> bytes:
+    """The JSON of a snapshot or listing; numbers that are not finite become null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+def as_values(value: object) -> dict[str, Any]:
+    """The same as plain values."""
+    values: dict[str, Any] = to_jsonable_python(value, inf_nan_mode="null")
+    return values
+
+
+def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
+    """The snapshot of a run."""
+    spec, round_, counters = documents.spec, documents.round, documents.counters
+    samples = counters.get("samples")
+    return RunSnapshot(
+        run=documents.run,
+        state=seen.state,
+        state_s=None if seen.state_since is None else seen.now - seen.state_since,
+        epoch=spec.epoch if spec is not None else None,
+        min_nodes=spec.min_nodes if spec is not None else None,
+        max_nodes=spec.max_nodes if spec is not None else None,
+        recovery=str(spec.recovery) if spec is not None else None,
+        shard_nodes=spec.shard_nodes if spec is not None else None,
+        shard_groups=state.shard_groups(documents),
+        round=round_.number if round_ is not None else None,
+        round_reason=round_.reason if round_ is not None else "",
+        world_size=state.world_size(documents),
+        step=state.current_step(documents),
+        loss=state.current_loss(documents),
+        samples=None if samples is None else int(samples),
+        samples_per_s=seen.samples_per_s,
+        steps_per_s=seen.steps_per_s,
+        step_s=seen.step_s,
+        data_epoch=documents.progress.epoch if documents.progress is not None else None,
+        goodput=goodput(counters),
+        seconds={phase: counters.get(f"seconds.{phase}", 0.0) for phase in PHASES},
+        checkpoint=checkpoint(documents, seen),
+        limits={"straggler_ratio": stragglers.RATIO, "straggler_least_s": stragglers.LEAST_EXCESS_S},
+        nodes=nodes(documents, seen),
+        rounds=rounds(documents.journal),
+        incidents=tuple(incident(each) for each in documents.happened[:MOST_INCIDENTS]),
+        curves=seen.curves,
+        unreadable=documents.unreadable,
+        lost=tuple(state.lost_nodes(documents)),
+        departure=_departure(documents),
+        last=last_round(documents, seen),
+        attention=concerns(documents, seen, len(straggling(documents).ranks)),
+        wall=seen.wall,
+        store=store,
+    )
+
+
+def _departure(documents: RunDocuments) -> Mapping[str, Any] | None:
+    left = documents.departure if not documents.live else None
+    return None if left is None else left.model_dump(mode="json", exclude={"version"})
+
+
+def last_round(documents: RunDocuments, seen: Observed) -> LastRound | None:
+    """The last round that trained, of a run that has ended or that all have left."""
+    journal = documents.journal
+    found = next((entry for entry in reversed(journal) if entry.state is RoundState.ACTIVE), None)
+    if found is None or seen.state not in state.OVER:
+        return None
+    took_s = max(0.0, journal[-1].wall - journal[0].wall) if journal[0].round <= 1 else None
+    return LastRound(found.round, found.world_size, len(found.nodes), took_s)
+
+
+def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
+    """The row of a run in the list."""
+    spec = documents.spec
+    last = documents.last_fault
+    slow = len(straggling(documents).ranks)
+    return RunSummary(
+        run=documents.run,
+        state=seen.state,
+        state_s=None if seen.state_since is None else seen.now - seen.state_since,
+        step=state.current_step(documents),
+        loss=state.current_loss(documents),
+        round=documents.round.number if documents.round is not None else None,
+        world_size=state.world_size(documents),
+        nodes=len(documents.live),
+        min_nodes=spec.min_nodes if spec is not None else None,
+        max_nodes=spec.max_nodes if spec is not None else None,
+        recovery=str(spec.recovery) if spec is not None else None,
+        goodput=goodput(documents.counters),
+        samples_per_s=seen.samples_per_s,
+        stragglers=slow,
+        last_incident=incident(last) if last is not None else None,
+        last=last_round(documents, seen),
+        attention=concerns(documents, seen, slow),
+    )
+
+
+def listing(runs: Sequence[RunSummary], store: StoreStatus, wall: float) -> Listing:
+    """The list of all runs."""
+    over = (state.SUCCEEDED, state.FAILED, state.STOPPED)
+
+    def place(each: RunSummary) -> tuple[int, bool, str]:
+        worst = ORDER.index(each.attention[0].look) if each.attention else len(ORDER)
+        return worst, each.state in over, each.run
+
+    return Listing(tuple(sorted(runs, key=place)), store, wall)
+
+
+def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | None:
+    """The last checkpoint; None before there is one."""
+    saved, counters = documents.saved, documents.counters
+    if saved is None:
+        return None
+    return CheckpointStatus(
+        step=saved.step,
+        age_s=seen.saved_s,
+        bytes=saved.bytes,
+        duration_s=saved.duration_s,
+        interval_s=save_interval_s(documents),
+        saved=int(counters.get("save.ok", 0)),
+        failed=int(counters.get("save.failed", 0)),
+    )
+
+
+def save_interval_s(documents: RunDocuments) -> float:
+    """Configured interval between checkpoints; 0: not by time."""
+    first = documents.first_health
+    if first is not None and first.save_interval_s:
+        return first.save_interval_s
+    return max((each.save_interval_s for each in documents.health.values()), default=0.0)
+
+
+def rounds(journal: Sequence[JournalEntry]) -> tuple[RoundStatus, ...]:
+    """The newest transitions, oldest first."""
+    told, names = [], 0
+    for entry in reversed(journal[-MOST_ROUNDS:]):
+        names += len(entry.nodes)
+        nodes_ = entry.nodes if names <= MOST_NAMES else ()
+        told.append(RoundStatus(entry.round, str(entry.state), entry.wall, entry.reason, entry.world_size, nodes_))
+    return tuple(reversed(told))
+
+
+def incident(each: Incident) -> Mapping[str, Any]:
+    """An incident with what follows from it: how long training stood still, what it did to it, whether by plan."""
+    told = each.model_dump(mode="json", exclude={"version"})
+    return {**told, "total_s": each.total_s, "outcome": each.outcome, "planned": each.planned}
+
+
+def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | None = None) -> Stragglers:
+    """The stragglers of the newest round."""
+    taking_part = members if members is not None else state.members(documents)
+    told = (_numbered(member, documents.health.get(name)) for name, member in taking_part.items())
+    return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
+
+
+def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
+    """The ranks of a node's health document, with their numbers in the newest round."""
+    ranks = health.ranks if health is not None else ()
+    return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
+
+
+def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
+    """The present nodes and missing members of the newest round, by rank, then those without a rank."""
+    taking_part = state.members(documents)
+    judgment, places = straggling(documents, taking_part), _places(documents)
+    live, stalls = documents.live, state.stalls(documents)
+    found = [
+        NodeStatus(
+            node=name,
+            host=view.record.host,
+            state=str(view.record.state),
+            in_round=name in taking_part,
+            group=places[name][0] if name in taking_part and name in places else None,
+            place=places[name][1] if name in taking_part and name in places else view.record.place,
+            metrics=_metrics(documents.health.get(name)),
+            age_s=_age(seen, name),
+            ranks=tuple(
+                {**rank, "stall": stalls.get((name, rank["local_rank"]))}
+                for rank in _ranks(
+                    taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment
+                )
+            ),
+        )
+        for name, view in live.items()
+    ]
+    first = {name: member.first_rank for name, member in taking_part.items()}
+    found.sort(key=lambda node: (node.node not in first, first.get(node.node, 0), node.node))
+    return (*found, *_missing(documents, seen))
+
+
+def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
+    """Members of the newest round without a key."""
+    if documents.round is None or documents.closed:
+        return []
+    live, places = documents.live, _places(documents)
+    return [
+        NodeStatus(
+            node=member.node,
+            host="",
+            state=GONE_STATE,
+            in_round=True,
+            group=places[member.node][0] if places else None,
+            place=places[member.node][1] if places else None,
+            metrics="",
+            age_s=_age(seen, member.node),
+            ranks=_ranks(member, member.local_world_size, None, Stragglers(frozenset(), None, "")),
+        )
+        for member in documents.round.members
+        if member.node not in live
+    ]
+
+
+def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
+    """The members of the newest round by shard group and place, if groups have several nodes."""
+    size = documents.spec.shard_nodes if documents.spec is not None else 1
+    named = documents.round.members if documents.round is not None and size > 1 else ()
+    return {member.node: divmod(at, size) for at, member in enumerate(named)}
+
+
+def _metrics(health: NodeHealth | None) -> str:
+    return health.metrics if health is not None else ""
+
+
+def _age(seen: Observed, name: str) -> float | None:
+    return seen.now - seen.arrived[name] if name in seen.arrived else None
+
+
+def _ranks(
+    member: RoundMember | None, count: int, health: NodeHealth | None, judgment: Stragglers
+) -> tuple[RankStatus, ...]:
+    """The ranks of a node: from its health document, otherwise from the round alone."""
+    first = member.first_rank if member is not None else None
+    told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
+    return tuple(_rank(first, local, told.get(local), judgment) for local in sorted({*range(count), *told}))
+
+
+def _rank(first: int | None, local: int, told: RankHealth | None, judgment: Stragglers) -> RankStatus:
+    number = None if first is None else first + local
+    place = {"rank": number, "local_rank": local}
+    if told is None:
+        return {**UNKNOWN, **place}
+    slowdown = None if number is None else judgment.slowdown(told.compute_s)
+    return {**told.as_status(), **place, "slowdown": slowdown, "straggler": number in judgment.ranks}

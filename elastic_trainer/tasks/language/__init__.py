@@ -1,1 +1,0 @@
-"""Language models: texts, tokens, a GPT."""

@@ -1,1 +1,0 @@
-"""Scripts to start from: a session, and a DDP script as people have them, and the same with a session."""
