@@ -18,7 +18,7 @@ from elastic_trainer.cli.main import PROGRAM
 from elastic_trainer.errors import ConfigError, StorageError
 
 _PACKAGE = Path(__file__).parents[1]
-_SCRIPT = _PACKAGE / "tasks" / "scripts" / "ddp_script_elastic.py"
+_SCRIPT = _PACKAGE / "jobs" / "scripts" / "ddp_script_elastic.py"
 _TUTORIAL = _PACKAGE / "docs" / "tutorial.md"
 _FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
