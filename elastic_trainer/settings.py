@@ -177,11 +177,9 @@ class RendezvousOptions(Frozen):
     recovery: RecoveryMode = RecoveryMode.RESTART
     ttl: float = Field(default=5.0, ge=2.0, le=600.0, description="lease: how long a silent node counts as alive")
     last_call: float = Field(default=3.0, ge=0.0, le=600.0, description="wait for more nodes once min are there")
-    last_call_limit: float = Field(default=60.0, ge=0.0, description="longest sum of such waits")
     join_timeout: float = Field(default=600.0, gt=0.0, description="longest wait for min nodes")
     connect_timeout: float = Field(default=15.0, gt=0.0, description="longest wait for the store at the start")
     regroup_grace: float = Field(default=0.5, gt=0.0, description="in place: how long a silent member is waited for")
-    join_batch: float = Field(default=1.0, ge=0.0, description="collect newcomers this long before a planned change")
     join_interval: float = Field(default=5.0, ge=0.0, description="least time between planned changes")
     stop_grace: float = Field(default=5.0, gt=0.0, description="time workers of a broken round get before SIGKILL")
     sever_timeout: float = Field(default=30.0, gt=0.0, description="in place: time to leave a round, before SIGKILL")
@@ -213,7 +211,6 @@ class RendezvousOptions(Frozen):
     form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
     session_timeout: float = Field(default=3600.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
-    stalled_rounds: int = Field(default=10, ge=1, description="rounds without a committed step that end the run")
     preflight: PreflightMode = PreflightMode.OFF
     preflight_dir: str | None = Field(default=None, description="checkpoint directory or URL that preflight looks at")
     preflight_min_disk: float = Field(default=0.0, ge=0.0, description="GiB that must be free there; 0: not known")
@@ -267,11 +264,19 @@ class RendezvousOptions(Frozen):
 
 TORCHRUN_OPTIONS = frozenset({"timeout", "read_timeout", "rank"})
 """Options that torchrun itself adds to every backend's configuration; they mean nothing here."""
+_FIXED = {
+    "last_call_limit": "60 seconds, or last_call if that is longer",
+    "join_batch": "1 second",
+    "stalled_rounds": "10 rounds, or failure_limit if that is more",
+}
+"""Options of earlier versions, and what holds now."""
 
 
 def rendezvous_options(config: Mapping[str, Any]) -> RendezvousOptions:
     """Validate ``--rdzv-conf``; options that torchrun adds by itself are passed over."""
     mine = {name: value for name, value in config.items() if name not in TORCHRUN_OPTIONS}
+    if (fixed := next((name for name in mine if name in _FIXED), None)) is not None:
+        raise ConfigError(f"--rdzv-conf: '{fixed}' can no longer be set: it is {_FIXED[fixed]}", hint="drop the option")
     options = validated(RendezvousOptions, mine, "--rdzv-conf")
     if (options.metrics_cert is None) != (options.metrics_key is None):
         raise ConfigError("--rdzv-conf: metrics_cert and metrics_key go together", hint="give both, or none")

@@ -38,7 +38,6 @@ STACKS_S = 0.5
 IN_PLACE = {
     "recovery": "in_place",
     "last_call": "1",
-    "join_batch": "0.1",
     "join_interval": "0.5",
     "session_timeout": "600",  # the job is known to open one, however slow the machine
 }

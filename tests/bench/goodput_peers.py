@@ -33,7 +33,7 @@ from tests.support.small_disk import fill
 
 NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
 REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
-MANY = {"failure_limit": "100000", "stalled_rounds": "100000", "ttl": "3"}
+MANY = {"failure_limit": "100000", "ttl": "3"}
 """No number of failures ends the run: in a storm they are no sign of a poisoned batch."""
 RESTART = MANY | {"last_call": "1", "join_interval": "1", "stop_grace": "1"}
 WARM = RESTART | {"preload": "torch:torch._dynamo:elastic_trainer.worker.session"}

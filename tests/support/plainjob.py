@@ -14,7 +14,7 @@ from tests.support.running import LIMIT_S as LIMIT_S
 from tests.support.running import Running
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "agent" / "plain.py"
-QUICK = {"ttl": "60", "last_call": "600", "last_call_limit": "600", "join_batch": "0.2", "join_interval": "0.2"}
+QUICK = {"ttl": "60", "last_call": "600", "join_interval": "0.2"}
 """The first round waits for all of max, however slow the machine is, and no lease ends while a machine is slow."""
 BRIEF = {"ttl": "10"}
 """For tests in which the lease of a dead or frozen node is to end."""

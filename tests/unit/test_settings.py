@@ -96,6 +96,15 @@ def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["last_call_limit", "join_batch", "stalled_rounds"])
+def test_an_option_of_an_earlier_version_says_what_holds_now(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--rdzv-conf: '{name}' can no longer be set: it is .*drop the option"
+    ) as caught:
+        rendezvous_options({"ttl": "5", name: "7"})
+    assert caught.value.exit_code == 78
+
+
 def test_several_wrong_options_are_counted() -> None:
     """The first is explained and the others are announced."""
     with pytest.raises(ConfigError, match=r"1 more problem\(s\) follow"):

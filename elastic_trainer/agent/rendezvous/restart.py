@@ -80,6 +80,10 @@ if TYPE_CHECKING:
 
 BACKEND = "etcd3"
 RESTART_REGROUP_S = 60.0
+LAST_CALL_LIMIT_S = 60.0
+"""The longest sum of last calls, if one alone is no longer."""
+STALLED_ROUNDS = 10
+"""Consecutive rounds without a committed step that end the run, if more failures at one step do not."""
 _SHORTEST_WAIT_S, OTHERS_START_S = 5.0, 30.0
 """Bounds on the wait for other nodes whose workers may fail at startup too; between them, as long as these lived."""
 _NO_NAME = "none"
@@ -445,11 +449,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             max_nodes=self._spec.max_nodes,
             recovery=options.recovery,
             last_call_s=options.last_call,
-            last_call_limit_s=options.last_call_limit,
+            last_call_limit_s=max(LAST_CALL_LIMIT_S, options.last_call),
             regroup_grace_s=options.regroup_grace if in_place else RESTART_REGROUP_S,
             failure_limit=options.failure_limit,
-            stalled_rounds=options.stalled_rounds,
-            join_batch_s=options.join_batch,
+            stalled_rounds=max(STALLED_ROUNDS, options.failure_limit),
             join_interval_s=options.join_interval,
             sizes=self._spec.sizes,
             shard_nodes=self._spec.shard_nodes,

@@ -42,7 +42,7 @@ PAUSE_S = 0.02
 """Between two steps."""
 UPON = 0.3
 """The part of kills that comes into the recovery from the one before."""
-FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
+FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000"}
 """Many failures are no poisoned batch here."""
 
 

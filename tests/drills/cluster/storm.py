@@ -27,7 +27,7 @@ SETTING = Setting(
     pause_s=0.04,
     limit_s=180.0,
     # So many failures in so little time are no sign of a poisoned batch.
-    options={"failure_limit": "100000", "stalled_rounds": "100000"},
+    options={"failure_limit": "100000"},
 )
 _IDLE_S = 0.2
 

@@ -24,7 +24,7 @@ from tests.drills.cluster.undisturbed import undisturbed
 from tests.support import seeds
 
 # A busy machine may keep a living agent from answering in half a second; many failures are no poisoned batch here.
-FREELY = {"regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
+FREELY = {"regroup_grace": "10", "failure_limit": "100000"}
 COUNT = "ELASTIC_TRAINER_WORKER_KILLS"
 
 

@@ -21,10 +21,9 @@ QUICK = {
     "ttl": "4",
     "last_call": "0.5",
     "join_interval": "1",
-    "join_batch": "0.2",
     "connect_timeout": "60",
 }
-PATIENT = {"last_call": "600", "last_call_limit": "600"}
+PATIENT = {"last_call": "600"}
 LASTING = {"ttl": "20"}
 """For tests in which no lease is to end, however slow the machine is."""
 

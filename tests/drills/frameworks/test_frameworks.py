@@ -25,7 +25,7 @@ KILLS = int(os.environ.get("ELASTIC_TRAINER_FRAMEWORK_KILLS", "0"))
 STEPS = 600
 CLOSE = 1e-4
 """What rounding sums in another order makes of that many steps."""
-FREELY = {"regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
+FREELY = {"regroup_grace": "10", "failure_limit": "100000"}
 
 
 def killed(job: Job, number: int) -> float:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("sharded_torch")
 SCRIPT = Path(__file__).with_name("train.py")
 COUNT = "ELASTIC_TRAINER_SHARD_KILLS"
 KILLS = int(os.environ.get(COUNT, "0")) or 2
-FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
+FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000"}
 """Many failures are no poisoned batch here."""
 FORCED = max(1, KILLS // 10)
 """How often each of the faults comes that no kill from outside would hit."""

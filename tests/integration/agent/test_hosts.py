@@ -16,7 +16,7 @@ from tests.support.requirements import here
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root]
 DEBIAN = HostNetwork(own_name=OwnName.LOOPBACK)
-SLOW_TO_FORM = LASTING | {"form_timeout": "3", "stalled_rounds": "3"}
+SLOW_TO_FORM = LASTING | {"form_timeout": "3"}
 
 
 @pytest.fixture

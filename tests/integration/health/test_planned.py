@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("etcd_binary")]
 
 LIMITS = {"hang_timeout": "5", "step_timeout": "8.5", "first_step_timeout": "60"}
 """Of the watchdog: not much above the longest step below, so that it would be mistaken easily."""
-PATIENT = {"last_call": "120", "last_call_limit": "120", "regroup_grace": "10", "ttl": "15"}
+PATIENT = {"last_call": "120", "regroup_grace": "10", "ttl": "15"}
 """The first round waits for all three: whoever comes later would be counted as a join. So would who is slow to
 regroup, or is taken for dead. Killed nodes are found at once nevertheless."""
 PACE_S = 0.05
