@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.agent.suspicion.peers import default_node_id
 from elastic_trainer.cli.main import at_least, console, key_values, seconds
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ElasticTrainerError, TransientError
-from elastic_trainer.ipc.address import own_address
+from elastic_trainer.ipc.address import default_node_id, own_address
 from elastic_trainer.model import checked_name
 from elastic_trainer.preflight.child import Doing
 from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, endpoints, report_of, round_trip

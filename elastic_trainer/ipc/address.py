@@ -1,4 +1,4 @@
-"""The address of this host at which other hosts reach it.
+"""The address of this host at which other hosts reach it, and a name for this process.
 
 The route to etcd, or to rank 0, shows it. Where that runs on this machine the route is the loopback, and on another
 machine a loopback address leads to that machine itself: then the default route or an interface has to show it.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
+import secrets
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -167,3 +169,9 @@ def _at(address: str) -> socket.socket | None:
         listener.close()
         return None
     return listener
+
+
+def default_node_id() -> str:
+    """A name that is unique among all processes: host name, process id, a few random digits."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
+    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"

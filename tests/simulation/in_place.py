@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from elastic_trainer.agent.rendezvous.in_place import SETTLE_S, NodePlace
+from elastic_trainer.agent.rendezvous.in_place import SETTLE_S, ShardSlots
 from elastic_trainer.agent.workers.conductor import (
     Conductor,
     ConductorConfig,
@@ -271,7 +271,7 @@ class InPlace(Agent):
         self.host.start(self._write())
         self._begin()
         if has_places(node.limits):
-            self._places = NodePlace(cast("Member", node), self.name, self._nodes, self.conductor, self.loop)
+            self._places = ShardSlots(cast("Member", node), self.name, self._nodes, self.conductor, self.loop)
             self.host.start(self._look_for_place())
 
     @property

@@ -26,9 +26,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, RoundStore, failures, local_workers
+from elastic_trainer.agent.rendezvous.launcher import RoundStore, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion.watch import Peers, Suspicion
@@ -66,254 +67,6 @@ from elastic_trainer.variables import (
     ENV_SHARD_PLACE,
 )
 
-SETTLE_S, SETTLES = 0.25, 20
-"""How long nodes that start together wait to see each other's places, and how often."""
-LOOK_S, STANDING_S = 2.0, 0.3
-"""Interval at which a spare looks while others train, and while nobody does; with hundreds of nodes it is longer."""
-CROWD = 50
-PATIENCE_S = 30.0
-"""How long a spare that holds state waits for another node to take the missing place of its group."""
-
-
-class NodePlace:
-    """See the module. ``nodes()`` are all nodes of the run, read from the store."""
-
-    def __init__(
-        self,
-        member: Member,
-        node: str,
-        nodes: Callable[[], dict[str, NodeView]],
-        conductor: Conductor,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
-        self._clock = clock
-        self._looked_at, self._crowd = -math.inf, 1.0
-        self._since: float | None = None
-        """Since when this node is the one that should restart its workers."""
-        self._thread = PeriodicThread("places", self.turn, clock)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def take(self, announce: Callable[[int | None], None]) -> int | None:
-        """Choose and announce the place of new workers; None if nodes have no places."""
-        place = None
-        for place in self.choices():
-            announce(place)
-            if place is not None:
-                pause(SETTLE_S)
-        return place
-
-    def choices(self) -> Iterator[int | None]:
-        """The place of new workers, and another one each time that the nodes which start with them are seen there."""
-        if not has_places(self._member.limits):
-            yield None
-            return
-        place = None
-        for _ in range(SETTLES):
-            view = self._view(self._nodes(), self._member.look().round)
-            found = place_of(living(view), self._node, view.limits.shard_nodes)
-            if found == place:
-                return
-            yield (place := found)
-
-    def turn(self) -> float:
-        """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
-        if not has_places(self._member.limits):
-            return IDLE_S
-        seen, mine = self._member.look(), self._member.published()
-        current = seen.round
-        trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
-        if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:
-            self._since = None
-            return LOOK_S
-        stands = current is not None and current.state is RoundState.BROKEN
-        now, look_s = self._clock.monotonic(), STANDING_S if stands else LOOK_S
-        if now - self._looked_at < look_s * self._crowd:
-            return STANDING_S
-        nodes = self._nodes()
-        self._looked_at, self._crowd = now, max(1.0, len(nodes) / CROWD)
-        found = move(self._view(nodes, current))
-        if found is None or found[0].id != self._node:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        elif now - self._since >= (PATIENCE_S if mine.identity is not None else look_s):
-            self._since = None
-            self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
-        return STANDING_S
-
-    def _view(self, nodes: dict[str, NodeView], current: RoundDocument | None) -> ClusterView:
-        dead = self._member.found_dead(nodes)
-        return ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce="", suspects=dead)
-
-
-LOOK_EVERY_S = 0.5
-
-
-class JoinTimeout:
-    """Counts the time in which this node is ready without a round in effect, up to ``join_timeout_s`` seconds."""
-
-    def __init__(
-        self,
-        member: Member,
-        join_timeout_s: float,
-        give_up: Callable[[JoinTimeoutError], None],
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
-        self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
-        self._since = clock.monotonic()
-        self._thread = PeriodicThread("join-timeout", self.turn, clock)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def turn(self) -> float:
-        """Check whether this node still waits; returns the seconds until the next look."""
-        seen, mine = self._member.look(), self._member.published()
-        waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
-        now = self._clock.monotonic()
-        if not (waits and seen.connected) or _under_way(seen):
-            self._since = now
-        elif now - self._since >= self._join_timeout_s:
-            self._give_up(self._member.join_timeout(self._join_timeout_s))
-            return IDLE_S
-        return self._pause_s
-
-
-def _under_way(seen: Observation) -> bool:
-    """Whether the run has ended, or a round with live members is in effect or soon will be."""
-    current = seen.round
-    if current is None:
-        return False
-    if current.state is RoundState.BROKEN:  # a node that watches only the round will watch the nodes if this lasts
-        return any(node.record.busy for node in _members(seen, current))
-    if current.state is RoundState.CLOSED:
-        return True
-    if current.state is RoundState.DRAINING and current.next is None:
-        return False  # too few nodes will remain
-    if not seen.follows_nodes:
-        return True  # the deciding nodes handle it
-    return bool(_members(seen, current))
-
-
-def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
-    """The members of the round that are present."""
-    keys = {(member.node, member.create_revision) for member in current.members}
-    return [node for node in seen.nodes.values() if (node.id, node.create_revision) in keys]
-
-
-EVERY_S = 1.0
-
-
-class ProgressWriter:
-    """See the module."""
-
-    def __init__(self, store: Store, keys: RunKeys, clock: Clock = SYSTEM) -> None:
-        self._keys, self._clock = keys, clock
-        self._slot = Slot(store, keys.progress)
-        self._lock = threading.Lock()
-        self._latest: tuple[Progress, int] | None = None
-        self._not_before = 0.0
-        self._thread = PeriodicThread("progress", self.turn, clock)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def offer(self, progress: Progress, round_revision: int) -> None:
-        """Replace the pending progress; ``round_revision`` is that of the round document that it belongs to."""
-        with self._lock:
-            self._latest = (progress, round_revision)
-        self._thread.wake()
-
-    def close(self) -> None:
-        """Stop the thread; tries to write the last progress."""
-        self._thread.close()
-        self._not_before = 0.0
-        self.turn()
-
-    def turn(self) -> float:
-        """Write the newest progress if it is due; returns the seconds until the next turn."""
-        now = self._clock.monotonic()
-        if now < self._not_before:
-            return self._not_before - now
-        with self._lock:
-            latest, self._latest = self._latest, None
-        if latest is None:
-            return IDLE_S
-        self._not_before = now + EVERY_S
-        progress, round_revision = latest
-        guard = unchanged(self._keys.round, round_revision)
-        try:
-            self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
-        except ElasticTrainerError as error:
-            logger().debug("progress.not_written", error=str(error))
-        return EVERY_S
-
-
-PAUSE_S = 0.1
-"""Pause after each check of the open connections."""
-_WAITING = 128
-
-
-class PlainScriptGuard:
-    """Listens on 127.0.0.1 until closed. ``suspects()`` returns the processes that may not connect."""
-
-    def __init__(self, caught: Callable[[], None], suspects: Callable[[], Iterable[int]]) -> None:
-        self._caught, self._suspects = caught, suspects
-        self._closing = threading.Event()
-        self._warned = False
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(_WAITING)
-        self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._watch, name="plain-script-guard", daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closing.wait(PAUSE_S):  # otherwise this process is out of descriptors for now
-                    return
-                continue
-            with connection:  # a worker that waits for an answer stays connected, and can be found
-                guilty = self._find_suspect()
-            if guilty:
-                self._caught()
-                return
-            self._closing.wait(PAUSE_S)
-
-    def _find_suspect(self) -> bool:
-        """Whether a suspect is connected, or is waiting to be accepted."""
-        strangers = sockets_to("127.0.0.1", self.port)
-        for pid in self._suspects():
-            if strangers & sockets_of(pid):
-                return True
-        if not self._warned:
-            self._warned = True
-            logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")
-        return False
-
-    def close(self) -> None:
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store as TorchStore
-
 _NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
 _NO_SESSION_HINT = "open one, or omit recovery=in_place"
 
@@ -332,17 +85,17 @@ class InPlaceNode:
     guard: PlainScriptGuard
     patience: JoinTimeout
     suspicion: Suspicion
-    places: NodePlace
+    slots: ShardSlots
     tcp_store: Any
     """Kept alive, so that it continues to serve."""
 
     def close(self) -> None:
         """Stop leading the workers. The node's key and its workers remain."""
-        for each in (self.places, self.suspicion, self.patience, self.progress, self.record_writer, self.guard):
+        for each in (self.slots, self.suspicion, self.patience, self.progress, self.record_writer, self.guard):
             each.close()
 
     def start(self) -> InPlaceNode:
-        for each in (self.calls, self.record_writer, self.progress, self.patience, self.suspicion, self.places):
+        for each in (self.calls, self.record_writer, self.progress, self.patience, self.suspicion, self.slots):
             each.start()
         return self
 
@@ -421,8 +174,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             member.announce(conductor.at(place), deadline)
 
         first = conductor.life == 0
-        conductor.begin(workers.count, start)
-        place = led.places.take(announce)
+        conductor.begin(workers.local_world_size, start)
+        place = led.slots.take(announce)
         if first:
             self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
@@ -432,11 +185,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise closed_error(closed)
         self._starts.begin(None)
         self._watch_for_session(conductor)
-        health.pages.employ(workers.count)
+        health.pages.employ(workers.local_world_size)
         health.starting()
         return self._provisional(workers, led, place)
 
-    def _arrive_in_place(self, workers: LocalWorkers) -> InPlaceNode:
+    def _arrive_in_place(self, workers: WorkerSpec) -> InPlaceNode:
         if workers.max_restarts < 1:
             raise ConfigError(
                 "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
@@ -448,10 +201,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         guard = PlainScriptGuard(
             lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session
         )
-        record_writer, progress = (
-            RecordWriter(member, self._clock),
-            ProgressWriter(self._store, self._keys, self._clock),
-        )
+        record_writer = RecordWriter(member, self._clock)
+        progress = ProgressWriter(self._store, self._keys, self._clock)
         calls = DelayedCalls(self._clock)
         conductor = Conductor(
             ConductorConfig(
@@ -483,7 +234,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         suspicion = Suspicion(conductor, health.pages, self._status_board, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
-        places = NodePlace(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
+        slots = ShardSlots(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
         self._led = InPlaceNode(
             node,
             calls,
@@ -495,12 +246,12 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             guard,
             patience,
             suspicion,
-            places,
+            slots,
             tcp_store,
         )
         return self._led.start()
 
-    def _provisional(self, workers: LocalWorkers, led: InPlaceNode, place: int | None) -> RendezvousInfo:
+    def _provisional(self, workers: WorkerSpec, led: InPlaceNode, place: int | None) -> RendezvousInfo:
         """A world of this node alone: enough for torchrun to start and watch the workers."""
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
@@ -515,7 +266,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             create_revision=0,
             life=led.conductor.life,
             first_rank=0,
-            local_world_size=workers.count,
+            local_world_size=workers.local_world_size,
             role=workers.role,
         )
         document = RoundDocument(number=0, nonce="", state=RoundState.ACTIVE, members=(alone,))
@@ -583,3 +334,261 @@ def _await_the_end() -> NoReturn:
     """Wait for another thread to end the process."""
     while True:
         pause(1.0)
+
+
+# ---- while the node waits for others
+
+LOOK_EVERY_S = 0.5
+
+
+class JoinTimeout(PeriodicThread):
+    """Ends a node that has waited for a round for ``join_timeout_s`` seconds because too few nodes joined.
+
+    It owns the thread ``join-timeout``, and calls ``give_up`` once with the JoinTimeoutError. An unreachable store
+    never ends the node: no round can form then, and training may continue.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        join_timeout_s: float,
+        give_up: Callable[[JoinTimeoutError], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        super().__init__("join-timeout", self.turn, clock)
+        self._member, self._join_timeout_s, self._give_up = member, join_timeout_s, give_up
+        self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
+        self._since = clock.monotonic()
+
+    def turn(self) -> float:
+        """Check whether this node still waits; returns the seconds until the next look."""
+        seen, mine = self._member.look(), self._member.published()
+        waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
+        now = self._clock.monotonic()
+        if not (waits and seen.connected) or _under_way(seen):
+            self._since = now
+        elif now - self._since >= self._join_timeout_s:
+            self._give_up(self._member.join_timeout(self._join_timeout_s))
+            return IDLE_S
+        return self._pause_s
+
+
+def _under_way(seen: Observation) -> bool:
+    """Whether the run has ended, or a round with live members is in effect or soon will be."""
+    current = seen.round
+    if current is None:
+        return False
+    if current.state is RoundState.BROKEN:  # a node that watches only the round will watch the nodes if this lasts
+        return any(node.record.busy for node in _members(seen, current))
+    if current.state is RoundState.CLOSED:
+        return True
+    if current.state is RoundState.DRAINING and current.next is None:
+        return False  # too few nodes will remain
+    if not seen.follows_nodes:
+        return True  # the deciding nodes handle it
+    return bool(_members(seen, current))
+
+
+def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
+    """The members of the round that are present."""
+    keys = {(member.node, member.create_revision) for member in current.members}
+    return [node for node in seen.nodes.values() if (node.id, node.create_revision) in keys]
+
+
+# ---- which shards its workers hold
+
+SETTLE_S, SETTLES = 0.25, 20
+"""How long nodes that start together wait to see each other's places, and how often."""
+LOOK_S, STANDING_S = 2.0, 0.3
+"""Interval at which a spare looks while others train, and while nobody does; with hundreds of nodes it is longer."""
+CROWD = 50
+PATIENCE_S = 30.0
+"""How long a spare that holds state waits for another node to take the missing place of its group."""
+
+
+class ShardSlots(PeriodicThread):
+    """The place of this node's workers in a shard group; it owns the thread ``places``.
+
+    It never fails: a place that another node also has leaves this node a spare until one of them changes.
+    ``nodes()`` are all nodes of the run, read from the store.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        node: str,
+        nodes: Callable[[], dict[str, NodeView]],
+        conductor: Conductor,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        super().__init__("places", self.turn, clock)
+        self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
+        self._looked_at, self._crowd = -math.inf, 1.0
+        self._since: float | None = None
+        """Since when this node is the one that should restart its workers."""
+
+    def take(self, announce: Callable[[int | None], None]) -> int | None:
+        """Choose and announce the place of new workers; None if nodes have no places."""
+        place = None
+        for place in self.choices():
+            announce(place)
+            if place is not None:
+                pause(SETTLE_S)
+        return place
+
+    def choices(self) -> Iterator[int | None]:
+        """The place of new workers, and another one each time that the nodes which start with them are seen there."""
+        if not has_places(self._member.limits):
+            yield None
+            return
+        place = None
+        for _ in range(SETTLES):
+            view = self._view(self._nodes(), self._member.look().round)
+            found = place_of(living(view), self._node, view.limits.shard_nodes)
+            if found == place:
+                return
+            yield (place := found)
+
+    def turn(self) -> float:
+        """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
+        if not has_places(self._member.limits):
+            return IDLE_S
+        seen, mine = self._member.look(), self._member.published()
+        current = seen.round
+        trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
+        if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:
+            self._since = None
+            return LOOK_S
+        stands = current is not None and current.state is RoundState.BROKEN
+        now, look_s = self._clock.monotonic(), STANDING_S if stands else LOOK_S
+        if now - self._looked_at < look_s * self._crowd:
+            return STANDING_S
+        nodes = self._nodes()
+        self._looked_at, self._crowd = now, max(1.0, len(nodes) / CROWD)
+        found = move(self._view(nodes, current))
+        if found is None or found[0].id != self._node:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since >= (PATIENCE_S if mine.identity is not None else look_s):
+            self._since = None
+            self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
+        return STANDING_S
+
+    def _view(self, nodes: dict[str, NodeView], current: RoundDocument | None) -> ClusterView:
+        dead = self._member.found_dead(nodes)
+        return ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce="", suspects=dead)
+
+
+# ---- what it publishes, and what it guards against
+
+PROGRESS_EVERY_S = 1.0
+
+
+class ProgressWriter(PeriodicThread):
+    """Publishes the job's progress: rank 0's node writes it to the store, at most once a second.
+
+    It owns the thread ``progress``. If a write fails, the next progress replaces it; progress of a round is written
+    only while the store holds that round.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, clock: Clock = SYSTEM) -> None:
+        super().__init__("progress", self.turn, clock)
+        self._keys = keys
+        self._slot = Slot(store, keys.progress)
+        self._lock = threading.Lock()
+        self._latest: tuple[Progress, int] | None = None
+        self._not_before = 0.0
+
+    def offer(self, progress: Progress, round_revision: int) -> None:
+        """Replace the pending progress; ``round_revision`` is that of the round document that it belongs to."""
+        with self._lock:
+            self._latest = (progress, round_revision)
+        self.wake()
+
+    def close(self) -> None:
+        """Stop the thread; tries to write the last progress."""
+        super().close()
+        self._not_before = 0.0
+        self.turn()
+
+    def turn(self) -> float:
+        """Write the newest progress if it is due; returns the seconds until the next turn."""
+        now = self._clock.monotonic()
+        if now < self._not_before:
+            return self._not_before - now
+        with self._lock:
+            latest, self._latest = self._latest, None
+        if latest is None:
+            return IDLE_S
+        self._not_before = now + PROGRESS_EVERY_S
+        progress, round_revision = latest
+        guard = unchanged(self._keys.round, round_revision)
+        try:
+            self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
+        except ElasticTrainerError as error:
+            logger().debug("progress.not_written", error=str(error))
+        return PROGRESS_EVERY_S
+
+
+PAUSE_S = 0.1
+"""Pause after each check of the open connections."""
+_WAITING = 128
+
+
+class PlainScriptGuard:
+    """Detects a script that would train alone: in place, every node starts its workers as rank 0 of a world of one.
+
+    A script without a Session would not notice. Therefore this guard listens at its MASTER_PORT, on 127.0.0.1 until
+    closed: a worker that connects there has called ``init_process_group`` by itself. Other processes of this machine
+    may connect too, which proves nothing: the kernel says which process owns each connection. However many connect, it
+    asks the kernel a few times a second at most. It owns the thread ``plain-script-guard`` and the socket, and calls
+    ``caught`` once; ``suspects()`` returns the processes that may not connect.
+    """
+
+    def __init__(self, caught: Callable[[], None], suspects: Callable[[], Iterable[int]]) -> None:
+        self._caught, self._suspects = caught, suspects
+        self._closing = threading.Event()
+        self._warned = False
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(_WAITING)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._watch, name="plain-script-guard", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closing.wait(PAUSE_S):  # otherwise this process is out of descriptors for now
+                    return
+                continue
+            with connection:  # a worker that waits for an answer stays connected, and can be found
+                guilty = self._find_suspect()
+            if guilty:
+                self._caught()
+                return
+            self._closing.wait(PAUSE_S)
+
+    def _find_suspect(self) -> bool:
+        """Whether a suspect is connected, or is waiting to be accepted."""
+        strangers = sockets_to("127.0.0.1", self.port)
+        for pid in self._suspects():
+            if strangers & sockets_of(pid):
+                return True
+        if not self._warned:
+            self._warned = True
+            logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")
+        return False
+
+    def close(self) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore

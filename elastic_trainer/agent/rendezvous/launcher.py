@@ -54,14 +54,16 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ConfigError, ElasticTrainerError, last_line
 
 if TYPE_CHECKING:
-    from elastic_trainer.membership.documents import RoundDocument, RoundMember
+    from elastic_trainer.membership.documents import RoundDocument
 
 Handler = Callable[[int, FrameType | None], None]
-_TORCHRUNS = "_terminate_process_handler"
-"""torchrun's handler for SIGTERM, SIGINT, SIGHUP and SIGQUIT once it starts workers (torch 2.10 to 2.13)."""
 LEAVING = (signal.SIGTERM, signal.SIGHUP)
 """What asks a node to leave by plan, with exit code 143."""
 _AGAIN_S, _LIMIT_S = 1.0, 20.0
+"""After an early signal: seconds between two exceptions, and until the process exits at once."""
+
+
+# ---- signals
 
 
 def listen_for_sigterm() -> None:
@@ -74,9 +76,10 @@ def listen_for_sigterm() -> None:
     if handled is not None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         kept = [name for name in handled.split(",") if name.strip() != "SIGHUP"]
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(kept)
-    torchruns: Handler | None = getattr(api, _TORCHRUNS, None)
+    name = "_terminate_process_handler"  # torchrun's own, from when it starts workers (torch 2.10 to 2.13)
+    torchruns: Handler | None = getattr(api, name, None)
     if torchruns is not None:
-        setattr(api, _TORCHRUNS, unless_leaving(torchruns))
+        setattr(api, name, unless_leaving(torchruns))
 
 
 def unless_leaving(handler: Handler) -> Handler:
@@ -86,32 +89,21 @@ def unless_leaving(handler: Handler) -> Handler:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if not _leaving(sys.exception()):
-            handler(number, frame)
+        error = sys.exception()
+        while error is not None:
+            if isinstance(error, SignalException) or (isinstance(error, SystemExit) and error.code == EXIT_LEFT):
+                return
+            error = error.__context__
+        handler(number, frame)
 
     return handle
-
-
-def _leaving(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, SignalException) or (isinstance(error, SystemExit) and error.code == EXIT_LEFT):
-            return True
-        error = error.__context__
-    return False
-
-
-def ignore_sigterm() -> None:
-    """The run has succeeded: this process is about to exit with 0, so ignore what asks it to leave."""
-    if threading.current_thread() is threading.main_thread():
-        for each in LEAVING:
-            signal.signal(each, signal.SIG_IGN)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     # Uses neither a logger nor a stream: the main thread may be inside one.
     sent = signal.Signals(number)
-    told = f"elastic-trainer: {sent.name} came before the workers were started: this node leaves\n".encode()
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, told)
+    said = f"elastic-trainer: {sent.name} came before the workers were started: this node leaves\n".encode()
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, said)
     limit, again = Deadline.after(_LIMIT_S), unless_leaving(_leave_again)
 
     def remind(number: int, frame: FrameType | None) -> None:
@@ -132,36 +124,52 @@ def _leave_again(number: int, frame: FrameType | None) -> None:
         raise SystemExit(EXIT_LEFT)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalWorkers:
-    """The number of workers of this node, and torchrun's ``--role`` and ``--max-restarts``."""
-
-    count: int
-    role: str
-    max_restarts: int
+def ignore_sigterm() -> None:
+    """The run has succeeded: this process is about to exit with 0, so ignore what asks it to leave."""
+    if threading.current_thread() is threading.main_thread():
+        for each in LEAVING:
+            signal.signal(each, signal.SIG_IGN)
 
 
-def local_workers() -> LocalWorkers:
-    """Read them from the calling torchrun agent (the nearest one up the stack)."""
-    spec = _worker_spec()
-    if spec is None:
-        raise ConfigError(
-            "this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun"
-        )
-    return LocalWorkers(spec.local_world_size, spec.role, spec.max_restarts)
+# ---- what it starts, and why
+
+
+def local_workers() -> WorkerSpec:
+    """What the nearest torchrun agent up the stack starts on this node. Raises ConfigError if there is none."""
+    for names in _callers():
+        if isinstance(agent := names.get("self"), ElasticAgent):
+            return agent.get_worker_group().spec
+    raise ConfigError("this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun")
+
+
+def failures() -> dict[int, ProcessFailure]:
+    """The failed workers, by rank, if torchrun calls because of their failure."""
+    for names in _callers():
+        if isinstance(result := names.get("run_result"), RunResult):
+            return dict(result.failures)
+    return {}
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """The local variables of all callers, nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def job() -> dict[str, str]:
-    """The fields by which a run's spec knows its job: those of the calling torchrun agent, in this process's name."""
-    spec = _worker_spec()
-    return {} if spec is None else {"user": _user(), **job_of(spec.entrypoint, spec.args)}
+    """The fields by which a run's spec knows its job: those of the calling torchrun agent, and this process's user."""
+    spec = local_workers()
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # containers may know no names
+        user = str(os.geteuid())
+    return {"user": user, **job_of(spec.entrypoint, spec.args)}
 
 
-def _worker_spec() -> WorkerSpec | None:
-    """What the nearest torchrun agent up the stack starts."""
-    agents = (names.get("self") for names in _callers())
-    found = next((each for each in agents if isinstance(each, ElasticAgent)), None)
-    return None if found is None else found.get_worker_group().spec
+_OF_NODE = re.compile(r"--?(node|machine|host)[-_]?(rank|id|name)?=", re.IGNORECASE)
+_DIRECTORY = re.compile(r"(?:--?checkpoint[-_]dir(?:ectory)?|checkpoint\.directory)=(.+)", re.IGNORECASE | re.DOTALL)
 
 
 def job_of(entrypoint: Callable[..., Any] | str | None, arguments: Sequence[Any]) -> dict[str, str]:
@@ -183,10 +191,6 @@ def job_of(entrypoint: Callable[..., Any] | str | None, arguments: Sequence[Any]
     return {"script": script, "command": digest, "checkpoint_dir": found[-1].group(1) if found else ""}
 
 
-_OF_NODE = re.compile(r"--?(node|machine|host)[-_]?(rank|id|name)?=", re.IGNORECASE)
-_DIRECTORY = re.compile(r"(?:--?checkpoint[-_]dir(?:ectory)?|checkpoint\.directory)=(.+)", re.IGNORECASE | re.DOTALL)
-
-
 def _split(words: Sequence[str]) -> Iterator[str]:
     """``--name value`` as ``--name=value``; other words as they are."""
     left = list(words)
@@ -197,29 +201,7 @@ def _split(words: Sequence[str]) -> Iterator[str]:
         yield word
 
 
-def _user() -> str:
-    """The name of the user that this process runs as, or its number: containers may know no names."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
-
-
-def failures() -> dict[int, ProcessFailure]:
-    """The failed workers, by rank, if torchrun calls because of their failure."""
-    for names in _callers():
-        result = names.get("run_result")
-        if isinstance(result, RunResult):
-            return dict(result.failures)
-    return {}
-
-
-def _callers() -> Iterator[dict[str, Any]]:
-    """The local variables of all callers, nearest first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_locals
-        frame = frame.f_back
+# ---- the store it gets
 
 
 ROLE_INFO = "torchelastic/role_info/"
@@ -256,12 +238,19 @@ class RoundStore:
 
     def get(self, key: str) -> bytes:
         """The value of ``key``: written before, or known from the round."""
+        members = self._document.members
         if key.startswith(ASSIGNED_RANKS):
-            return self._assigned(int(key.removeprefix(ASSIGNED_RANKS)))
+            member = members[int(key.removeprefix(ASSIGNED_RANKS))]
+            alike = [other for other in members if other.role == member.role]
+            role_rank = sum(other.local_world_size for other in alike if other.first_rank < member.first_rank)
+            role_size = sum(other.local_world_size for other in alike)
+            return json.dumps([member.first_rank, self._document.world_size, role_rank, role_size]).encode()
         if key in self._values:
             return self._values[key]
         if key.startswith(ROLE_INFO):
-            return self._role_info(int(key.removeprefix(ROLE_INFO)))
+            rank = int(key.removeprefix(ROLE_INFO))
+            info = {"role": members[rank].role, "rank": rank, "local_world_size": members[rank].local_world_size}
+            return json.dumps(info).encode()
         raise KeyError(f"torchrun requested {key!r}, which this backend does not know")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -278,19 +267,8 @@ class RoundStore:
         if any(key.endswith(BARRIER_END) for key in keys):
             self._finish((timeout or self._timeout).total_seconds())
 
-    def _member(self, index: int) -> RoundMember:
-        return self._document.members[index]
 
-    def _assigned(self, index: int) -> bytes:
-        member = self._member(index)
-        alike = [other for other in self._document.members if other.role == member.role]
-        role_rank = sum(other.local_world_size for other in alike if other.first_rank < member.first_rank)
-        role_size = sum(other.local_world_size for other in alike)
-        return json.dumps([member.first_rank, self._document.world_size, role_rank, role_size]).encode()
-
-    def _role_info(self, index: int) -> bytes:
-        member = self._member(index)
-        return json.dumps({"role": member.role, "rank": index, "local_world_size": member.local_world_size}).encode()
+# ---- how its process exits
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,15 +314,7 @@ def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | N
 
     ``made_steps``: its workers have made steps, so their configuration was right.
     """
-    if was_terminated(error):
+    if isinstance(error, SignalException) and error.sigval in LEAVING:
         return EXIT_LEFT
-    if made_steps:
-        return None
-    if isinstance(error, ChildFailedError) and any(each.exitcode == EXIT_CONFIG for each in error.failures.values()):
-        return EXIT_CONFIG
-    return None
-
-
-def was_terminated(error: BaseException | None) -> bool:
-    """Whether ``error``, which ended this process, is the one that torchrun raises on SIGTERM or SIGHUP."""
-    return isinstance(error, SignalException) and error.sigval in LEAVING
+    wrong = isinstance(error, ChildFailedError) and any(e.exitcode == EXIT_CONFIG for e in error.failures.values())
+    return EXIT_CONFIG if wrong and not made_steps else None

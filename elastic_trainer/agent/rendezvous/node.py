@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from dataclasses import dataclass
 
 from elastic_trainer.agent.health.health_store import HealthStore
@@ -54,6 +55,18 @@ def allowed_sizes(options: RendezvousOptions, low: int, high: int) -> tuple[int,
     return allowed
 
 
+def reserve_port(address: str) -> socket.socket:
+    """Binds a free port, which the kernel assigns to no other process while a worker of this node may need it.
+
+    The socket stays bound without listening until it is closed. Both sides set SO_REUSEADDR: then Linux lets a second
+    socket bind and listen, but skips the port in its automatic choice.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
+
+
 KEEP_S = 7 * 24 * 3600.0
 """How long a report stays for comparison with newcomers; it outlives its node, for the node's successor."""
 
@@ -72,7 +85,7 @@ def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidat
     """Check this node. Bad findings become an incident, and refuse the node if the options say so."""
     begun = clock.monotonic()
     logger().info("preflight.started", limit_s=options.preflight_timeout)
-    findings = examined(store, keys, options, candidate, clock)
+    findings = _examined(store, keys, options, candidate, clock)
     for finding in findings:
         if finding.status is Status.WARN:
             logger().warning("preflight.warned", check=finding.name, text=finding.text, hint=finding.hint)
@@ -83,19 +96,22 @@ def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidat
         return
     for finding in unfit:
         logger().warning("node.unfit", check=finding.name, text=finding.text, hint=finding.hint)
-    text = f"node {candidate.node} is not fit: {sentence(unfit)}"
-    refused = options.preflight is PreflightMode.REFUSE
-    outcome = "it does not join" if refused else "it joins anyway"
-    _write_incident(store, keys, candidate.node, f"{text} ({outcome})", clock)
+    text, refused = f"node {candidate.node} is not fit: {sentence(unfit)}", options.preflight is PreflightMode.REFUSE
+    reason = f"{text} ({'it does not join' if refused else 'it joins anyway'})"
+    incident = Incident(wall=clock.wall(), by=candidate.node, kind="node_unfit", reason=reason, nodes=(candidate.node,))
+    try:
+        HealthStore(store, keys, candidate.node).write_incident(incident)
+    except ElasticTrainerError as error:
+        logger().warning("incident.not_written", error=str(error))
     if refused:
         raise UnfitError(text, hint=unfit[0].hint or "run the job on another machine")
 
 
-def examined(
+def _examined(
     store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock
 ) -> list[Finding]:
     """Run the checks of this node, then compare it with the others."""
-    limits = limits_of(options)
+    limits = FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
     comparison = PeerComparison(store, keys, candidate.node, limits, clock)
     subject = Subject(
         address=candidate.address,
@@ -118,22 +134,9 @@ def examined(
     return found
 
 
-def limits_of(options: RendezvousOptions) -> FitLimits:
-    """The limits that the options set."""
-    return FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
-
-
-def _write_incident(store: Store, keys: RunKeys, node: str, text: str, clock: Clock) -> None:
-    incident = Incident(wall=clock.wall(), by=node, kind="node_unfit", reason=text, nodes=(node,))
-    try:
-        HealthStore(store, keys, node).write_incident(incident)
-    except ElasticTrainerError as error:
-        logger().warning("incident.not_written", error=str(error))
-
-
 @dataclass(frozen=True, slots=True)
 class ArrivedNode:
-    """See the module."""
+    """A node that the run has admitted, with all its parts, until it leaves."""
 
     member: Member
     liveness: LivenessPort

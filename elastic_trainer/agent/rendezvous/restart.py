@@ -18,12 +18,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous.launcher import (
-    LocalWorkers,
     RoundStore,
     exit_code_after,
     exit_reason_of,
@@ -32,8 +32,8 @@ from elastic_trainer.agent.rendezvous.launcher import (
     job,
     local_workers,
 )
-from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit
-from elastic_trainer.agent.suspicion.peers import LivenessPort, ReservedPort, StatusBoard, default_node_id
+from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit, reserve_port
+from elastic_trainer.agent.suspicion.peers import LivenessPort, StatusBoard
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
@@ -48,7 +48,7 @@ from elastic_trainer.errors import (
     ReplacedError,
     RunClosedError,
 )
-from elastic_trainer.ipc.address import own_address
+from elastic_trainer.ipc.address import default_node_id, own_address
 from elastic_trainer.membership.admission import admit, confirm
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
@@ -121,7 +121,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._status_board = StatusBoard(run_id, self.node_id, clock)
         self._node: ArrivedNode | None = None
         """None before the first rendezvous, and after the end."""
-        self._port: ReservedPort | None = None
+        self._port: socket.socket | None = None
+        """Reserved for the store of the present life's workers."""
         self._worked = False
         """The value of :attr:`_made_steps` when the node left the run."""
         self._current: RoundDocument | None = None
@@ -239,14 +240,11 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave the run. Never raises: the exit code of what ends this process must not be lost to its farewell."""
         try:
-            return self._leave(self._ending())
+            # The exception that torchrun handles now, or that the interpreter reported.
+            return self._leave(sys.exc_info()[1] or getattr(sys, "last_value", None))
         except Exception as error:  # noqa: BLE001 - the edge of the process; the key ends with its lease
             logs.logger().warning("departure.failed", error=f"{type(error).__name__}: {error}")
             return False
-
-    def _ending(self) -> BaseException | None:
-        """The exception that ends this process: one that torchrun handles now, or that the interpreter reported."""
-        return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
     def _leave(self, error: BaseException | None) -> bool:
         """Leave the run, and record in the store that ``error`` is why."""
@@ -294,7 +292,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         waiting = Deadline.after(self._options.join_timeout, self._clock)
         node = self._node if self._node is not None else self._arrive()
-        node.health.pages.employ(local_workers().count)
+        workers = local_workers()
+        node.health.pages.employ(workers.local_world_size)
         node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
         seen = node.member.look().round
         if self._current is None and seen is not None and seen.state is RoundState.ACTIVE:
@@ -306,8 +305,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._life += 1
         if self._port is not None:
             self._port.close()
-        self._port = port = ReservedPort(self._address)
-        record = self._record(node, port.port, local_workers(), life=self._life, planned=planned, cause=cause, **last)
+        self._port = reserve_port(self._address)
+        port = self._port.getsockname()[1]
+        record = self._record(node, port, workers, life=self._life, planned=planned, cause=cause, **last)
         node.member.announce(record, waiting)
         if self._current is None:
             self._confirm(waiting)
@@ -316,13 +316,13 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._current = document
         node.supervisor.round_begun(document.number)
         node.health.starting()
-        self._starts.begin(port.port if document.is_first(self.node_id) else None)
+        self._starts.begin(port if document.is_first(self.node_id) else None)
         node.lend_memory(self._address)
         return self._describe(document)
 
     def _arrive(self) -> ArrivedNode:
         """First call: pass admission, then start all that a member needs."""
-        deadline = Deadline.after(self._options.connect_timeout, self._clock)
+        deadline, workers = Deadline.after(self._options.connect_timeout, self._clock), local_workers()
         self._spec = self._spec.model_copy(update=job())
         admit(
             self._store,
@@ -334,7 +334,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             watched=sys.stderr is not None and sys.stderr.isatty(),
         )
         if self._options.preflight is not PreflightMode.OFF:
-            candidate = NodeCandidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
+            candidate = NodeCandidate(self.node_id, self._address, workers.local_world_size, self._spec.min_nodes)
             ensure_fit(self._store, self._keys, self._options, candidate, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
@@ -351,9 +351,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            copies = NeighbourCopies(self._address, local_workers().count)
+            copies = NeighbourCopies(self._address, workers.local_world_size)
             undo.callback(copies.close)
-            rescue = Rescue(self.node_id, member.nodes, local_workers().count, self._clock, lambda: copies.files)
+            rescue = Rescue(self.node_id, member.nodes, workers.local_world_size, self._clock, lambda: copies.files)
             self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
             undo.pop_all()
         return self._node
@@ -416,13 +416,13 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
         return {"reached": pages.came_to(self._current.number), "ended_by": kind}
 
-    def _record(self, node: ArrivedNode, store_port: int, workers: LocalWorkers, **more: Any) -> NodeRecord:
+    def _record(self, node: ArrivedNode, store_port: int, workers: WorkerSpec, **more: Any) -> NodeRecord:
         free_for = self._current.number + 1 if self._current else 0
         shown: dict[str, Any] = {"state": NodeState.READY, "acknowledged": free_for, "reported": free_for}
         return NodeRecord(
             host=socket.gethostname(),
             address=self._address,
-            local_world_size=workers.count,
+            local_world_size=workers.local_world_size,
             role=workers.role,
             store_port=store_port,
             probe_port=node.liveness.port,

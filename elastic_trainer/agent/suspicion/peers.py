@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import secrets
 import selectors
 import socket
 import threading
@@ -30,8 +28,8 @@ from elastic_trainer.membership.documents import MOST_WORKERS
 from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger
 
-LONGEST_ANSWER = 1 << 16
-_WORKERS_TOLD = 64
+LONGEST_ANSWER: Final = 1 << 16
+_WORKERS_TOLD: Final = 64
 """A longer answer would not fit into a socket buffer."""
 Word = Annotated[str, Field(max_length=256)]
 
@@ -108,53 +106,7 @@ class StatusBoard:
         return self._answer.encode()
 
 
-def default_node_id() -> str:
-    """A name that is unique among all processes: host name, process id, a few random digits."""
-    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
-    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-class LivenessPort:
-    """Listens while this process lives: a refused connection proves to a peer that the process is dead.
-
-    A peer that sends a question gets ``answer(question)``.
-    """
-
-    def __init__(self, address: str, answer: Answering) -> None:
-        self._socket = listen(address)
-        self._closing = False
-        self.port: int = self._socket.getsockname()[1]
-        server = LivenessServer(self._socket, answer, lambda: self._closing)
-        self._thread = threading.Thread(target=server.run, name="liveness", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening; the thread closes the socket, which it may still be using."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-
-class ReservedPort:
-    """A free port that the kernel assigns to no other process while a worker of this node may need it.
-
-    The socket stays bound without listening. Both sides set SO_REUSEADDR: then Linux lets a second socket bind and
-    listen, but skips the port in its automatic choice.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
-        self.port: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        self._socket.close()
-
+# ---- answering
 
 LONGEST_QUESTION: Final = 512
 MOST_AT_ONCE: Final = 64
@@ -165,19 +117,30 @@ _RETRY_S: Final = 0.05
 Answering = Callable[[bytes], bytes | None]
 
 
-class LivenessServer:
-    """See the module. ``answer(question)`` returns the line to send, or None."""
+class LivenessPort:
+    """Listens at ``address`` while this process lives, and sends who asks a ``question`` the line ``answer(question)``,
+    unless that is None."""
 
-    def __init__(self, listening: socket.socket, answer: Answering, closing: Callable[[], bool]) -> None:
-        self._listening, self._answer, self._closing = listening, answer, closing
+    def __init__(self, address: str, answer: Answering) -> None:
+        self._listening, self._answer = listen(address), answer
+        self.port: int = self._listening.getsockname()[1]
+        self._closing = False
         self._said: dict[socket.socket, bytes] = {}
         """The bytes received from each client, oldest client first."""
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
+    def close(self) -> None:
+        """Stop listening; the thread closes the socket, which it may still be using."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
         with self._listening, selectors.DefaultSelector() as self._selector:
             self._listening.setblocking(False)
             self._selector.register(self._listening, selectors.EVENT_READ)
-            while not self._closing():
+            while not self._closing:
                 try:
                     self._turn()
                 except Exception:  # noqa: BLE001 - the edge of a thread: without answers this node would look frozen
@@ -201,7 +164,7 @@ class LivenessServer:
         except BlockingIOError:
             return  # the client has closed already
         except OSError:
-            if not self._closing():
+            if not self._closing:
                 pause(_RETRY_S)  # for example out of descriptors
             return
         client.setblocking(False)
@@ -229,6 +192,8 @@ class LivenessServer:
         self._selector.unregister(client)
         client.close()
 
+
+# ---- asking
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 

@@ -14,7 +14,8 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_trainer.agent.suspicion.peers import LivenessPort, ReservedPort
+from elastic_trainer.agent.rendezvous.node import reserve_port
+from elastic_trainer.agent.suspicion.peers import LivenessPort
 from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses
 from tests.support.waiting import LIMIT_S
@@ -35,34 +36,26 @@ input()
 
 
 @pytest.fixture
-def reserved() -> Iterator[dict[int, ReservedPort]]:
+def reserved() -> Iterator[set[int]]:
     """Many reserved ports."""
-    ports = [ReservedPort(LOCAL) for _ in range(RESERVED)]
-    yield {port.port: port for port in ports}
-    for port in ports:
-        port.close()
+    with ExitStack() as held:
+        yield {held.enter_context(reserve_port(LOCAL)).getsockname()[1] for _ in range(RESERVED)}
 
 
 def test_a_store_listens_on_a_reserved_port_and_serves_clients() -> None:
     """torch's own store takes the port while it is reserved, several times one after the other."""
-    port = ReservedPort(LOCAL)
-    for turn in range(3):
-        server = TCPStore(LOCAL, port.port, is_master=True, wait_for_workers=False)
-        client = TCPStore(LOCAL, port.port, is_master=False)
-        client.set("turn", str(turn))
-        assert server.get("turn") == str(turn).encode()
-        del client, server
-    port.close()
-
-
-def test_nobody_listens_on_a_reserved_port_before_the_store_does() -> None:
-    """A worker that is too early is refused at once, and tries again."""
-    with closing(ReservedPort(LOCAL)) as port:
-        assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
+    with reserve_port(LOCAL) as reserved:
+        port = reserved.getsockname()[1]
+        for turn in range(3):
+            server = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False)
+            client = TCPStore(LOCAL, port, is_master=False)
+            client.set("turn", str(turn))
+            assert server.get("turn") == str(turn).encode()
+            del client, server
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: dict[int, ReservedPort], reuse: bool) -> None:
+def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: set[int], reuse: bool) -> None:
     """``bind(0)`` passes it over, with and without SO_REUSEADDR."""
     for _ in range(0, TRIES, HELD):
         with ExitStack() as held:
@@ -73,7 +66,7 @@ def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: dict[int, 
                 assert other.getsockname()[1] not in reserved
 
 
-def test_a_reserved_port_is_never_a_client_s_own(reserved: dict[int, ReservedPort]) -> None:
+def test_a_reserved_port_is_never_a_client_s_own(reserved: set[int]) -> None:
     """Outgoing connections pass it over too."""
     with closing(socket.create_server((LOCAL, 0), backlog=128)) as server:
         for _ in range(0, TRIES, HELD):
@@ -83,14 +76,6 @@ def test_a_reserved_port_is_never_a_client_s_own(reserved: dict[int, ReservedPor
                     held.enter_context(closing(client))
                     held.enter_context(closing(server.accept()[0]))
                     assert client.getsockname()[1] not in reserved
-
-
-def test_a_port_that_was_given_up_is_free_again() -> None:
-    """Each life of a node reserves another one; the old one is left to others."""
-    port = ReservedPort(LOCAL)
-    port.close()
-    with socket.socket() as other:
-        other.bind(("", port.port))
 
 
 def test_a_living_process_does_not_refuse() -> None:
@@ -140,9 +125,9 @@ def test_ports_of_both_address_families(family: str) -> None:
     """A node that is reached by IPv6 has its ports there."""
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    with closing(LivenessPort(family, lambda question: None)) as alive, closing(ReservedPort(family)) as reserved:
+    with closing(LivenessPort(family, lambda question: None)) as alive, reserve_port(family) as reserved:
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)
-        assert refuses(family, reserved.port, timeout_s=LIMIT_S)
+        assert refuses(family, reserved.getsockname()[1], timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(

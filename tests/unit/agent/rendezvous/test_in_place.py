@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.rendezvous import in_place
 from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, InPlaceNode
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.model import RecoveryMode
@@ -38,6 +38,12 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
     return InPlaceHandler(MemoryStore(), "run", options, min_nodes=2, max_nodes=2, address="127.0.0.1")
 
 
+def spec(workers: int, max_restarts: int) -> WorkerSpec:
+    """What torchrun starts here."""
+    nobody: Any = None
+    return WorkerSpec("default", workers, nobody, entrypoint="none", max_restarts=max_restarts)
+
+
 def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     """Nobody else is there yet: the worker runs all the same, as rank 0 of 1, and knows where its agent listens.
     Healthy workers are never restarted."""
@@ -51,7 +57,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
         "guard": SimpleNamespace(port=4711),
         "arrived": arrived,
     }
-    found = handler._provisional(LocalWorkers(2, "default", 100), cast("InPlaceNode", SimpleNamespace(**parts)), 1)
+    found = handler._provisional(spec(2, 100), cast("InPlaceNode", SimpleNamespace(**parts)), 1)
     assert (found.rank, found.world_size) == (0, 1)
     assert found.bootstrap_store_info is not None
     assert (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port) == ("127.0.0.1", 4711)
@@ -67,7 +73,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
 def test_no_restarts_is_a_mistake(handler: InPlaceHandler) -> None:
     """torchrun's default would lose the node at its first crash: one sentence, before anybody sees the node."""
     with pytest.raises(ConfigError) as raised:
-        handler._arrive_in_place(LocalWorkers(1, "default", 0))
+        handler._arrive_in_place(spec(1, 0))
     assert "torchrun's --max-restarts is 0 (add --max-restarts, for example 100)" in str(raised.value)
     assert handler._node is None
 

@@ -1,17 +1,71 @@
-"""What a command says about its job, whatever differs between the nodes that run it."""
+"""Where this package meets torchrun's agent: signals, what it starts, the store it gets, how its process exits."""
 
 from __future__ import annotations
 
+import signal
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.utils.store import barrier
 
-from elastic_trainer.agent.rendezvous.launcher import job_of
+from elastic_trainer.agent.rendezvous.launcher import (
+    ExitReason,
+    RoundStore,
+    exit_code_after,
+    exit_reason_of,
+    job_of,
+    local_workers,
+    unless_leaving,
+)
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, JoinTimeoutError
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 
-PYTHON = "/usr/bin/python3"
+# ---- signals; tests/integration/agent/test_signals.py plays them in processes
+
+
+@unless_leaving
+def handler(number: int, frame: FrameType | None) -> None:
+    raise SignalException("", signal.Signals(number))
+
+
+@pytest.mark.parametrize("first", [SignalException("", signal.SIGTERM), SystemExit(EXIT_LEFT)])
+def test_a_second_signal_does_not_disturb_the_end_of_the_workers(first: BaseException) -> None:
+    """Neither directly, nor in the handling of another error meanwhile."""
+    try:
+        raise first
+    except (SignalException, SystemExit):
+        handler(signal.SIGTERM, None)
+        try:
+            raise TimeoutError
+        except TimeoutError:
+            handler(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize("other", [SystemExit(1), TimeoutError()])
+def test_a_signal_raises_while_another_error_is_handled(other: BaseException) -> None:
+    """And again, if its exception was swallowed."""
+    try:
+        raise other
+    except (SystemExit, TimeoutError):
+        for _ in range(2):
+            with pytest.raises(SignalException):
+                handler(signal.SIGTERM, None)
+
+
+# ---- what it starts
 
 
 def typed(*words: str) -> dict[str, str]:
     """The job of ``python -u WORDS``, as torchrun starts it."""
-    return job_of(PYTHON, ("-u", *words))
+    return job_of("/usr/bin/python3", ("-u", *words))
 
 
 @pytest.mark.parametrize(
@@ -37,3 +91,145 @@ def test_the_checkpoint_directory_is_a_field_of_its_own(words: tuple[str, ...]) 
     """So that it can be allowed to differ by itself; the last one counts."""
     assert typed("train.py", *words) == typed("train.py") | {"checkpoint_dir": "/a"}
     assert typed("train.py", "checkpoint.directory=/b", *words)["checkpoint_dir"] == "/a"
+
+
+class Launcher(LocalElasticAgent):
+    """torchrun's agent, which calls its rendezvous handler."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec, DefaultLogsSpecs())
+
+    def called(self) -> WorkerSpec:
+        return local_workers()
+
+
+def test_the_launcher_is_found_up_the_stack() -> None:
+    """Outside of torchrun there is none."""
+    nobody: Any = None
+    spec = WorkerSpec(role="trainer", local_world_size=4, rdzv_handler=nobody, entrypoint="none", max_restarts=7)
+    assert Launcher(spec).called() is spec
+    with pytest.raises(ConfigError, match="start the job with torchrun"):
+        local_workers()
+
+
+# ---- the store it gets: torchrun's own code reads the same ranks from it as from a shared store
+
+Node = tuple[str, int]
+"""Role and number of workers."""
+
+
+def document_of(nodes: list[Node]) -> RoundDocument:
+    members, first = [], 0
+    for index, (role, size) in enumerate(nodes):
+        members.append(RoundMember(f"n{index}", index + 1, 1, first, size, role))
+        first += size
+    return RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=tuple(members))
+
+
+def never(_: float) -> None:
+    raise AssertionError("the run has not ended")
+
+
+def ranks(store: Any, index: int, nodes: list[Node]) -> list[tuple[int, ...]]:
+    """What torchrun makes of ``store`` for the workers of one node."""
+    role, size = nodes[index]
+    spec = WorkerSpec(role=role, local_world_size=size, rdzv_handler=None, entrypoint="none")  # type: ignore[arg-type]
+    assign: Any = SimpleElasticAgent._assign_worker_ranks
+    workers: list[Worker] = assign(None, store, index, len(nodes), spec)
+    return [(w.local_rank, w.global_rank, w.world_size, w.role_rank, w.role_world_size) for w in workers]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["default", "reader"]), st.integers(1, 8)), min_size=1, max_size=6))
+def test_torchrun_reads_the_ranks_of_the_round_document(nodes: list[Node]) -> None:
+    """Mixed roles, unequal nodes, nobody asked: each worker has its place in the world, and among those of its role."""
+    document = document_of(nodes)
+    roles = [role for role, size in nodes for _ in range(size)]
+    for index, member in enumerate(document.members):
+        first, role = member.first_rank, member.role
+        before, alike = roles[:first].count(role), roles.count(role)
+        expected = [(i, first + i, len(roles), before + i, alike) for i in range(member.local_world_size)]
+        assert ranks(RoundStore(document, never), index, nodes) == expected
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_the_exit_barrier_waits_for_the_end_of_the_run(size: int) -> None:
+    """torchrun's barrier calls ``finish`` once, with its own limit, whatever the number of nodes."""
+    waited: list[float] = []
+    store: Any = RoundStore(document_of([("default", 1)] * size), waited.append)
+    barrier(store, world_size=size, key_prefix="torchelastic/agent/terminal_state", barrier_timeout=123)
+    assert waited == [123.0]
+    assert store.timeout == timedelta(seconds=300)
+
+
+def test_what_torchrun_does_not_ask_for_today_is_an_error_with_the_key() -> None:
+    """A torch that asks for something new fails by name, not by waiting for ever. What it wrote it can read."""
+    store = RoundStore(document_of([("default", 1)]), never)
+    store.multi_set(["a", "b"], ["text", b"bytes"])
+    assert store.multi_get(["a", "b"]) == [b"text", b"bytes"]
+    assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
+    store.wait(["a"])
+    with pytest.raises(KeyError, match="torchelastic/something_new"):
+        store.get("torchelastic/something_new")
+
+
+# ---- how its process exits
+
+
+def exiting(code: int, cause: BaseException | None = None) -> SystemExit:
+    error = SystemExit(code)
+    error.__cause__ = cause
+    return error
+
+
+def failed(*codes: int) -> ChildFailedError:
+    """What torchrun ends with when its workers ended with these codes."""
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "/nowhere") for rank, code in enumerate(codes)}
+    return ChildFailedError("job", failures)
+
+
+TERMINATED = SignalException("", signal.SIGTERM)
+GIVEN_UP = "worker 0 died, and no --max-restarts is left"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, None),
+        (exiting(0), None),
+        (TERMINATED, ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (SignalException("", signal.SIGHUP), ExitReason(True, "SIGHUP", EXIT_LEFT)),
+        (SignalException("", signal.SIGINT), ExitReason(True, "SIGINT", 1)),
+        (KeyboardInterrupt(), ExitReason(True, "SIGINT", 1)),
+        (exiting(EXIT_LEFT), ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (exiting(EXIT_LEFT, SignalException("", signal.SIGHUP)), ExitReason(True, "SIGHUP", EXIT_LEFT)),
+        (exiting(1, JoinTimeoutError("fewer than 2 nodes")), ExitReason(False, "fewer than 2 nodes", 1)),
+        (JoinTimeoutError("fewer than 2 nodes", hint="start more"), ExitReason(False, "fewer than 2 nodes", 1)),
+        (RuntimeError("a\nb"), ExitReason(False, "RuntimeError: a b", 1)),
+        (failed(-9), ExitReason(False, GIVEN_UP, 1)),
+        (failed(EXIT_CONFIG), ExitReason(False, GIVEN_UP, EXIT_CONFIG)),
+    ],
+)
+def test_who_was_asked_to_go_did_not_give_up(error: BaseException | None, reason: ExitReason | None) -> None:
+    """A signal is a request, a clean exit is neither, and all else is given up for a reason."""
+    assert exit_reason_of(error, made_steps=False, died="worker 0 died") == reason
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        (TERMINATED, EXIT_LEFT, EXIT_LEFT),
+        (SignalException("", signal.SIGHUP), EXIT_LEFT, EXIT_LEFT),
+        (SignalException("", signal.SIGINT), None, None),
+        (failed(-15, EXIT_CONFIG), EXIT_CONFIG, None),
+        (failed(1, -9), None, None),
+        (RuntimeError("crashed"), None, None),
+        (SystemExit(3), None, None),
+        (None, None, None),
+    ],
+)
+def test_exit_codes_say_what_torchruns_own_would_not(
+    error: BaseException | None, before: int | None, after: int | None
+) -> None:
+    """143 for an eviction; 78 for a wrong configuration, unless workers have made steps: other nodes may go on then."""
+    assert [exit_code_after(error, made_steps=made) for made in (False, True)] == [before, after]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from elastic_trainer.agent.rendezvous.in_place import LOOK_S, PATIENCE_S, STANDING_S, NodePlace
+from elastic_trainer.agent.rendezvous.in_place import LOOK_S, PATIENCE_S, STANDING_S, ShardSlots
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.membership.cluster_view import NodeView
@@ -27,7 +27,7 @@ class Spare:
         self.scene = training("a0", "a1").show(mine, *others)
         self.mine: NodeRecord = mine.record
         self.reads, self.dead = 0, set[str]()
-        self.place = NodePlace(cast("Member", self), mine.id, self.nodes, cast("Conductor", self), self.clock)
+        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("Conductor", self), self.clock)
 
     def look(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.in_place import EVERY_S, ProgressWriter
+from elastic_trainer.agent.rendezvous.in_place import PROGRESS_EVERY_S, ProgressWriter
 from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
@@ -46,7 +46,7 @@ def test_progress_is_written_at_most_once_a_second(scene: Scene) -> None:
         scene.offer(step)
         scene.writer.turn()
         assert scene.written == 1
-    scene.clock.advance(EVERY_S)
+    scene.clock.advance(PROGRESS_EVERY_S)
     scene.writer.turn()
     assert scene.written == 3
     scene.offer(9999)
@@ -71,6 +71,6 @@ def test_an_outage_loses_nothing_but_old_progress(scene: Scene) -> None:
     scene.writer.turn()
     scene.store.backend.outage(False)
     scene.offer(2)
-    scene.clock.advance(EVERY_S)
+    scene.clock.advance(PROGRESS_EVERY_S)
     scene.writer.turn()
     assert scene.written == 2

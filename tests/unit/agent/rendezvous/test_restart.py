@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
 from elastic_trainer.agent.rendezvous import launcher
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, exit_code_after, local_workers, was_terminated
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import (
     Etcd3RendezvousHandler,
     round_is_over,
 )
-from elastic_trainer.agent.suspicion.peers import default_node_id
 from elastic_trainer.agent.workers import warm_starts
 from elastic_trainer.agent.workers.warm_starts import at_once
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.ipc.address import default_node_id
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, checked_name
@@ -148,27 +142,6 @@ def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.M
         service._endpoint(RendezvousOptions(metrics_port=9400), nothing, nothing)
 
 
-class Launcher(LocalElasticAgent):
-    """torchrun's agent, which calls its rendezvous handler."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec, DefaultLogsSpecs())
-
-    def called(self) -> LocalWorkers:
-        return local_workers()
-
-
-def test_the_launcher_is_found_up_the_stack() -> None:
-    """How many workers, their role, and how often they may restart. Outside of torchrun nobody says it."""
-    spec = WorkerSpec(
-        role="trainer", local_world_size=4, rdzv_handler=handler_of(None), entrypoint="none", max_restarts=7
-    )
-    found = Launcher(spec).called()
-    assert (found.count, found.role, found.max_restarts) == (4, "trainer", 7)
-    with pytest.raises(ConfigError, match="start the job with torchrun"):
-        local_workers()
-
-
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the plugin changes in torchrun's process stays as it is in this one, and no template is started."""
@@ -181,14 +154,9 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ("run_id", "endpoint", "limits", "config", "sentence"),
     [
         ("a/b", "h:1", (1, 1), {}, "run id (--rdzv-id) 'a/b' is not valid"),
-        ("", "h:1", (1, 1), {}, "run id (--rdzv-id) '' is not valid"),
         ("run", "", (1, 1), {}, "no store address was given (add --rdzv-endpoint host:2379)"),
         ("run", "h:port", (1, 1), {}, "store endpoint 'h:port' is not host:port"),
         ("run", "h:1", (1, 1), {"tttl": "3"}, "--rdzv-conf: unknown key 'tttl'"),
-        ("run", "h:1", (1, 1), {"ttl": "soon"}, "--rdzv-conf: 'ttl' is 'soon'"),
-        ("run", "h:1", (1, 1), {"ttl": "1"}, "--rdzv-conf: 'ttl' is '1'"),
-        ("run", "h:1", (1, 1), {"recovery": "magic"}, "--rdzv-conf: 'recovery' is 'magic'"),
-        ("run", "h:1", (1, 1), {"ca_cert": "/no/such/file"}, "'ca_cert' is '/no/such/file': the file cannot be read"),
     ],
 )
 def test_wrong_parameters_end_in_one_sentence(
@@ -219,31 +187,6 @@ def test_torchrun_s_own_options_are_no_error() -> None:
     with pytest.raises(SystemExit) as raised:
         plugin.handler()(parameters)
     assert raised.value.code != EXIT_CONFIG
-
-
-def child_failure(*codes: int) -> ChildFailedError:
-    """What torchrun ends with when its workers ended with these codes."""
-    failures = {rank: ProcessFailure(rank, 100 + rank, code, "/nowhere") for rank, code in enumerate(codes)}
-    return ChildFailedError("job", failures)
-
-
-def test_exit_codes_say_what_torchruns_own_would_not() -> None:
-    """143 for an eviction, 78 when a worker's configuration is wrong. All other failures keep torchrun's own code."""
-    evicted, wrong = SignalException("told to end", signal.SIGTERM), child_failure(-15, EXIT_CONFIG)
-    assert [exit_code_after(evicted, made_steps=made) for made in (False, True)] == [EXIT_LEFT, EXIT_LEFT]
-    assert exit_code_after(wrong, made_steps=False) == EXIT_CONFIG
-    assert exit_code_after(wrong, made_steps=True) is None, "it was right before: other nodes may go on"
-    for other in (child_failure(1, -9), RuntimeError("crashed"), SystemExit(3), None):
-        assert exit_code_after(other, made_steps=False) is None
-
-
-def test_only_a_sigterm_or_a_closed_terminal_is_an_eviction() -> None:
-    """torchrun raises one kind of error for all signals; Ctrl-C and crashes keep their own exit codes."""
-    assert was_terminated(SignalException("told to end", signal.SIGTERM))
-    assert was_terminated(SignalException("told to end", signal.SIGHUP))
-    assert not was_terminated(SignalException("interrupted", signal.SIGINT))
-    assert not was_terminated(RuntimeError("crashed"))
-    assert not was_terminated(None)
 
 
 @pytest.mark.parametrize(
