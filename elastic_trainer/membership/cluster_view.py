@@ -75,6 +75,31 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class Observation:
+    """A consistent snapshot of the run. ``nodes`` is empty for a node that watches only the round."""
+
+    nodes: dict[str, NodeView]
+    round: RoundDocument | None
+    round_revision: int
+    """Mod-revision of the round document; 0 if there is none."""
+    connected: bool
+    serial: int
+    """Increases with each change, so that a waiter knows whether it has seen the newest."""
+    follows_nodes: bool = True
+    revision: int = 0
+    """The observation includes every change up to this revision of the store."""
+    reloads: int = 0
+    """How often everything had to be reloaded, because the store's history had a gap or was replaced."""
+    changing: bool = False
+    """Whether another feed has been opened and has not replaced the present one yet."""
+
+    @property
+    def decidable(self) -> bool:
+        """Whether the nodes are known, as of the round document's revision or later."""
+        return self.follows_nodes and self.revision >= self.round_revision
+
+
+@dataclass(frozen=True, slots=True)
 class Sightings:
     """Since when each present condition holds, on this node's monotonic clock."""
 
@@ -117,7 +142,7 @@ class ClusterView:
 
     @cached_property
     def live(self) -> list[tuple[RoundMember, NodeView]]:
-        """See :func:`live_members`."""
+        """Members of the round whose key, of the same create-revision, still exists; in rank order."""
         if self.round is None:
             return []
         return [
@@ -130,7 +155,7 @@ class ClusterView:
 
     @cached_property
     def candidates(self) -> list[NodeView]:
-        """See :func:`candidates`."""
+        """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
         willing = [
             node
             for node in by_seniority(self.nodes.values())
@@ -159,11 +184,6 @@ def living(view: ClusterView) -> list[NodeView]:
     return [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
 
 
-def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
-    """Members of the round whose key, of the same create-revision, still exists; in rank order."""
-    return view.live
-
-
 def accused(view: ClusterView) -> list[NodeView]:
     """Members that were suspected of not answering when the round was broken, and whose keys have not changed since."""
     current = view.round
@@ -171,11 +191,6 @@ def accused(view: ClusterView) -> list[NodeView]:
         return []
     keys = [view.nodes[member.node] for member in current.members if member.node in view.nodes]
     return [node for node in keys if is_ghost(view, node)]
-
-
-def candidates(view: ClusterView) -> list[NodeView]:
-    """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
-    return view.candidates
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
@@ -201,16 +216,16 @@ def number_of(view: ClusterView) -> int:
     return 0 if view.round is None else view.round.number
 
 
-def newcomers(view: ClusterView) -> list[NodeView]:
-    """Candidates that are not members of the present round."""
-    members = {member.node for member, _ in live_members(view)}
-    return [node for node in candidates(view) if node.id not in members]
-
-
 def next_number(view: ClusterView) -> int:
     """The first unused round number. A number that a planned change has named counts as used: newcomers may already be
     forming that round."""
     return (0 if view.round is None else view.round.last_number) + 1
+
+
+def newcomers(view: ClusterView) -> list[NodeView]:
+    """Candidates that are not members of the present round."""
+    members = {member.node for member, _ in view.live}
+    return [node for node in view.candidates if node.id not in members]
 
 
 def losses(view: ClusterView) -> dict[str, str]:
@@ -222,10 +237,13 @@ def losses(view: ClusterView) -> dict[str, str]:
     if current is None:
         return {}
     needed = current.next.members if current.next else current.members
-    live = {member.node: node for member, node in live_members(view)}
+    live = {member.node: node for member, node in view.live}
     phrases = {}
     for member in needed:
-        node = live.get(member.node) or _newcomer(view, member)
+        node = live.get(member.node)
+        if node is None:  # one that a planned change adds
+            found = view.nodes.get(member.node)
+            node = found if found is not None and found.create_revision == member.create_revision else None
         if node is None or (current.next is not None and node.id in view.suspects):
             phrases[member.node] = f"node {member.node} is gone"
         elif node.record.life > member.life or (node.record.acknowledged > current.number and not node.record.planned):
@@ -234,10 +252,7 @@ def losses(view: ClusterView) -> dict[str, str]:
     return phrases
 
 
-def _newcomer(view: ClusterView, member: RoundMember) -> NodeView | None:
-    """The newcomer that a planned change adds as ``member``."""
-    node = view.nodes.get(member.node)
-    return node if node is not None and node.create_revision == member.create_revision else None
+# ---- shard groups
 
 
 def has_places(limits: Limits) -> bool:
@@ -255,16 +270,14 @@ def in_groups(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
     size, known = view.limits.shard_nodes, {(node.id, node.create_revision): node for node in ready}
     members = [known.get(member[:2]) for member in view.round.members] if view.round is not None else []
     before = [members[first : first + size] for first in range(0, len(members), size)]
-    intact = [found for group in before if (found := _whole(group))]
+    intact = []
+    for group in before:
+        here = [node for i, node in enumerate(group) if node is not None and node.record.place == i]
+        if len(here) == len(group):
+            intact.append(here)
     kept = {node.id for group in intact for node in group}
     left = [[node for node in ready if node.record.place == place and node.id not in kept] for place in range(size)]
     return [node for group in (*intact, *zip(*left, strict=False)) for node in group]
-
-
-def _whole(group: Sequence[NodeView | None]) -> list[NodeView]:
-    """The nodes of ``group`` if all are present, each at its place; empty otherwise."""
-    here = [node for i, node in enumerate(group) if node is not None and node.record.place == i]
-    return here if len(here) == len(group) else []
 
 
 def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held: dict[str, int]) -> list[NodeView]:
@@ -273,9 +286,6 @@ def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held:
     groups = [members[first : first + size] for first in range(0, len(members), size)]
     newest = sorted(range(len(groups)), key=lambda i: -max(held.get(node.id, -1) for node in groups[i]))
     return [node for i in sorted(newest[: count // size]) for node in groups[i]]
-
-
-# ---- which node takes which place
 
 
 def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
@@ -316,8 +326,13 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     rarest = min(range(limits.shard_nodes), key=lambda place: supply[place])
     if supply[rarest] < wanted:
         able = [node for node in idle if supply[node.record.place] > wanted]
-        return (min(able, key=_worth), rarest) if able else None
-    ready = candidates(view)
+        if not able:
+            return None
+        oldest_state = min(
+            able, key=lambda node: (node.record.identity.step if node.record.identity else -1, -node.create_revision)
+        )
+        return oldest_state, rarest
+    ready = view.candidates
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     stranded = [node for node in survivors if not node.record.joinable]
     if at_work or not stranded or in_groups(view, survivors) or not in_groups(view, ready):
@@ -325,9 +340,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     return stranded[0], stranded[0].record.place or 0
 
 
-def _worth(node: NodeView) -> tuple[int, int]:
-    identity = node.record.identity
-    return (identity.step if identity is not None else -1, -node.create_revision)
+# ---- since when
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +353,7 @@ class Tracker:
 
     def advance(self, view: ClusterView, round_revision: int, now: float) -> Tracker:
         before = self.sightings
-        ready = candidates(view)
+        ready = view.candidates
         names = frozenset((node.id, node.create_revision, node.record.life) for node in ready)
         round_changed = round_revision != self.round_revision
         after = Sightings(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,95 +29,14 @@ from elastic_trainer.membership.cluster_view import (
     ClusterView,
     Limits,
     NodeView,
+    Observation,
     Sightings,
     Tracker,
-    live_members,
     newcomers,
 )
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
 from elastic_trainer.membership.rules import Action, Decision, broken, decide
-from elastic_trainer.membership.view import Observation
-from elastic_trainer.store.api import Compare, KeyValue, Operation, Order, Read, RunKeys, TransactionResult, prefix_end
 from elastic_trainer.wording import counted
-
-SENIORS = 3
-"""The decider and its deputies."""
-STRAYS = 32
-"""Foreign keys among the oldest that one request can skip."""
-DEPUTY_PATIENCE_S = 1.0
-"""Seconds after the end of a round at which the next most senior nodes start to watch the nodes too."""
-CROWD = 16
-"""Up to this many nodes all may watch, so nobody stops."""
-LONGEST_PATIENCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a node that watches only the round does after ``after_s`` seconds without news.
-
-    ``places``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
-    watch them without asking.
-    """
-
-    after_s: float
-    places: int | None
-
-
-def plan(
-    document: RoundDocument | None, node: str, create_revision: int, asked: int, asked_at_s: float, patience_s: float
-) -> Plan:
-    """What ``node`` does if ``document`` does not change.
-
-    ``asked``: how often it has asked the store since the document or its own key last changed. ``asked_at_s``: seconds
-    from that change to its last question. ``patience_s``: seconds until the leases of dead nodes have ended.
-    """
-    if document is not None and document.state is RoundState.CLOSED:
-        return Plan(math.inf, None)
-    line = elders(document, create_revision)
-    member = document is not None and document.member(node) is not None
-    if member and line < SENIORS and not asked:
-        return Plan(0.0, SENIORS)
-    if document is not None and document.state is RoundState.ACTIVE:
-        # The more junior a node, the rarer it asks: a thousand nodes ask as often as a hundred, however many are dead.
-        return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
-    if member and line < 2 * SENIORS:
-        return Plan(DEPUTY_PATIENCE_S, None)
-    # Each further question asks for three more places, which passes over deciders that live but do nothing.
-    return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
-
-
-def elders(document: RoundDocument | None, create_revision: int) -> int:
-    """The number of members of the round that are more senior."""
-    members = document.members if document is not None else ()
-    return sum(member.create_revision < create_revision for member in members)
-
-
-def oldest_keys(keys: RunKeys, count: int) -> Read:
-    """Reads the ``count`` oldest keys, oldest first, and a few more in case some are not nodes' keys."""
-    end = prefix_end(keys.nodes)
-    return Read(keys.nodes, end, limit=count + STRAYS, order=Order.CREATE_REVISION, keys_only=True)
-
-
-def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:
-    """The nodes that hold the first ``places`` of ``keys``, oldest first, without ghosts (the values are not read)."""
-    passed_over = {(ghost.node, ghost.create_revision, ghost.mod_revision) for ghost in ghosts}
-    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:places]
-
-
-def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, KeyValue]]:
-    """The keys of ``found`` that nodes have written, with the nodes' names: leased keys with valid node names.
-
-    Any other key below ``nodes/`` would occupy one of the first places for ever, and keep real nodes from deciding.
-    """
-    named = ((keys.node_id(item.key), item) for item in found)
-    return [(name, item) for name, item in named if name is not None and item.lease]
-
-
-def is_surplus_watcher(document: RoundDocument | None, older: int, present: int) -> bool:
-    """Whether a node can stop watching the nodes, ``older`` of the ``present`` ones being more senior."""
-    on = document is not None and document.state is RoundState.ACTIVE
-    return on and older >= SENIORS and present > CROWD
-
 
 # ---- events
 
@@ -160,6 +79,7 @@ class Probed:
 
 
 Event = Looked | Ended | Oldest | Probed
+
 
 # ---- effects
 
@@ -235,259 +155,7 @@ class TurnOutcome:
     next_at: float
 
 
-# ---- the steps of a write that takes several requests
-
-
-@dataclass(frozen=True, slots=True)
-class Transaction:
-    """Run ``success`` if all guards hold, else ``failure``; answered by a TransactionResult or a store error."""
-
-    guards: tuple[Compare, ...]
-    success: tuple[Operation, ...]
-    failure: tuple[Operation, ...] = ()
-    limit_s: float = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Wait. ``shared``: another thread may write this node's key meanwhile."""
-
-    seconds: float
-    shared: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    """Grant a new lease to replace a lost one."""
-
-    limit_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProbePort:
-    """Find out whether ``host`` refuses connections to ``port``."""
-
-    host: str
-    port: int
-
-
-Request = Transaction | Pause | Renew | ProbePort
-Steps = Generator[Request, TransactionResult | bool | None, None]
-"""The requests of one procedure; each gets its answer, or its error is raised, before the next."""
-
-
-MIN_DELAY_S: Final = 1.0
-
-
-class Delays:
-    """See the module."""
-
-    def __init__(self) -> None:
-        self._wait: tuple[int, str] | None = None
-        self._since = 0.0
-        self._logged = False
-
-    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
-        """Take in ``decision``, made at monotonic time ``now``; returns what to log, if anything."""
-        waits = current is not None and current.state is RoundState.BROKEN and decision.round is None
-        wait = (current.number, decision.reason) if waits and current is not None else None
-        if wait != self._wait:
-            self._wait, self._since, self._logged = wait, now, False
-        if wait is None or self._logged or now - self._since < MIN_DELAY_S:
-            return None
-        self._logged = True
-        return LogDelay(*wait)
-
-
-PROBE_TIMEOUT_S = 0.5
-PROBE_INTERVAL_S = 0.1
-PROBES_AT_ONCE = 32
-"""A thousand nodes may be silent together; those probed longest ago come first."""
-
-
-class AgentProbes:
-    """The nodes whose agents were found dead, by the mod-revision of their keys."""
-
-    def __init__(self) -> None:
-        self._dead: frozenset[tuple[str, int]] = frozenset()
-        self._asked: dict[str, float] = {}
-        self._asking = 0
-
-    def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
-        """The nodes whose keys have not changed since their agents were found dead. In any thread."""
-        return frozenset(
-            name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
-        )
-
-    def on_probed(self, answer: Probed) -> None:
-        self._asking -= 1
-        if answer.dead:
-            self._dead |= {(answer.node, answer.mod_revision)}
-
-    def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
-        """The nodes to probe now, and the seconds until the next look is due."""
-        silent = unconfirmed(view)
-        before = now - PROBE_INTERVAL_S
-        due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
-        chosen = tuple(node for asked, _, node in due if asked <= before)[: PROBES_AT_ONCE - self._asking]
-        self._asking += len(chosen)
-        self._asked.update((node.id, now) for node in chosen)
-        return Probe(chosen) if chosen else None, PROBE_INTERVAL_S if silent else math.inf
-
-
-def unconfirmed(view: ClusterView) -> list[NodeView]:
-    """The nodes that must be alive for the next transition and have sent no recent news.
-
-    These are members of a broken or draining round that have not reported that they are free, and newcomers about to be
-    added: a round with a dead node would make no progress until its lease ends.
-    """
-    return [
-        node
-        for node in _awaited(view)
-        if node.id != view.me and node.id not in view.suspects and node.record.probe_port > 0
-    ]
-
-
-def _awaited(view: ClusterView) -> list[NodeView]:
-    current = view.round
-    if current is None or current.state is RoundState.CLOSED:
-        return []
-    if current.state is RoundState.ACTIVE:
-        return newcomers(view)[: max(0, view.limits.max_nodes - len(current.members))]
-    silent = [node for _, node in live_members(view) if node.record.acknowledged <= current.number]
-    if current.next is None:
-        return silent
-    joining = {member.node for member in current.next.members} - {member.node for member in current.members}
-    return silent + [view.nodes[name] for name in sorted(joining) if name in view.nodes]
-
-
-OTHERS_AFTER_S = 2.0
-"""Seconds that the first members of the round have to write it back before all others try too."""
-
-STATE_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
-"""The order of a round's states."""
-
-
-def position(document: RoundDocument | None) -> tuple[int, int, int]:
-    """A run's progress by its round document; it never decreases while the store keeps its data."""
-    if document is None:
-        return (0, -1, 0)
-    return (document.epoch, document.number, STATE_ORDER[document.state])
-
-
-@dataclass(frozen=True, slots=True)
-class RollbackGuard:
-    """The furthest round document that this node has seen, and since when the store is behind it."""
-
-    known: RoundDocument | None = None
-    behind_since: float | None = None
-
-    def advance(self, seen: RoundDocument | None, now: float) -> RollbackGuard:
-        """The guard after ``seen`` was found in the store at ``now`` (monotonic seconds)."""
-        if position(seen) >= position(self.known) and not self._is_another(seen):
-            return RollbackGuard(seen)
-        return RollbackGuard(self.known, now if self.behind_since is None else self.behind_since)
-
-    def _is_another(self, seen: RoundDocument | None) -> bool:
-        """Whether ``seen`` was formed in a rolled-back store under the number of a known round."""
-        if seen is None or self.known is None or position(seen) != position(self.known):
-            return False
-        return seen.nonce != self.known.nonce and seen.state in (RoundState.ACTIVE, RoundState.DRAINING)
-
-    @property
-    def behind(self) -> bool:
-        return self.behind_since is not None
-
-    def decide(self, me: str, seen: RoundDocument | None, now: float) -> Decision:
-        """What node ``me`` does about a store that is behind."""
-        if self.known is None or self.behind_since is None:
-            return Decision(Action.WAIT, "the store is not behind")
-        first = [member.node for member in self.known.members[:SENIORS]]
-        left = 0.0 if me in first else self.behind_since + OTHERS_AFTER_S - now
-        if left > 0.0:
-            return Decision(Action.WAIT, "the first members write the round back", again_in_s=left)
-        at = "nothing" if seen is None else f"round {seen.number}, {seen.state}"
-        reason = f"the store was rolled back to an older state ({at})"
-        if self.known.state is RoundState.CLOSED:
-            return Decision(Action.CLOSE, reason, self.known)
-        if seen is not None and seen.next is not None and seen.next.number > self.known.number:
-            return Decision(Action.BREAK, reason, broken(seen, reason))  # newcomers may already be forming it
-        if self.known.state is RoundState.BROKEN:
-            return Decision(Action.BREAK, reason, self.known)
-        return Decision(Action.BREAK, reason, broken(self.known, reason))
-
-
-LEASE_SLACK_S = 1.0
-"""How late a lease may end after its TTL (etcd checks twice a second)."""
-JITTER = 0.25
-
-Turn = tuple[ChangeWatch | AskOldest | None, float]
-"""An effect, and the seconds until the next turn if nothing changes."""
-
-
-class WatchScope:
-    """See the module. ``patience_s``: the time after which a silent node's lease has ended."""
-
-    def __init__(self, node_id: str, patience_s: float, chance: random.Random) -> None:
-        self._node_id, self._patience_s, self._chance = node_id, patience_s, chance
-        self._news: tuple[int, int] = (-1, 0)
-        self._quiet_since = 0.0
-        self._asked = 0
-        self._asked_at_s = 0.0
-        self._spread = 1.0
-        self._junior_since: float | None = None
-
-    def turn(self, look: Looked, now: float) -> Turn:
-        """Widen or narrow what this node watches, if that is due."""
-        mine = look.create_revision
-        if mine == 0 or look.seen.changing:
-            return None, math.inf
-        return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
-
-    def on_oldest(self, answer: Oldest, places: int, now: float) -> ChangeWatch | None:
-        """Take in the store's answer, the most senior nodes."""
-        if self._node_id in answer.names:
-            return ChangeWatch(nodes=True, reason=f"it is among the {places} most senior")
-        self._asked += 1
-        self._asked_at_s = (now - self._quiet_since) / self._spread
-        return None
-
-    def _widen(self, look: Looked, now: float) -> Turn:
-        seen, mine = look.seen, look.create_revision
-        if self._news != (seen.round_revision, mine):
-            shown_anew = self._news[1] != mine
-            self._forget((seen.round_revision, mine), now)
-            if shown_anew and look.senior:
-                return ChangeWatch(nodes=True, reason="it is among the most senior"), math.inf
-        due = plan(seen.round, self._node_id, mine, self._asked, self._asked_at_s, self._patience_s)
-        left = due.after_s * self._spread - (now - self._quiet_since)
-        if left > 0.0:
-            return None, left
-        if due.places is None:
-            return ChangeWatch(nodes=True, reason="the round is over and no node acts"), math.inf
-        return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
-
-    def _narrow(self, look: Looked, now: float) -> Turn:
-        """Stop watching the nodes once enough more senior nodes have watched them for a while."""
-        seen, mine = look.seen, look.create_revision
-        ghosts = seen.round.ghosts if seen.round is not None else ()
-        alive = [node for node in seen.nodes.values() if node.ghost not in ghosts]
-        older = sum(node.create_revision < mine for node in alive)
-        if not is_surplus_watcher(seen.round, older, len(alive)):
-            self._junior_since = None
-            return None, math.inf
-        if self._junior_since is None:
-            self._junior_since = now
-        left = self._junior_since + self._patience_s * self._spread - now
-        if left > 0.0:
-            return None, left
-        self._junior_since = None
-        self._forget((seen.round_revision, mine), now)
-        return ChangeWatch(nodes=False, reason=f"{counted(older, 'node is', 'nodes are')} more senior"), math.inf
-
-    def _forget(self, news: tuple[int, int], now: float) -> None:
-        self._news, self._quiet_since, self._asked, self._asked_at_s = news, now, 0, 0.0
-        self._spread = self._chance.uniform(1.0, 1.0 + JITTER)  # so that a thousand nodes do not ask at once
+# ---- the core
 
 
 LOOK_AGAIN_S = 1.0
@@ -611,3 +279,281 @@ class Core:
     def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
         """Those of ``nodes`` whose agents are known to be dead. In any thread."""
         return self._probes.dead(nodes)
+
+
+# ---- who watches the nodes
+
+
+SENIORS = 3
+"""The decider and its deputies."""
+DEPUTY_PATIENCE_S = 1.0
+"""Seconds after the end of a round at which the next most senior nodes start to watch the nodes too."""
+CROWD = 16
+"""Up to this many nodes all may watch, so nobody stops."""
+LONGEST_PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a node that watches only the round does after ``after_s`` seconds without news.
+
+    ``places``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
+    watch them without asking.
+    """
+
+    after_s: float
+    places: int | None
+
+
+def plan(
+    document: RoundDocument | None, node: str, create_revision: int, asked: int, asked_at_s: float, patience_s: float
+) -> Plan:
+    """What ``node`` does if ``document`` does not change.
+
+    ``asked``: how often it has asked the store since the document or its own key last changed. ``asked_at_s``: seconds
+    from that change to its last question. ``patience_s``: seconds until the leases of dead nodes have ended.
+    """
+    if document is not None and document.state is RoundState.CLOSED:
+        return Plan(math.inf, None)
+    line = elders(document, create_revision)
+    member = document is not None and document.member(node) is not None
+    if member and line < SENIORS and not asked:
+        return Plan(0.0, SENIORS)
+    if document is not None and document.state is RoundState.ACTIVE:
+        # The more junior a node, the rarer it asks: a thousand nodes ask as often as a hundred, however many are dead.
+        return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
+    if member and line < 2 * SENIORS:
+        return Plan(DEPUTY_PATIENCE_S, None)
+    # Each further question asks for three more places, which passes over deciders that live but do nothing.
+    return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
+
+
+def elders(document: RoundDocument | None, create_revision: int) -> int:
+    """The number of members of the round that are more senior."""
+    members = document.members if document is not None else ()
+    return sum(member.create_revision < create_revision for member in members)
+
+
+LEASE_SLACK_S = 1.0
+"""How late a lease may end after its TTL (etcd checks twice a second)."""
+JITTER = 0.25
+Turn = tuple[ChangeWatch | AskOldest | None, float]
+"""An effect, and the seconds until the next turn if nothing changes."""
+
+
+class WatchScope:
+    """Decides by seniority whether a node watches the nodes and the round, or the round alone.
+
+    ``patience_s``: the time after which a silent node's lease has ended.
+    """
+
+    def __init__(self, node_id: str, patience_s: float, chance: random.Random) -> None:
+        self._node_id, self._patience_s, self._chance = node_id, patience_s, chance
+        self._news: tuple[int, int] = (-1, 0)
+        self._quiet_since = 0.0
+        self._asked = 0
+        self._asked_at_s = 0.0
+        self._spread = 1.0
+        self._junior_since: float | None = None
+
+    def turn(self, look: Looked, now: float) -> Turn:
+        """Widen or narrow what this node watches, if that is due."""
+        mine = look.create_revision
+        if mine == 0 or look.seen.changing:
+            return None, math.inf
+        return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
+
+    def on_oldest(self, answer: Oldest, places: int, now: float) -> ChangeWatch | None:
+        """Take in the store's answer, the most senior nodes."""
+        if self._node_id in answer.names:
+            return ChangeWatch(nodes=True, reason=f"it is among the {places} most senior")
+        self._asked += 1
+        self._asked_at_s = (now - self._quiet_since) / self._spread
+        return None
+
+    def _widen(self, look: Looked, now: float) -> Turn:
+        seen, mine = look.seen, look.create_revision
+        if self._news != (seen.round_revision, mine):
+            shown_anew = self._news[1] != mine
+            self._forget((seen.round_revision, mine), now)
+            if shown_anew and look.senior:
+                return ChangeWatch(nodes=True, reason="it is among the most senior"), math.inf
+        due = plan(seen.round, self._node_id, mine, self._asked, self._asked_at_s, self._patience_s)
+        left = due.after_s * self._spread - (now - self._quiet_since)
+        if left > 0.0:
+            return None, left
+        if due.places is None:
+            return ChangeWatch(nodes=True, reason="the round is over and no node acts"), math.inf
+        return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
+
+    def _narrow(self, look: Looked, now: float) -> Turn:
+        """Stop watching the nodes once enough more senior nodes have watched them for a while."""
+        seen, mine = look.seen, look.create_revision
+        ghosts = seen.round.ghosts if seen.round is not None else ()
+        alive = [node for node in seen.nodes.values() if node.ghost not in ghosts]
+        older = sum(node.create_revision < mine for node in alive)
+        active = seen.round is not None and seen.round.state is RoundState.ACTIVE
+        if not active or older < SENIORS or len(alive) <= CROWD:
+            self._junior_since = None
+            return None, math.inf
+        if self._junior_since is None:
+            self._junior_since = now
+        left = self._junior_since + self._patience_s * self._spread - now
+        if left > 0.0:
+            return None, left
+        self._junior_since = None
+        self._forget((seen.round_revision, mine), now)
+        return ChangeWatch(nodes=False, reason=f"{counted(older, 'node is', 'nodes are')} more senior"), math.inf
+
+    def _forget(self, news: tuple[int, int], now: float) -> None:
+        self._news, self._quiet_since, self._asked, self._asked_at_s = news, now, 0, 0.0
+        self._spread = self._chance.uniform(1.0, 1.0 + JITTER)  # so that a thousand nodes do not ask at once
+
+
+# ---- who is dead
+
+
+PROBE_TIMEOUT_S = 0.5
+PROBE_INTERVAL_S = 0.1
+PROBES_AT_ONCE = 32
+"""A thousand nodes may be silent together; those probed longest ago come first."""
+
+
+class AgentProbes:
+    """The nodes whose agents were found dead, by the mod-revision of their keys."""
+
+    def __init__(self) -> None:
+        self._dead: frozenset[tuple[str, int]] = frozenset()
+        self._asked: dict[str, float] = {}
+        self._asking = 0
+
+    def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        """The nodes whose keys have not changed since their agents were found dead. In any thread."""
+        return frozenset(
+            name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
+        )
+
+    def on_probed(self, answer: Probed) -> None:
+        self._asking -= 1
+        if answer.dead:
+            self._dead |= {(answer.node, answer.mod_revision)}
+
+    def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
+        """The nodes to probe now, and the seconds until the next look is due."""
+        silent = unconfirmed(view)
+        before = now - PROBE_INTERVAL_S
+        due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
+        chosen = tuple(node for asked, _, node in due if asked <= before)[: PROBES_AT_ONCE - self._asking]
+        self._asking += len(chosen)
+        self._asked.update((node.id, now) for node in chosen)
+        return Probe(chosen) if chosen else None, PROBE_INTERVAL_S if silent else math.inf
+
+
+def unconfirmed(view: ClusterView) -> list[NodeView]:
+    """The nodes that must be alive for the next transition and have sent no recent news.
+
+    These are members of a broken or draining round that have not reported that they are free, and newcomers about to be
+    added: a round with a dead node would make no progress until its lease ends.
+    """
+    return [
+        node
+        for node in _awaited(view)
+        if node.id != view.me and node.id not in view.suspects and node.record.probe_port > 0
+    ]
+
+
+def _awaited(view: ClusterView) -> list[NodeView]:
+    current = view.round
+    if current is None or current.state is RoundState.CLOSED:
+        return []
+    if current.state is RoundState.ACTIVE:
+        return newcomers(view)[: max(0, view.limits.max_nodes - len(current.members))]
+    silent = [node for _, node in view.live if node.record.acknowledged <= current.number]
+    if current.next is None:
+        return silent
+    joining = {member.node for member in current.next.members} - {member.node for member in current.members}
+    return silent + [view.nodes[name] for name in sorted(joining) if name in view.nodes]
+
+
+# ---- a store that was rolled back
+
+
+OTHERS_AFTER_S = 2.0
+"""Seconds that the first members of the round have to write it back before all others try too."""
+STATE_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
+"""The order of a round's states."""
+
+
+def position(document: RoundDocument | None) -> tuple[int, int, int]:
+    """A run's progress by its round document; it never decreases while the store keeps its data."""
+    if document is None:
+        return (0, -1, 0)
+    return (document.epoch, document.number, STATE_ORDER[document.state])
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackGuard:
+    """The furthest round document that this node has seen, and since when the store is behind it."""
+
+    known: RoundDocument | None = None
+    behind_since: float | None = None
+
+    def advance(self, seen: RoundDocument | None, now: float) -> RollbackGuard:
+        """The guard after ``seen`` was found in the store at ``now`` (monotonic seconds)."""
+        if position(seen) >= position(self.known) and not self._is_another(seen):
+            return RollbackGuard(seen)
+        return RollbackGuard(self.known, now if self.behind_since is None else self.behind_since)
+
+    def _is_another(self, seen: RoundDocument | None) -> bool:
+        """Whether ``seen`` was formed in a rolled-back store under the number of a known round."""
+        if seen is None or self.known is None or position(seen) != position(self.known):
+            return False
+        return seen.nonce != self.known.nonce and seen.state in (RoundState.ACTIVE, RoundState.DRAINING)
+
+    @property
+    def behind(self) -> bool:
+        return self.behind_since is not None
+
+    def decide(self, me: str, seen: RoundDocument | None, now: float) -> Decision:
+        """What node ``me`` does about a store that is behind."""
+        if self.known is None or self.behind_since is None:
+            return Decision(Action.WAIT, "the store is not behind")
+        first = [member.node for member in self.known.members[:SENIORS]]
+        left = 0.0 if me in first else self.behind_since + OTHERS_AFTER_S - now
+        if left > 0.0:
+            return Decision(Action.WAIT, "the first members write the round back", again_in_s=left)
+        at = "nothing" if seen is None else f"round {seen.number}, {seen.state}"
+        reason = f"the store was rolled back to an older state ({at})"
+        if self.known.state is RoundState.CLOSED:
+            return Decision(Action.CLOSE, reason, self.known)
+        if seen is not None and seen.next is not None and seen.next.number > self.known.number:
+            return Decision(Action.BREAK, reason, broken(seen, reason))  # newcomers may already be forming it
+        if self.known.state is RoundState.BROKEN:
+            return Decision(Action.BREAK, reason, self.known)
+        return Decision(Action.BREAK, reason, broken(self.known, reason))
+
+
+# ---- a broken round without a successor
+
+
+MIN_DELAY_S: Final = 1.0
+
+
+class Delays:
+    """Why a broken round has no successor yet: logs each reason once, when it has lasted for a second."""
+
+    def __init__(self) -> None:
+        self._wait: tuple[int, str] | None = None
+        self._since = 0.0
+        self._logged = False
+
+    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
+        """Take in ``decision``, made at monotonic time ``now``; returns what to log, if anything."""
+        waits = current is not None and current.state is RoundState.BROKEN and decision.round is None
+        wait = (current.number, decision.reason) if waits and current is not None else None
+        if wait != self._wait:
+            self._wait, self._since, self._logged = wait, now, False
+        if wait is None or self._logged or now - self._since < MIN_DELAY_S:
+            return None
+        self._logged = True
+        return LogDelay(*wait)

@@ -16,8 +16,8 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
@@ -32,12 +32,11 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, has_places, live_members
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_places
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
     PROBE_TIMEOUT_S,
-    STRAYS,
     AskOldest,
     ChangeWatch,
     CommitRound,
@@ -49,18 +48,9 @@ from elastic_trainer.membership.core import (
     Looked,
     Notify,
     Oldest,
-    Pause,
     Probed,
-    ProbePort,
     PublishAgain,
-    Renew,
-    Request,
     Return,
-    Steps,
-    Transaction,
-    first_names,
-    oldest_keys,
-    written_by_nodes,
 )
 from elastic_trainer.membership.documents import (
     Departure,
@@ -71,202 +61,34 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
-from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.membership.view import RunView
 from elastic_trainer.membership.writes import (
     ATTEMPT_S,
+    STRAYS,
     Author,
     OwnKey,
+    Pause,
+    ProbePort,
+    Renew,
+    Request,
     RoundFailure,
+    Steps,
+    Transaction,
     breaking,
     closing,
+    first_names,
     free_again,
     is_left,
     is_on,
+    oldest_keys,
     parting,
     round_write,
+    written_by_nodes,
 )
-from elastic_trainer.store.api import Put, Read, RunKeys, Store, TransactionResult, prefix_end
+from elastic_trainer.store.api import Read, RunKeys, Store, TransactionResult, prefix_end
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.wording import counted
-
-ENDING_S = 0.1
-"""How long a connection that was accepted is kept: until the next probe."""
-
-
-def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing.
-
-    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: then
-    nobody refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
-    """
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s) as accepted:
-            accepted.settimeout(min(ENDING_S, timeout_s))
-            with contextlib.suppress(ConnectionResetError):
-                accepted.recv(1)
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:
-    """Probe each of ``nodes`` in its own thread, which calls ``answered``. ``own``: the address of this node."""
-    for node in nodes:
-        try:
-            threading.Thread(target=_probe, args=(node, own, answered), name=f"probe-{node.id}", daemon=True).start()
-        except RuntimeError:  # the limit of processes is reached
-            answered(Probed(node.id, node.mod_revision, dead=False))
-
-
-def _probe(node: NodeView, own: str, answered: Callable[[Probed], None]) -> None:
-    dead = False
-    try:
-        address = node.record.address
-        dead = refusal_proves(own, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
-        if dead:
-            logger().warning("node.found_dead", node=node.id, address=address)
-    finally:
-        answered(Probed(node.id, node.mod_revision, dead))
-
-
-PROBE_LIMIT_S = 0.2
-
-
-class Presence:
-    """Writes the ``key`` of ``node_id``."""
-
-    def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
-        self._store, self._session, self._clock = store, session, clock
-        self.key = OwnKey(keys, node_id, session, clock)
-        self._lock = threading.RLock()
-        self.node_id = node_id
-
-    @property
-    def ttl_s(self) -> float:
-        """How long the key outlives the last keepalive of its owner."""
-        return self._session.ttl_s
-
-    @property
-    def address(self) -> str:
-        """The one that this node announces."""
-        return self.key.record.address if self.key.record is not None else LOOPBACK
-
-    @contextmanager
-    def writing(self, record: NodeRecord) -> Iterator[Put]:
-        """Context of a transaction that writes ``record`` with the round: no other thread writes the key meanwhile."""
-        with self._lock:
-            self.key.written = None
-            yield self.key.put(record)
-
-    def wrote(self, record: NodeRecord, revision: int) -> None:
-        """Take note that such a transaction succeeded, at ``revision`` of the store."""
-        with self._lock:
-            self.key.wrote(record, revision)
-
-    def publish(self, record: NodeRecord, deadline: Deadline) -> None:
-        """Write ``record``; retries during an outage of the store until ``deadline``."""
-        self._perform(self.key.publishing(record, deadline))
-
-    def return_from_loss(self, deadline: Deadline) -> None:
-        """After the lease was lost: write the record as a new incarnation; see :meth:`OwnKey.returning`."""
-        was_away = self.key.away
-        self._perform(self.key.returning(deadline))
-        if was_away:
-            logger().warning("node.returned", node=self.node_id, create_revision=self.key.create_revision)
-
-    def publish_again(self, deadline: Deadline) -> None:
-        """Write the present record once more: a restored store may hold an older one."""
-        self._perform(self.key.publishing_again(deadline))
-
-    def close(self) -> None:
-        """Delete the key; if the store is unreachable, the key disappears when its lease ends."""
-        self._session.close()
-
-    def _perform(self, steps: Steps) -> None:
-        """Answer the requests of ``steps``; holds the key's lock except during shared pauses."""
-        answer: TransactionResult | bool | None = None
-        error: ElasticTrainerError | None = None
-        while True:
-            with self._lock:
-                request = self._next(steps, answer, error)
-                while request is not None and not (isinstance(request, Pause) and request.shared):
-                    answer, error = self._ask(request)
-                    request = self._next(steps, answer, error)
-            if request is None:
-                return
-            answer, error = self._ask(request)
-
-    @staticmethod
-    def _next(
-        steps: Steps, answer: TransactionResult | bool | None, error: ElasticTrainerError | None
-    ) -> Request | None:
-        try:
-            return steps.throw(error) if error is not None else steps.send(answer)
-        except StopIteration:
-            return None
-
-    def _ask(self, request: Request) -> tuple[TransactionResult | bool | None, ElasticTrainerError | None]:
-        try:
-            return self._answer(request), None
-        except ElasticTrainerError as error:
-            return None, error
-
-    def _answer(self, request: Request) -> TransactionResult | bool | None:
-        if isinstance(request, Transaction):
-            limit = Deadline.after(request.limit_s, self._clock)
-            return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
-        if isinstance(request, ProbePort):
-            proves = refusal_proves(self.address, request.host)
-            return proves and refuses(request.host, request.port, PROBE_LIMIT_S)
-        if isinstance(request, Renew):
-            self._session.renew(Deadline.after(request.limit_s, self._clock))
-        else:
-            pause(request.seconds, clock=self._clock)
-        return None
-
-
-NAMED = 32
-"""Upper bound on the nodes that a message names."""
-CALLED = 64
-"""Members that are looked up; if none of them is present, the round counts as having no live member."""
-
-
-@dataclass(frozen=True, slots=True)
-class RollCall:
-    """The present nodes, for people, and whether members of the round are among them."""
-
-    present: str
-    round_lives: bool
-
-
-def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadline: Deadline) -> RollCall:
-    """Read the nodes of the run from the store."""
-    everyone = Read(keys.nodes, prefix_end(keys.nodes), limit=NAMED + 1 + STRAYS, keys_only=True)
-    members = current.members[:CALLED] if current is not None else ()
-    reads = [Read(keys.node(member.node), keys_only=True) for member in members]
-    try:
-        found = store.transact([], [everyone, *reads], deadline=deadline)
-    except ElasticTrainerError as error:
-        return RollCall(f"not known: {error}", round_lives=False)
-    names = [name for name, _ in written_by_nodes(found.reads[0].items, keys)]
-    there = [read.first for read in found.reads[1:]]
-    lives = any(
-        key is not None and key.create_revision == member.create_revision
-        for key, member in zip(there, members, strict=True)
-    )
-    return RollCall(named(names), lives)
-
-
-def named(names: list[str]) -> str:
-    """The first of ``names``, in words."""
-    if not names:
-        return "none"
-    return ", ".join(names[:NAMED]) + (" and others" if len(names) > NAMED else "")
-
 
 WRITE_TIMEOUT_S = 5.0
 ASK_LIMIT_S = 2.0
@@ -279,7 +101,7 @@ LONGEST_REST_S = 0.2
 
 
 class Member:
-    """The node of ``presence`` in the run of ``keys``.
+    """The node ``node_id`` in the run of ``keys``, its key under the lease of ``session``.
 
     ``replaced(error)`` is called from the deciding thread when the node cannot return: another one has its name.
     """
@@ -288,24 +110,24 @@ class Member:
         self,
         store: Store,
         keys: RunKeys,
-        presence: Presence,
+        node_id: str,
+        session: LeaseSession,
         limits: Limits,
         replaced: Callable[[ReplacedError], None],
         clock: Clock = SYSTEM,
     ) -> None:
         self._store, self._keys, self.limits, self._clock = store, keys, limits, clock
-        self._presence, self._replaced = presence, replaced
+        self.node_id, self._session, self._replaced = node_id, session, replaced
+        self._key = OwnKey(keys, node_id, session, clock)
+        self._key_lock = threading.RLock()
+        """Held by the one thread that writes the key: torchrun's main thread, the record writer or the deciding one."""
         self._view = RunView(keys)
-        self._core = Core(presence.node_id, limits, presence.ttl_s + LEASE_SLACK_S, random.SystemRandom())
+        self._core = Core(node_id, limits, session.ttl_s + LEASE_SLACK_S, random.SystemRandom())
         self._answers: list[Event] = []
         self._answered = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
-
-    @property
-    def node_id(self) -> str:
-        return self._presence.node_id
 
     def on_round(self, listener: Callable[[RoundDocument], None]) -> None:
         """Call ``listener`` from the deciding thread with each round document, in order."""
@@ -345,22 +167,22 @@ class Member:
 
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record`` to this node's key; waits out an outage of the store until ``deadline``."""
-        self._presence.publish(record, deadline)
+        self._complete(self._key.publishing(record, deadline))
         self._view.wake()
 
     def work_begins(self) -> None:
         """In restart mode: the workers of the announced life are being started. The next ``announce`` ends it."""
-        self._presence.key.at_work = True
+        self._key.at_work = True
 
     def record(self) -> NodeRecord:
         """The record that this node last announced."""
-        if self._presence.key.record is None:
+        if self._key.record is None:
             raise RuntimeError("nothing has been announced yet")
-        return self._presence.key.record
+        return self._key.record
 
     def is_mine(self, member: RoundMember | None) -> bool:
         """Whether ``member`` is the present life of this node."""
-        return self._presence.key.is_mine(member)
+        return self._key.is_mine(member)
 
     def break_round(self, failure: RoundFailure, deadline: Deadline, record: NodeRecord | None = None) -> None:
         """Break the round of ``failure`` if it is still in effect; waits out an outage of the store.
@@ -381,11 +203,11 @@ class Member:
 
     def create_revision(self) -> int:
         """Create-revision of this node's key; 0 before the key exists."""
-        return self._presence.key.create_revision
+        return self._key.create_revision
 
     def published(self) -> NodeRecord | None:
         """The record that this node's key is known to hold; None before it exists, and after it was lost."""
-        return self._presence.key.published
+        return self._key.published
 
     def await_round(self, join_timeout_s: float) -> RoundDocument:
         """Wait for an active round that has this life of the node as a member.
@@ -445,7 +267,7 @@ class Member:
         self._view.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * WRITE_TIMEOUT_S)
-        self._presence.close()
+        self._session.close()  # if the store is unreachable, the key disappears when its lease ends
         self._view.close()
         if departure is not None:
             self._record(departure)
@@ -453,7 +275,7 @@ class Member:
     def _record(self, departure: Departure) -> None:
         if self.create_revision() == 0:
             return  # it was never in the run
-        record, seen = self._presence.key.record, self._view.look()
+        record, seen = self._key.record, self._view.look()
         current, revision = seen.round, seen.round_revision
         deadline = Deadline.after(PARTING_S, self._clock)
         try:
@@ -483,6 +305,48 @@ class Member:
             self._store.transact(*writes, deadline=Deadline.after(PARTING_S, self._clock))
         except ElasticTrainerError as error:
             logger().warning("incident.unclosed", error=str(error))
+
+    # ---- the own key
+
+    @property
+    def _address(self) -> str:
+        """The one that this node announces."""
+        return self._key.record.address if self._key.record is not None else LOOPBACK
+
+    def _complete(self, steps: Steps) -> None:
+        """Answer the requests of ``steps``; holds the key's lock except during shared pauses."""
+        answer: TransactionResult | bool | None = None
+        error: ElasticTrainerError | None = None
+        with self._key_lock:
+            while True:
+                try:
+                    request = steps.throw(error) if error is not None else steps.send(answer)
+                except StopIteration:
+                    return
+                answer = error = None
+                shared = isinstance(request, Pause) and request.shared
+                if shared:
+                    self._key_lock.release()
+                try:
+                    answer = self._ask(request)
+                except ElasticTrainerError as raised:
+                    error = raised
+                finally:
+                    if shared:
+                        self._key_lock.acquire()
+
+    def _ask(self, request: Request) -> TransactionResult | bool | None:
+        if isinstance(request, Transaction):
+            limit = Deadline.after(request.limit_s, self._clock)
+            return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
+        if isinstance(request, ProbePort):
+            proves = refusal_proves(self._address, request.host)
+            return proves and refuses(request.host, request.port, PROBE_LIMIT_S)
+        if isinstance(request, Renew):
+            self._session.renew(Deadline.after(request.limit_s, self._clock))
+        else:
+            pause(request.seconds, clock=self._clock)
+        return None
 
     # ---- the deciding thread
 
@@ -515,7 +379,7 @@ class Member:
             self._answers.append(event)
 
     def _looked(self, seen: Observation) -> Looked:
-        key = self._presence.key
+        key = self._key
         return Looked(seen, key.create_revision, key.senior, key.away)
 
     def _perform(self, effect: Effect) -> None:
@@ -545,10 +409,13 @@ class Member:
             for listener in self._listeners:
                 listener(effect.document)
         elif isinstance(effect, Return):
-            self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            was_away = self._key.away
+            self._complete(self._key.returning(Deadline.after(WRITE_TIMEOUT_S, self._clock)))
+            if was_away:
+                logger().warning("node.returned", node=self.node_id, create_revision=self._key.create_revision)
             self._view.wake()
         elif isinstance(effect, PublishAgain):
-            self._presence.publish_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            self._complete(self._key.publishing_again(Deadline.after(WRITE_TIMEOUT_S, self._clock)))
         elif isinstance(effect, CommitRound):
             return self._commit_decided(effect)
         elif isinstance(effect, ChangeWatch):
@@ -559,7 +426,7 @@ class Member:
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
-            start_probes(effect.nodes, self._presence.address, self._probed)
+            start_probes(effect.nodes, self._address, self._probed)
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:
@@ -584,9 +451,12 @@ class Member:
         self, document: RoundDocument, reason: str, seen: Observation, limit_s: float, record: NodeRecord | None = None
     ) -> bool:
         """Write the round document; False if another node was faster or this node's key is gone."""
-        author = Author(self._keys, self.node_id, self._presence.key.create_revision)
-        with self._presence.writing(record) if record is not None else nullcontext() as put:
-            more = [put] if put is not None else []
+        author = Author(self._keys, self.node_id, self._key.create_revision)
+        with self._key_lock if record is not None else nullcontext():
+            more = []
+            if record is not None:
+                self._key.written = None
+                more = [self._key.put(record)]
             wall, left = self._clock.wall(), document.state is RoundState.ACTIVE and is_left(seen.round, document)
             write = round_write(author, document, seen.round_revision, wall, *more, limit_s=limit_s, left=left)
             if write is None:
@@ -597,7 +467,7 @@ class Member:
             except OutcomeUnknownError:
                 return False  # the watch shows whether it happened
             if result.succeeded and record is not None:
-                self._presence.wrote(record, result.revision)
+                self._key.wrote(record, result.revision)
         if result.succeeded:
             _note(document, reason)
             self._view.note_round(document, result.revision, seen)
@@ -615,7 +485,7 @@ class Member:
 
     def _has_live_members(self, seen: Observation) -> bool:
         view = ClusterView(self.node_id, seen.nodes, seen.round, self.limits, Sightings(), nonce="")
-        return bool(live_members(view))
+        return bool(view.live)
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
@@ -650,3 +520,92 @@ def _note(document: RoundDocument, reason: str) -> None:
             log.info("round.broken")
         case RoundState.CLOSED:
             log.info("round.closed")
+
+
+# ---- probes of agents' ports
+
+
+ENDING_S = 0.1
+"""How long a connection that was accepted is kept: until the next probe."""
+PROBE_LIMIT_S = 0.2
+
+
+def refuses(host: str, port: int, timeout_s: float) -> bool:
+    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing.
+
+    The kernel accepts for a killed process until its sockets close, and a container's network is gone soon after: then
+    nobody refuses the next probe. So a connection is kept for a moment, and made again if the other side closes it.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as accepted:
+            accepted.settimeout(min(ENDING_S, timeout_s))
+            with contextlib.suppress(ConnectionResetError):
+                accepted.recv(1)
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:
+    """Probe each of ``nodes`` in its own thread, which calls ``answered``. ``own``: the address of this node."""
+    for node in nodes:
+        try:
+            threading.Thread(target=_probe, args=(node, own, answered), name=f"probe-{node.id}", daemon=True).start()
+        except RuntimeError:  # the limit of processes is reached
+            answered(Probed(node.id, node.mod_revision, dead=False))
+
+
+def _probe(node: NodeView, own: str, answered: Callable[[Probed], None]) -> None:
+    dead = False
+    try:
+        address = node.record.address
+        dead = refusal_proves(own, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
+        if dead:
+            logger().warning("node.found_dead", node=node.id, address=address)
+    finally:
+        answered(Probed(node.id, node.mod_revision, dead))
+
+
+# ---- who is there
+
+
+NAMED = 32
+"""Upper bound on the nodes that a message names."""
+CALLED = 64
+"""Members that are looked up; if none of them is present, the round counts as having no live member."""
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """The present nodes, for people, and whether members of the round are among them."""
+
+    present: str
+    round_lives: bool
+
+
+def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadline: Deadline) -> RollCall:
+    """Read the nodes of the run from the store."""
+    everyone = Read(keys.nodes, prefix_end(keys.nodes), limit=NAMED + 1 + STRAYS, keys_only=True)
+    members = current.members[:CALLED] if current is not None else ()
+    reads = [Read(keys.node(member.node), keys_only=True) for member in members]
+    try:
+        found = store.transact([], [everyone, *reads], deadline=deadline)
+    except ElasticTrainerError as error:
+        return RollCall(f"not known: {error}", round_lives=False)
+    names = [name for name, _ in written_by_nodes(found.reads[0].items, keys)]
+    there = [read.first for read in found.reads[1:]]
+    lives = any(
+        key is not None and key.create_revision == member.create_revision
+        for key, member in zip(there, members, strict=True)
+    )
+    return RollCall(named(names), lives)
+
+
+def named(names: list[str]) -> str:
+    """The first of ``names``, in words."""
+    if not names:
+        return "none"
+    return ", ".join(names[:NAMED]) + (" and others" if len(names) > NAMED else "")

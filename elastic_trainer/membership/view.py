@@ -10,38 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.cluster_view import NodeView, Observation
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundDocument
 from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, Watch, WatchEvent
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A consistent snapshot of the run. ``nodes`` is empty for a node that watches only the round."""
-
-    nodes: dict[str, NodeView]
-    round: RoundDocument | None
-    round_revision: int
-    """Mod-revision of the round document; 0 if there is none."""
-    connected: bool
-    serial: int
-    """Increases with each change, so that a waiter knows whether it has seen the newest."""
-    follows_nodes: bool = True
-    revision: int = 0
-    """The observation includes every change up to this revision of the store."""
-    reloads: int = 0
-    """How often everything had to be reloaded, because the store's history had a gap or was replaced."""
-    changing: bool = False
-    """Whether another feed has been opened and has not replaced the present one yet."""
-
-    @property
-    def decidable(self) -> bool:
-        """Whether the nodes are known, as of the round document's revision or later."""
-        return self.follows_nodes and self.revision >= self.round_revision
 
 
 class Feed:

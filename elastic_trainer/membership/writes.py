@@ -15,24 +15,14 @@ it. Nothing is written over a round that this node has not seen.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, ReplacedError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.core import (
-    SENIORS,
-    STATE_ORDER,
-    Pause,
-    ProbePort,
-    Renew,
-    Request,
-    Steps,
-    Transaction,
-    oldest_keys,
-    written_by_nodes,
-)
+from elastic_trainer.membership.core import SENIORS, STATE_ORDER
 from elastic_trainer.membership.documents import (
     Departure,
     DocumentError,
@@ -53,6 +43,7 @@ from elastic_trainer.store.api import (
     Delete,
     KeyValue,
     Operation,
+    Order,
     Put,
     Read,
     RunKeys,
@@ -61,8 +52,81 @@ from elastic_trainer.store.api import (
     absent,
     created_at,
     none_below,
+    prefix_end,
     unchanged,
 )
+
+# ---- the steps of a write that takes several requests
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Run ``success`` if all guards hold, else ``failure``; answered by a TransactionResult or a store error."""
+
+    guards: tuple[Compare, ...]
+    success: tuple[Operation, ...]
+    failure: tuple[Operation, ...] = ()
+    limit_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait. ``shared``: another thread may write this node's key meanwhile."""
+
+    seconds: float
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Grant a new lease to replace a lost one."""
+
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePort:
+    """Find out whether ``host`` refuses connections to ``port``."""
+
+    host: str
+    port: int
+
+
+Request = Transaction | Pause | Renew | ProbePort
+Steps = Generator[Request, TransactionResult | bool | None, None]
+"""The requests of one procedure; each gets its answer, or its error is raised, before the next."""
+
+
+# ---- the oldest keys
+
+
+STRAYS = 32
+"""Foreign keys among the oldest that one request can skip."""
+
+
+def oldest_keys(keys: RunKeys, count: int) -> Read:
+    """Reads the ``count`` oldest keys, oldest first, and a few more in case some are not nodes' keys."""
+    end = prefix_end(keys.nodes)
+    return Read(keys.nodes, end, limit=count + STRAYS, order=Order.CREATE_REVISION, keys_only=True)
+
+
+def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:
+    """The nodes that hold the first ``places`` of ``keys``, oldest first, without ghosts (the values are not read)."""
+    passed_over = {(ghost.node, ghost.create_revision, ghost.mod_revision) for ghost in ghosts}
+    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:places]
+
+
+def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, KeyValue]]:
+    """The keys of ``found`` that nodes have written, with the nodes' names: leased keys with valid node names.
+
+    Any other key below ``nodes/`` would occupy one of the first places for ever, and keep real nodes from deciding.
+    """
+    named = ((keys.node_id(item.key), item) for item in found)
+    return [(name, item) for name, item in named if name is not None and item.lease]
+
+
+# ---- the own key
+
 
 KEY_ATTEMPT_S: Final = 3.0
 AGAIN_S: Final = 0.1
@@ -271,6 +335,9 @@ def _port_of(item: KeyValue) -> ProbePort | None:
     return ProbePort(record.address, record.probe_port) if record.probe_port > 0 else None
 
 
+# ---- the round document
+
+
 ATTEMPT_S = 1.5
 """Limit of one attempt: a write sent to an etcd leader that has just died is lost, and gets no answer for 7 s."""
 JOURNAL_LENGTH = 1000
@@ -392,6 +459,9 @@ def free_again(record: NodeRecord, number: int) -> NodeRecord | None:
         return None
     free = {"acknowledged": number + 1, "reported": number + 1, "planned": True, "cause": ""}
     return record.model_copy(update=free)
+
+
+# ---- the departure
 
 
 GAVE_UP = "node_gave_up"

@@ -25,7 +25,7 @@ from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
-from elastic_trainer.membership.member import Member, Presence
+from elastic_trainer.membership.member import Member
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.store.session import LeaseSession
 from tests.bench.capacity_transport import AioStore, EventLoop
@@ -116,8 +116,7 @@ class SimulatedNode:
         admit(self.store, job.keys, spec, reopen=False, deadline=soon())
         session = LeaseSession(self.store, job.ttl_s, soon())
         limits = Limits(job.min_nodes, job.max_nodes, last_call_s=job.last_call_s, last_call_limit_s=LIMIT_S)
-        presence = Presence(self.store, job.keys, self.name, session)
-        member = Member(self.store, job.keys, presence, limits, lambda error: None)
+        member = Member(self.store, job.keys, self.name, session, limits, lambda error: None)
         member.on_round(self._hear)
         member.start(soon())
         return member

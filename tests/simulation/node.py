@@ -12,7 +12,7 @@ from typing import Any, cast
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, OutcomeUnknownError, ReplacedError, TransientError
 from elastic_trainer.membership import member, writes
-from elastic_trainer.membership.cluster_view import Limits, NodeView
+from elastic_trainer.membership.cluster_view import Limits, NodeView, Observation
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
@@ -28,19 +28,24 @@ from elastic_trainer.membership.core import (
     Oldest,
     Probe,
     Probed,
-    ProbePort,
     PublishAgain,
-    Renew,
     Return,
+)
+from elastic_trainer.membership.documents import NodeRecord, RoundDocument
+from elastic_trainer.membership.view import RunView
+from elastic_trainer.membership.writes import (
+    ATTEMPT_S,
+    Author,
+    OwnKey,
+    ProbePort,
+    Renew,
+    RoundFailure,
     Steps,
     Transaction,
     first_names,
     oldest_keys,
     written_by_nodes,
 )
-from elastic_trainer.membership.documents import NodeRecord, RoundDocument
-from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.membership.writes import ATTEMPT_S, Author, OwnKey, RoundFailure
 from elastic_trainer.store.api import RunKeys, Store, TransactionResult
 from elastic_trainer.store.session import REFRESHES_PER_TTL
 from tests.simulation.etcd import Etcd, Link, WatchStore
@@ -278,7 +283,7 @@ class SimNode:
         self._free.fire()
 
     def _steps(self, steps: Steps) -> Process:
-        """Answer the requests of ``steps``, as Presence does."""
+        """Answer the requests of ``steps``, as Member does."""
         answer: Any = None
         error: Exception | None = None
         yield from self._lock()

@@ -48,11 +48,19 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
 from elastic_trainer.ipc.address import store_at
 from elastic_trainer.ipc.channel import Progress
-from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings, has_places, living, move, place_of
+from elastic_trainer.membership.cluster_view import (
+    ClusterView,
+    NodeView,
+    Observation,
+    Sightings,
+    has_places,
+    living,
+    move,
+    place_of,
+)
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
-from elastic_trainer.membership.view import Observation
 from elastic_trainer.store.api import RunKeys, Store, unchanged
 from elastic_trainer.store.session import Slot
 from elastic_trainer.telemetry import logs

@@ -61,7 +61,7 @@ from elastic_trainer.membership.documents import (
     Spec,
     split_address,
 )
-from elastic_trainer.membership.member import Member, Presence, closed_error
+from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints
@@ -338,8 +338,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             ensure_fit(self._store, self._keys, self._options, candidate, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
-        presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
-        member = Member(self._store, self._keys, presence, self._limits(), self._replaced, self._clock)
+        member = Member(self._store, self._keys, self.node_id, session, self._limits(), self._replaced, self._clock)
         atexit.register(self._at_exit)
         with ExitStack() as undo:
             liveness = LivenessPort(self._address, self._status_board.answer)

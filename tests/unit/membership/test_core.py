@@ -1,15 +1,48 @@
-"""What the core does itself beside the rules: what it says once, and what it waits for."""
+"""What the core does beside the rules: who watches, who is dead, what it says once, a store that was rolled back."""
 
 from __future__ import annotations
 
+import math
 import random
+from typing import cast
 
-from elastic_trainer.membership.core import CommitRound, Core, Ended, Looked, Notify, TurnOutcome
-from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.rules import Action
-from elastic_trainer.membership.view import Observation
+import pytest
 
-from .scenes import LIMITS, node, round_of
+from elastic_trainer.membership.cluster_view import NodeView, Observation
+from elastic_trainer.membership.core import (
+    CROWD,
+    DEPUTY_PATIENCE_S,
+    JITTER,
+    MIN_DELAY_S,
+    OTHERS_AFTER_S,
+    PROBE_INTERVAL_S,
+    SENIORS,
+    AgentProbes,
+    ChangeWatch,
+    CommitRound,
+    Core,
+    Delays,
+    Ended,
+    LogDelay,
+    Looked,
+    Notify,
+    Plan,
+    Probed,
+    RollbackGuard,
+    TurnOutcome,
+    WatchScope,
+    plan,
+    unconfirmed,
+)
+from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.rules import Action, Decision
+from elastic_trainer.membership.writes import first_names
+from elastic_trainer.store.api import KeyValue, RunKeys
+from elastic_trainer.store.session import LeaseSession
+from tests.support.memory_store import MemoryStore
+from tests.support.threadless import no_new_threads
+from tests.unit.membership.scenes import LIMITS, Scene, node, round_of
 
 PAIR = [node("a", 1), node("b", 2)]
 REVISION = 7
@@ -49,3 +82,291 @@ def test_a_write_that_lost_its_compare_is_tried_again_when_something_is_new_or_a
     lost = Ended(commit, again_in_s=0.1)
     assert step(mine, None, 5.0, lost) == TurnOutcome((), 5.1)
     assert [type(effect) for effect in step(mine, None, 5.05, serial=2).effects] == [CommitRound]
+
+
+def test_a_reason_that_lasts_is_said_once() -> None:
+    """A recovery that takes no time says nothing; neither does a wait for anything but a broken round's successor."""
+    broken, waits = (
+        round_of(4, PAIR, RoundState.BROKEN),
+        Decision(Action.WAIT, "waiting for b (in checkpoint) to be free"),
+    )
+    delays = Delays()
+    active = broken.model_copy(update={"state": RoundState.ACTIVE})
+    notes = [
+        (broken, waits, 10.0),
+        (broken, Decision(Action.FORM, "all are free", broken), 10.1),
+        (broken, waits, 20.0),
+    ]
+    notes += [(active, waits, 20.0 + after_s) for after_s in (0.1, MIN_DELAY_S, 2 * MIN_DELAY_S)]
+    assert [delays.note(*note) for note in notes] == [None] * len(notes)
+    said = [delays.note(broken, waits, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
+    assert said == [None, LogDelay(4, waits.reason), None]
+
+
+# ---- who watches the nodes
+
+PATIENCE_S = 6.0
+NAMES = [f"n{number:04d}" for number in range(1024)]
+NOT_ON = [RoundState.BROKEN, RoundState.DRAINING]
+
+
+def run_of(size: int, state: RoundState = RoundState.ACTIVE) -> RoundDocument:
+    """A round of nodes whose create-revisions are 10, 11, 12 and so on."""
+    return round_of(1, [node(name, 10 + place) for place, name in enumerate(NAMES[:size])], state)
+
+
+def planned(document: RoundDocument | None, place: int, asked: int = 0, asked_at_s: float = 0.0) -> Plan:
+    return plan(document, NAMES[place], 10 + place, asked, asked_at_s, PATIENCE_S)
+
+
+@pytest.mark.parametrize("state", [RoundState.ACTIVE, *NOT_ON])
+def test_a_member_with_fewer_than_three_elders_asks_at_once_and_only_once(state: RoundState) -> None:
+    """A round document that makes a node one of the three most senior is enough for it to ask."""
+    for place in range(SENIORS):
+        assert planned(run_of(8, state), place) == Plan(0.0, SENIORS)
+        assert planned(run_of(8, state), place, asked=1).after_s > 0.0
+    assert planned(run_of(8, state), SENIORS).after_s > 0.0
+
+
+@pytest.mark.parametrize("state", NOT_ON)
+def test_the_next_in_line_watch_a_round_that_stays_over(state: RoundState) -> None:
+    """The fourth to sixth do not wait for leases to end."""
+    for place in range(SENIORS, 2 * SENIORS):
+        assert planned(run_of(8, state), place) == Plan(DEPUTY_PATIENCE_S, None)
+    assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
+
+
+def test_a_crowd_asks_seldom_while_a_round_is_on() -> None:
+    """A thousand nodes send fewer questions in all than a tenth of their number in each patience, yet all ask."""
+    document = run_of(1024)
+    rate = sum(PATIENCE_S / planned(document, place).after_s for place in range(SENIORS, 1024))
+    assert rate < 1024 / 7
+    assert all(math.isfinite(planned(document, place).after_s) for place in range(1024))
+
+
+def test_deciders_that_live_and_do_nothing_are_passed_by() -> None:
+    """While no round is on each fruitless question widens the circle by three, less and less often."""
+    document = run_of(64, RoundState.BROKEN)
+    plans = [planned(document, 40, asked) for asked in range(6)]
+    assert [each.places for each in plans] == [3, 6, 9, 12, 15, 18]
+    waits = [each.after_s for each in plans]
+    assert waits == sorted(waits)
+    assert waits[-1] == waits[-2] == 8 * PATIENCE_S
+
+
+def test_before_the_first_round_nodes_wait_for_leases_to_end_and_at_the_end_for_nothing() -> None:
+    """Without a document nothing is known of the others; of a closed run nothing will be decided any more."""
+    assert planned(None, 5) == Plan(PATIENCE_S, SENIORS)
+    assert planned(run_of(4, RoundState.CLOSED), 0).after_s == math.inf
+
+
+def test_keys_of_ghosts_take_no_place() -> None:
+    """A key left behind counts for nothing while it is as it was, and again when it changes."""
+    ghosts = [Ghost(node="a", create_revision=5, mod_revision=5)]
+    others = [(name, KeyValue("", b"", number, number)) for number, name in enumerate("bcd", 6)]
+    for created, changed, first in ((5, 5, "bcd"), (5, 9, "abc"), (4, 5, "abc")):
+        found = [("a", KeyValue("", b"", created, changed)), *others]
+        assert first_names(found, ghosts, 3) == list(first)
+
+
+class Watcher:
+    """One that watches the nodes of a run whose round it is in."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.scope = place, WatchScope(NAMES[place], PATIENCE_S, random.Random(0))
+
+    def turn(self, present: int, now: float, state: RoundState = RoundState.ACTIVE) -> ChangeWatch | None:
+        nodes = {name: node(name, 10 + place) for place, name in enumerate(NAMES[:present])}
+        seen = Observation(nodes, run_of(present, state), round_revision=1, connected=True, serial=1)
+        change = self.scope.turn(Looked(seen, 10 + self.place, senior=False, away=False), now)[0]
+        assert change is None or isinstance(change, ChangeWatch)
+        return change
+
+
+LONGEST_S = PATIENCE_S * (1 + JITTER)
+
+
+@pytest.mark.parametrize(
+    ("place", "present", "state"),
+    [(SENIORS - 1, CROWD + 1, RoundState.ACTIVE), (SENIORS, CROWD, RoundState.ACTIVE)]
+    + [(SENIORS, CROWD + 1, state) for state in NOT_ON],
+)
+def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over(
+    place: int, present: int, state: RoundState
+) -> None:
+    """Only a junior of a large run whose round is on may stop."""
+    watcher = Watcher(place)
+    assert [watcher.turn(present, now, state) for now in (100.0, 101.0 + LONGEST_S)] == [None, None]
+
+
+def test_a_junior_node_of_a_crowd_stops_watching_after_a_while() -> None:
+    """Not at once, for its elders may be about to end; and the time begins anew when it was senior meanwhile."""
+    watcher = Watcher(SENIORS)
+    assert watcher.turn(CROWD + 1, 100.0) is watcher.turn(CROWD + 1, 99.0 + PATIENCE_S) is None
+    assert watcher.turn(CROWD, 99.0 + PATIENCE_S) is None
+    assert watcher.turn(CROWD + 1, 200.0) is watcher.turn(CROWD + 1, 199.0 + PATIENCE_S) is None
+    assert watcher.turn(CROWD + 1, 200.0 + LONGEST_S) == ChangeWatch(nodes=False, reason="3 nodes are more senior")
+
+
+# ---- who is dead
+
+TRIO = [node("a", 1), node("b", 2), node("c", 3)]
+
+
+class Lease:
+    """As far as a member's thread asks it."""
+
+    ttl_s = 10.0
+
+
+def asked(scene: Scene) -> list[str]:
+    """The names of those in doubt."""
+    return [each.id for each in unconfirmed(scene.view())]
+
+
+def scene_of(state: RoundState, *more: NodeView) -> Scene:
+    """Three members as ``a`` sees them, and others."""
+    return Scene().show(*TRIO, *more).adopt(round_of(1, TRIO, state))
+
+
+def test_members_of_a_round_that_is_over_are_asked_for_until_they_have_spoken() -> None:
+    """Whoever has acknowledged its end is there; this node need not ask for itself."""
+    scene = scene_of(RoundState.BROKEN)
+    assert asked(scene) == ["b", "c"]
+    assert asked(scene.show(node("c", 3, acknowledged=2))) == ["b"]
+
+
+@pytest.mark.parametrize(("newcomers", "expected"), [("x", ["x"]), ("xy", ["x"]), ("", [])])
+def test_newcomers_are_asked_for_where_there_is_room(newcomers: str, expected: list[str]) -> None:
+    """Four nodes at most, three of them are members: one is about to be taken in, the others are spares."""
+    assert asked(scene_of(RoundState.ACTIVE, *(node(name, 50 + at) for at, name in enumerate(newcomers)))) == expected
+
+
+def test_newcomers_of_a_planned_change_are_asked_for() -> None:
+    """Members that have said that they switch are not."""
+    following = round_of(2, [*TRIO, node("x", 50)])
+    scene = Scene().show(*TRIO, node("x", 50), node("y", 51))
+    scene.adopt(round_of(1, TRIO, RoundState.DRAINING, next=following)).show(node("b", 2, acknowledged=2))
+    assert asked(scene) == ["c", "x"]
+
+
+def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
+    """And nobody is known to be dead who has changed its key since: that is another life."""
+    assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
+    scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
+    probe, _ = probes.turn(scene.view(), 1.0)
+    assert probe is not None
+    assert [each.id for each in probe.nodes] == ["b", "c"]
+    assert probes.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    probes.on_probed(Probed("b", 2, dead=True))
+    probes.on_probed(Probed("c", 3, dead=False))
+    assert probes.dead(scene.nodes) == {"b"}
+    assert probes.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()
+
+
+def test_probes_go_on_after_many_that_could_not_be_started() -> None:
+    """No thread can be started for them, nor for the watch that the same step changes: they prove nothing."""
+    scene, now = scene_of(RoundState.BROKEN), 1.0
+    lease = cast("LeaseSession", Lease())
+    member = Member(MemoryStore(), RunKeys("/p", "run"), "a", lease, scene.limits, lambda error: None)
+    probes = AgentProbes()
+    for _ in range(40):
+        probe, _ = probes.turn(scene.view(), now)
+        assert probe is not None
+        with no_new_threads():
+            member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
+            member._perform(probe)
+        for answer in member._take_answers():
+            if isinstance(answer, Probed):
+                probes.on_probed(answer)
+        now += 1.0
+    assert probes.dead(scene.nodes) == frozenset()
+
+
+# ---- a store that goes back behind what a node has seen
+
+MEMBERS = round_of(1, [node(name, 1 + place) for place, name in enumerate("abcde")]).members
+
+
+def document(number: int, state: RoundState = RoundState.ACTIVE, nonce: str = "x", epoch: int = 1) -> RoundDocument:
+    return RoundDocument(epoch=epoch, number=number, nonce=nonce, state=state, members=MEMBERS, reason="said so")
+
+
+def remembered(known: RoundDocument, seen: RoundDocument | None) -> RollbackGuard:
+    return RollbackGuard().advance(known, 0.0).advance(seen, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "seen"),
+    [
+        (document(1), document(1)),
+        (document(1), document(1, RoundState.DRAINING)),
+        (document(1, RoundState.DRAINING), document(1, RoundState.BROKEN)),
+        (document(1, RoundState.BROKEN), document(2, nonce="y")),
+        (document(1, RoundState.BROKEN), document(1, RoundState.CLOSED)),
+        (document(5, RoundState.CLOSED), document(5, RoundState.BROKEN, epoch=2)),
+    ],
+)
+def test_a_run_that_goes_on_is_never_behind(known: RoundDocument, seen: RoundDocument) -> None:
+    """What becomes of a round in order, a reopened run among it, is believed and remembered."""
+    after = remembered(known, seen)
+    assert not after.behind
+    assert after.known == seen
+    assert after.decide("a", seen, 100.0).action is Action.WAIT
+
+
+@pytest.mark.parametrize(
+    ("known", "seen"),
+    [
+        (document(3), document(1)),
+        (document(3), None),
+        (document(3, RoundState.BROKEN), document(3)),
+        (document(3), document(2, RoundState.BROKEN)),
+        (document(3), document(2, RoundState.CLOSED)),
+        (document(3, nonce="x"), document(3, nonce="y")),
+    ],
+)
+def test_an_older_store_is_given_the_end_of_the_newest_round(known: RoundDocument, seen: RoundDocument | None) -> None:
+    """So the next round follows on it, whatever the store held; another round under the same number counts as older."""
+    after = remembered(known, seen)
+    assert after.behind
+    decision = after.decide("a", seen, 10.0)
+    assert decision.action is Action.BREAK
+    assert decision.round is not None
+    assert (decision.round.number, decision.round.state, decision.round.nonce) == (3, RoundState.BROKEN, "x")
+    assert "the store was rolled back" in decision.reason
+    assert not after.advance(decision.round, 11.0).behind
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_planned_change_that_was_under_way_counts_as_made(remembers: bool) -> None:
+    """In the round that is remembered some workers may have switched already; in the store, newcomers may have begun to
+    form the planned one: no other may get that number."""
+    planned = document(3, RoundState.DRAINING).model_copy(update={"next": document(4, nonce="z")})
+    known, seen = (planned, document(2)) if remembers else (document(3, RoundState.BROKEN), planned)
+    decision = remembered(known, seen).decide("a", seen, 10.0)
+    assert decision.round is not None
+    assert (decision.round.number, decision.round.nonce, decision.round.next) == (4, "z", None)
+    assert decision.round.state is RoundState.BROKEN
+
+
+def test_a_closed_run_stays_closed() -> None:
+    """A run whose end a node has seen is not opened again by a backup."""
+    closed = document(3, RoundState.CLOSED).model_copy(update={"result": RunResult.SUCCEEDED})
+    decision = remembered(closed, document(3)).decide("a", document(3), 10.0)
+    assert (decision.action, decision.round) == (Action.CLOSE, closed)
+
+
+def test_only_the_first_members_write_at_once() -> None:
+    """A thousand nodes that remember the same need not all write it."""
+    after = remembered(document(3), None)
+    assert [after.decide(name, None, 10.0).action for name in "abcd"] == [*[Action.BREAK] * 3, Action.WAIT]
+    assert after.decide("d", None, 10.0).again_in_s == OTHERS_AFTER_S
+    assert after.decide("d", None, 10.0 + OTHERS_AFTER_S).action is Action.BREAK
+    assert after.advance(None, 20.0).behind_since == 10.0, "the patience does not begin anew"
+
+
+def test_a_node_that_has_seen_nothing_waits_for_nothing() -> None:
+    """At the first look there is nothing to remember."""
+    assert not RollbackGuard().advance(None, 0.0).behind
+    assert RollbackGuard().decide("a", None, 0.0).action is Action.WAIT

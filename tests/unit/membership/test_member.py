@@ -9,10 +9,10 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ReplacedError
-from elastic_trainer.membership import member as presence_module
+from elastic_trainer.membership import member as module
 from elastic_trainer.membership.core import Return
 from elastic_trainer.membership.documents import NodeRecord
-from elastic_trainer.membership.member import WRITE_TIMEOUT_S, Member, Presence
+from elastic_trainer.membership.member import WRITE_TIMEOUT_S, Member
 from elastic_trainer.store.api import Put, RunKeys
 from elastic_trainer.store.session import LeaseSession
 from tests.support.memory_store import MemoryBackend, MemoryStore
@@ -38,12 +38,11 @@ class Session:
 
 def test_a_node_that_was_replaced_while_it_was_away_gives_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first attempt to return ends before it is known that the other one lives, the second with that."""
-    monkeypatch.setattr(presence_module, "refuses", lambda host, port, timeout_s: False)
+    monkeypatch.setattr(module, "refuses", lambda host, port, timeout_s: False)
     clock, errors = Jumping(), list[ReplacedError]()
     store = MemoryStore(MemoryBackend(clock))
     session = Session(store)
-    presence = Presence(store, KEYS, "a", cast("LeaseSession", session), clock)
-    member = Member(store, KEYS, presence, LIMITS, errors.append, clock)
+    member = Member(store, KEYS, "a", cast("LeaseSession", session), LIMITS, errors.append, clock)
     member.announce(RECORD, Deadline.after(WRITE_TIMEOUT_S, clock))
     store.revoke(session.lease_id, Deadline.after(5.0))
     session.lost.set()

@@ -16,9 +16,8 @@ from elastic_trainer.errors import (
     ReplacedError,
     StoreUnavailableError,
 )
-from elastic_trainer.membership.core import Pause, ProbePort, Renew, Steps, Transaction
 from elastic_trainer.membership.documents import NodeRecord, NodeState
-from elastic_trainer.membership.writes import OwnKey
+from elastic_trainer.membership.writes import OwnKey, Pause, ProbePort, Renew, Steps, Transaction
 from elastic_trainer.store.api import Put, RunKeys, TransactionResult
 from tests.simulation.node import Flag
 from tests.support.late import LateStore
@@ -75,7 +74,7 @@ class Owner:
         self.perform(self.key.publishing(record, self.limit(limit_s)))
 
     def perform(self, steps: Steps) -> None:
-        """Answer all requests, as Presence does."""
+        """Answer all requests, as Member does."""
         answer: TransactionResult | bool | None = None
         error: ElasticTrainerError | None = None
         while True:

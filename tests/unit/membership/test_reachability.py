@@ -7,10 +7,8 @@ import pytest
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.rules import (
     FAILED_ROUNDS,
-    UNFORMED_ROUNDS,
     blamed,
     cannot_reach,
-    last_to_come,
     left_out,
 )
 from tests.unit.membership.scenes import node
@@ -58,14 +56,6 @@ def test_one_round_that_failed_is_no_reason() -> None:
 def test_two_that_name_each_other_do_not_form_a_round_in_vain(ready: list[NodeView], expected: str) -> None:
     """The one that fewer reach is left out at once; of equals the last."""
     assert name_of(left_out(ready, 0)) == expected
-
-
-def test_the_last_to_come_is_left_out_where_round_after_round_is_not_formed() -> None:
-    """Nobody is named where agents reach each other and workers do not."""
-    ready = nodes(a=(), b=(), c=())
-    assert last_to_come(ready, UNFORMED_ROUNDS - 1) is None
-    assert name_of(last_to_come(ready, UNFORMED_ROUNDS)) == "c"
-    assert last_to_come([], UNFORMED_ROUNDS) is None
 
 
 @pytest.mark.parametrize(

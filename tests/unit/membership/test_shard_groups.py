@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.membership.cluster_view import NodeView, candidates, in_groups, living, move, place_of
+from elastic_trainer.membership.cluster_view import NodeView, in_groups, living, move, place_of
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.rules import Action
 
@@ -170,7 +170,7 @@ def test_all_that_can_be_are_in_whole_groups(size: int, places: list[int], data:
     scene.adopt(round_of(1, before, RoundState.BROKEN))
     ready = [free(each.id, each.create_revision, 1, place=each.record.place) for each in nodes if each.id not in gone]
     scene.nodes = {each.id: each for each in ready}
-    found = in_groups(scene.view(), candidates(scene.view()))
+    found = in_groups(scene.view(), scene.view().candidates)
     supply = Counter(each.record.place for each in ready)
     assert len(found) == size * min(supply[place] for place in range(size))
     if size > 1:

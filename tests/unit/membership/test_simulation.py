@@ -114,8 +114,8 @@ def give_all_the_first_rank(patch: pytest.MonkeyPatch) -> None:
 
 def put_newcomers_first(patch: pytest.MonkeyPatch) -> None:
     """The order of the nodes is turned round with each round."""
-    candidates = cluster_view.candidates
-    patch.setattr(rules, "candidates", lambda view: candidates(view)[::-1])
+    candidates = ClusterView.__dict__["candidates"].func
+    patch.setattr(ClusterView, "candidates", property(lambda view: candidates(view)[::-1]))
 
 
 def drop_one_of_the_planned(patch: pytest.MonkeyPatch) -> None:

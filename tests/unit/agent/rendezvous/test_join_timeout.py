@@ -9,10 +9,9 @@ import pytest
 
 from elastic_trainer.agent.rendezvous.in_place import JoinTimeout
 from elastic_trainer.errors import JoinTimeoutError
-from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.cluster_view import NodeView, Observation
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.view import Observation
 from tests.support.memory_backend import ManualClock
 from tests.unit.agent.stage import BASE
 

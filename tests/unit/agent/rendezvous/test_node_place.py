@@ -9,10 +9,9 @@ from typing import cast
 from elastic_trainer.agent.rendezvous.in_place import LOOK_S, PATIENCE_S, STANDING_S, ShardSlots
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S
-from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.cluster_view import NodeView, Observation
 from elastic_trainer.membership.documents import NodeRecord, RoundState
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.view import Observation
 from tests.support.memory_backend import ManualClock
 from tests.unit.membership.scenes import round_of
 from tests.unit.membership.test_rules_in_place import held
