@@ -1,4 +1,4 @@
-"""``elastic-trainer admin``: options in, a password or a list out; the work is store/accounts's.
+"""``elastic-trainer admin``: options in, a password or a list out; the work is store/accounts'.
 
 *Runs in* the process of the command. *Owns* the file of ``--output``, which only its owner can read.
 *Fails by* ConfigError; StorageError where a password is set and its output then fails.
@@ -22,7 +22,6 @@ from elastic_trainer.cli import connection
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import AccessDeniedError, ConfigError, StorageError
 from elastic_trainer.settings import StoreSettings, secret
-from elastic_trainer.store import accounts as granting
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import MONITOR, ROOT, Accounts, granted
 
@@ -99,23 +98,23 @@ def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
         )
     root_password = secret(settings.password_file, "--password-file")
     with _delivered(arguments, "monitor") as password:
-        account = granting.initialize(accounts, settings.prefix, root_password, password)
+        account = accounts.initialize(settings.prefix, root_password, password)
     _say(f"etcd now requires authentication; user {account.name!r} may read {account.right.key}")
 
 
 def _grant(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
     with _delivered(arguments, arguments.run) as password:
-        account = granting.grant(accounts, settings.prefix, arguments.run, password)
+        account = accounts.grant(settings.prefix, arguments.run, password)
     _say(f"user {account.name!r} may read and write {account.right.key}, with a new password")
 
 
 def _revoke(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    granting.revoke(accounts, settings.prefix, arguments.run)
+    accounts.revoke(settings.prefix, arguments.run)
     _say(f"run {arguments.run!r} has no rights any more; its keys are still there")
 
 
 def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    known = granting.known(accounts)
+    known = accounts.known()
     runs = granted(known, settings.prefix)
     monitor = MONITOR in known.users
     if arguments.json:

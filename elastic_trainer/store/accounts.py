@@ -127,7 +127,7 @@ _READ, _READWRITE = 0, 2  # authpb.Permission.Type
 
 
 class Accounts:
-    """See the module. A context manager: the connection is closed on exit."""
+    """etcd's accounts. A context manager: the connection is closed on exit."""
 
     def __init__(self, settings: StoreSettings, deadline: Deadline) -> None:
         self._settings, self._deadline = settings, deadline
@@ -144,6 +144,74 @@ class Accounts:
     def on(self) -> bool:
         """Whether authentication is enabled. Raises ConfigError if the user of the settings is refused."""
         return within(self._deadline, lambda: self._connection.asks_who_it_is(self._deadline))
+
+    def known(self) -> Known:
+        """Read etcd's present users and roles; works also while authentication is disabled."""
+        return Known(self.users(), self.roles())
+
+    def initialize(self, prefix: str, root_password: str, monitor_password: str) -> Account:
+        """Create ``root`` with ``root_password`` and the monitor's account (returned); enable authentication."""
+        was_on = self.on
+        present = self.known()
+        if ROOT not in present.roles:
+            self.add_role(ROOT)
+        if ROOT not in present.users:
+            self.add_user(ROOT, root_password)
+        elif not was_on:  # while authentication is disabled the present password is unverified
+            self.set_password(ROOT, root_password)
+        if ROOT not in present.users.get(ROOT, ()):
+            self.give_role(ROOT, ROOT)
+        account = monitors_account(prefix)
+        self._perform(account, present, monitor_password)
+        if not was_on:
+            self.enable()
+        return account
+
+    def grant(self, prefix: str, run: str, password: str) -> Account:
+        """Create the account of ``run`` with this password. Raises ConfigError while authentication is disabled."""
+        account = account_of(prefix, run)
+        self._require_on()
+        self._perform(account, self.known(), password)
+        return account
+
+    def revoke(self, prefix: str, run: str) -> None:
+        """Remove the account of ``run``. Its keys stay. Raises ConfigError if there is none."""
+        account = account_of(prefix, run)
+        self._require_on()
+        present = self.known()
+        rights = present.roles.get(account.name)
+        if account.name not in present.users and rights is None:
+            raise ConfigError(f"no rights were granted to run {run!r}", hint="see elastic-trainer admin list")
+        if rights and account.right not in rights:
+            raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="pass its --prefix")
+        if account.name in present.users:
+            self.remove_user(account.name)
+        if rights is not None:
+            self.remove_role(account.name)
+
+    def _require_on(self) -> None:
+        if not self.on:
+            raise ConfigError(
+                "authentication is disabled: everybody can read and write everything in etcd",
+                hint="run elastic-trainer admin init first",
+            )
+
+    def _perform(self, account: Account, present: Known, password: str) -> None:
+        name = account.name
+        for step in steps(account, present):
+            match step:
+                case RightsStep.ADD_ROLE:
+                    self.add_role(name)
+                case RightsStep.GIVE_RIGHT:
+                    self.give_right(name, account.right)
+                case RightsStep.ADD_USER:
+                    self.add_user(name, password)
+                case RightsStep.SET_PASSWORD:
+                    self.set_password(name, password)
+                case RightsStep.GIVE_ROLE:
+                    self.give_role(name, name)
+
+    # ---- etcd's Auth API
 
     def users(self) -> dict[str, tuple[str, ...]]:
         """The roles of each user."""
@@ -216,75 +284,3 @@ class Accounts:
             f"etcd at {self._connection.where} does not let {who} administer users",
             hint="pass --user root with --password-file",
         )
-
-
-def known(accounts: Accounts) -> Known:
-    """Read etcd's present users and roles; works also while authentication is disabled."""
-    return Known(accounts.users(), accounts.roles())
-
-
-def initialize(accounts: Accounts, prefix: str, root_password: str, monitor_password: str) -> Account:
-    """Create ``root`` with ``root_password`` and the monitor's account, which is returned; enable authentication."""
-    was_on = accounts.on
-    present = known(accounts)
-    if ROOT not in present.roles:
-        accounts.add_role(ROOT)
-    if ROOT not in present.users:
-        accounts.add_user(ROOT, root_password)
-    elif not was_on:  # while authentication is disabled the present password is unverified
-        accounts.set_password(ROOT, root_password)
-    if ROOT not in present.users.get(ROOT, ()):
-        accounts.give_role(ROOT, ROOT)
-    account = monitors_account(prefix)
-    _perform(accounts, account, present, monitor_password)
-    if not was_on:
-        accounts.enable()
-    return account
-
-
-def grant(accounts: Accounts, prefix: str, run: str, password: str) -> Account:
-    """Create the account of ``run`` with this password. Raises ConfigError while authentication is disabled."""
-    account = account_of(prefix, run)
-    _require_on(accounts)
-    _perform(accounts, account, known(accounts), password)
-    return account
-
-
-def revoke(accounts: Accounts, prefix: str, run: str) -> None:
-    """Remove the account of ``run``. Its keys stay. Raises ConfigError if there is none."""
-    account = account_of(prefix, run)
-    _require_on(accounts)
-    present = known(accounts)
-    rights = present.roles.get(account.name)
-    if account.name not in present.users and rights is None:
-        raise ConfigError(f"no rights were granted to run {run!r}", hint="see elastic-trainer admin list")
-    if rights and account.right not in rights:
-        raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="pass its --prefix")
-    if account.name in present.users:
-        accounts.remove_user(account.name)
-    if rights is not None:
-        accounts.remove_role(account.name)
-
-
-def _require_on(accounts: Accounts) -> None:
-    if not accounts.on:
-        raise ConfigError(
-            "authentication is disabled: everybody can read and write everything in etcd",
-            hint="run elastic-trainer admin init first",
-        )
-
-
-def _perform(accounts: Accounts, account: Account, present: Known, password: str) -> None:
-    name = account.name
-    for step in steps(account, present):
-        match step:
-            case RightsStep.ADD_ROLE:
-                accounts.add_role(name)
-            case RightsStep.GIVE_RIGHT:
-                accounts.give_right(name, account.right)
-            case RightsStep.ADD_USER:
-                accounts.add_user(name, password)
-            case RightsStep.SET_PASSWORD:
-                accounts.set_password(name, password)
-            case RightsStep.GIVE_ROLE:
-                accounts.give_role(name, name)

@@ -17,7 +17,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -57,12 +56,17 @@ from elastic_trainer.store.descriptors import load_etcd3
 from elastic_trainer.store.retry import read_attempt, within
 from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 
+# ---- values as messages; ``rpc`` is the module of etcd's message classes
+
+
 _TARGET = {
     Field.VALUE: ("VALUE", "value"),
     Field.CREATE_REVISION: ("CREATE", "create_revision"),
     Field.MOD_REVISION: ("MOD", "mod_revision"),
     Field.LEASE: ("LEASE", "lease"),
 }
+
+
 _RESULT = {
     Relation.EQUAL: "EQUAL",
     Relation.NOT_EQUAL: "NOT_EQUAL",
@@ -82,11 +86,6 @@ def bounds(key: str, range_end: str | None) -> dict[str, bytes]:
     if range_end is not None:
         fields["range_end"] = encoded(range_end)
     return fields
-
-
-def prefix_bounds(prefix: str, *, exact: bool = False) -> dict[str, bytes]:
-    """The bounds of all keys that begin with ``prefix``, or of that one key."""
-    return bounds(prefix, None if exact else prefix_end(prefix))
 
 
 def compare(rpc: Any, guard: Compare) -> Any:
@@ -152,6 +151,9 @@ def event(message: Any) -> WatchEvent:
     return WatchEvent(EventKind.DELETE if message.type == 1 else EventKind.PUT, key_value(message.kv))
 
 
+# ---- errors: the texts are etcd's own (api/v3rpc/rpctypes/error.go) and gRPC's
+
+
 _NEVER_SENT = (
     "failed to connect to all addresses",
     "connections to all backends failing",
@@ -162,12 +164,14 @@ _NEVER_SENT = (
 )
 """gRPC gave up before the request left this process."""
 
+
 _NOTHING_HAPPENED = (
     "etcdserver: no leader",  # the request was rejected on arrival
     "etcdserver: not capable",
     "etcdserver: unhealthy cluster",
     "etcdserver: too many requests",
 )
+
 
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _BAD_CREDENTIALS = ("authentication failed", "user name not found", "password was given")
@@ -181,17 +185,12 @@ def is_stale_token(code: str, text: str) -> bool:
 
 
 def translate(code: str, text: str, *, where: str, write: bool) -> ElasticTrainerError:
-    """The error for a call to ``where`` that ended with gRPC status ``code`` and ``text``."""
+    """The error for a call to ``where`` that ended with gRPC status ``code`` and ``text``.
+
+    For an unknown text the safer meaning counts: a ``write`` may have happened.
+    """
     if code == "NOT_FOUND" and "lease not found" in text:
         return LeaseLostError("the lease has expired")
-    refused = _refused(code, text, where)
-    if refused is not None:
-        return refused
-    return _transient(code, text, where, write)
-
-
-def _refused(code: str, text: str, where: str) -> ElasticTrainerError | None:
-    """The error if a retry cannot help."""
     if code == "PERMISSION_DENIED":
         return AccessDeniedError(f"etcd at {where} denies access", hint=_DENIED_HINT)
     if code == "UNAUTHENTICATED" or any(part in text for part in _BAD_CREDENTIALS):
@@ -202,10 +201,6 @@ def _refused(code: str, text: str, where: str) -> ElasticTrainerError | None:
         return ConfigError(f"the service at {where} is not etcd (v3)", hint="correct the endpoint")
     if code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
         return PermanentError(f"etcd at {where} refuses the request: {text}")
-    return None
-
-
-def _transient(code: str, text: str, where: str, write: bool) -> ElasticTrainerError:
     if code == "RESOURCE_EXHAUSTED" and _NO_SPACE in text:
         hint = "compact and defragment etcd, then disarm its NOSPACE alarm"
         return StoreUnavailableError(f"etcd at {where} has no space left", hint=hint)
@@ -226,6 +221,9 @@ def reason(code: str, text: str) -> str:
     if code == "DEADLINE_EXCEEDED":
         return "timed out"
     return text.removeprefix("etcdserver: ")[:200] or code.lower()
+
+
+# ---- a channel
 
 
 KEEPALIVE_PATH = "/etcdserverpb.Lease/LeaseKeepAlive"
@@ -327,8 +325,16 @@ def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> 
     if settings.cert is not None and settings.ca_cert is None:
         raise ConfigError("a client certificate is set but no 'ca_cert'", hint="set ca_cert to the CA of etcd")
     for path in (settings.ca_cert, settings.cert, settings.key):
-        if path is not None:
-            _check_readable(path)
+        if path is None:
+            continue
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"TLS file {str(path)!r} cannot be read: {error.strerror}", hint="check its path"
+            ) from error
+        if b"-----BEGIN" not in text:
+            raise ConfigError(f"TLS file {str(path)!r} is not in PEM form", hint="convert it with openssl")
     host, _, port = target(addresses).rpartition(":")
     return etcd3.Etcd3Client(
         host=host,
@@ -340,18 +346,11 @@ def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> 
     )
 
 
-def _check_readable(path: Path) -> None:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"TLS file {str(path)!r} cannot be read: {error.strerror}", hint="check its path") from error
-    if b"-----BEGIN" not in text:
-        raise ConfigError(f"TLS file {str(path)!r} is not in PEM form", hint="convert it with openssl")
+# ---- authenticated calls
 
 
 RESOLVE_INTERVAL_S = 5.0
 """Minimum time between two DNS look-ups while etcd does not answer, in seconds."""
-
 Metadata = tuple[tuple[str, str], ...]
 Method = Callable[[Wire], Any]
 
@@ -367,24 +366,20 @@ class StoreConnection:
         self._was_let_in = False
         self._named = len(settings.endpoints) > 1 and not all(is_address(e.host) for e in settings.endpoints)
         self._resolved_at = SYSTEM.monotonic()
-        self._wire = Wire(settings, resolved(settings.endpoints))
+        self.wire = Wire(settings, resolved(settings.endpoints))
+        """The present channel and its stubs."""
         self.closed = threading.Event()
         self.where = ", ".join(str(endpoint) for endpoint in settings.endpoints)
 
     @property
-    def wire(self) -> Wire:
-        """The present channel and its stubs."""
-        return self._wire
-
-    @property
     def rpc(self) -> Any:
         """etcd's message classes."""
-        return self._wire.rpc
+        return self.wire.rpc
 
     def close(self) -> None:
         self.closed.set()
         with self._lock:
-            self._wire.close()
+            self.wire.close()
 
     def call(
         self,
@@ -470,9 +465,9 @@ class StoreConnection:
                 addresses = resolved(self._settings.endpoints)
             except StoreUnavailableError:
                 return  # DNS is unavailable too; the old addresses are the best known
-            if set(addresses) != set(self._wire.addresses):
+            if set(addresses) != set(self.wire.addresses):
                 # The old channel ends with its last call; closing it would cancel calls that may still succeed.
-                self._wire = Wire(self._settings, addresses)
+                self.wire = Wire(self._settings, addresses)
 
     def _is_stale(self, error: Any) -> bool:
         return self._settings.user is not None and is_stale_token(error.code().name, error.details() or "")
@@ -510,7 +505,9 @@ class StoreConnection:
 
     def _logged_in(self, deadline: Deadline) -> str:
         # etcd3 authenticates once, in its constructor, with call credentials that gRPC refuses without TLS.
-        request = self.rpc.AuthenticateRequest(name=self._settings.user, password=self._password())
+        file = self._settings.password_file
+        password = secret(file, "password_file") if file is not None else self._settings.password or ""
+        request = self.rpc.AuthenticateRequest(name=self._settings.user, password=password)
         try:
             return str(self._once(lambda wire: wire.auth.Authenticate, request, deadline, "", lambda _: None).token)
         except grpc.RpcError as error:
@@ -518,13 +515,12 @@ class StoreConnection:
                 return ""
             raise self._translated(error, write=False) from error
 
-    def _password(self) -> str:
-        file = self._settings.password_file
-        return secret(file, "password_file") if file is not None else self._settings.password or ""
-
 
 def _metadata(token: str) -> Metadata:
     return (("token", token),) if token else ()
+
+
+# ---- the store
 
 
 WATCH_CALL_S = 5.0
@@ -537,7 +533,7 @@ class EtcdStore:
     def __init__(self, settings: StoreSettings) -> None:
         self._connection = StoreConnection(settings)
         self._lock = threading.Lock()
-        self._watches: set[_EtcdWatch] = set()
+        self._watches: list[WatchLoop] = []
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
         return self._range(Read(key), deadline)
@@ -573,7 +569,7 @@ class EtcdStore:
         def attempt() -> Lease:
             nonlocal asked_before
             try:
-                response = self._call(lambda stubs: stubs.lease.LeaseGrant, request, deadline, write=True)
+                response = self._connection.call(lambda stubs: stubs.lease.LeaseGrant, request, deadline, write=True)
             except OutcomeUnknownError as error:
                 asked_before = True
                 raise StoreUnavailableError(error.message) from error
@@ -600,12 +596,10 @@ class EtcdStore:
             return
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
-        fields = prefix_bounds(prefix, exact=exact)
-        opened = _EtcdWatch(
-            lambda revision: _EtcdStream(self._connection, fields, revision), listener, prefix, self._forget
-        )
+        fields = bounds(prefix, None if exact else prefix_end(prefix))
+        opened = WatchLoop(lambda revision: _EtcdStream(self._connection, fields, revision), listener, prefix)
         with self._lock:
-            self._watches.add(opened)
+            self._watches = [each for each in self._watches if not each.closed.is_set()] + [opened]
         return opened
 
     def version(self, deadline: Deadline) -> str:
@@ -619,10 +613,6 @@ class EtcdStore:
             watch.close()
         self._connection.close()
 
-    def _forget(self, watch: _EtcdWatch) -> None:
-        with self._lock:
-            self._watches.discard(watch)
-
     def _range(self, wanted: Read, deadline: Deadline) -> Snapshot:
         request = reading(self._connection.rpc, wanted)
         response = self._read(lambda stubs: stubs.kv.Range, request, deadline)
@@ -631,33 +621,14 @@ class EtcdStore:
     def _read(self, method: Method, request: Any, deadline: Deadline) -> Any:
         return within(
             deadline,
-            lambda: self._call(method, request, read_attempt(deadline), write=False),
+            lambda: self._connection.call(method, request, read_attempt(deadline), write=False),
             self._connection.closed,
         )
 
     def _write(self, method: Method, request: Any, deadline: Deadline) -> Any:
-        return within(deadline, lambda: self._call(method, request, deadline, write=True), self._connection.closed)
-
-    def _call(self, method: Method, request: Any, deadline: Deadline, *, write: bool) -> Any:
-        return self._connection.call(method, request, deadline, write=write)
-
-
-class _EtcdWatch(WatchLoop):
-    """A watch that its store closes with itself."""
-
-    def __init__(
-        self,
-        open_stream: Callable[[int], _EtcdStream],
-        listener: WatchListener,
-        what: str,
-        forget: Callable[[_EtcdWatch], None],
-    ) -> None:
-        self._forget_watch = forget
-        super().__init__(open_stream, listener, what)
-
-    def close(self) -> None:
-        super().close()
-        self._forget_watch(self)
+        return within(
+            deadline, lambda: self._connection.call(method, request, deadline, write=True), self._connection.closed
+        )
 
 
 class _EtcdStream:

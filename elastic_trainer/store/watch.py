@@ -90,7 +90,7 @@ class WatchLoop:
         self._backoff = RetryBackoff()
         self._lock = threading.Lock()
         self._stream: WatchStream | None = None
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch-{what}", daemon=True)
         self._thread.start()
 
@@ -100,7 +100,7 @@ class WatchLoop:
         return self._seen.revision
 
     def close(self) -> None:
-        self._closed.set()
+        self.closed.set()
         with self._lock:
             if self._stream is not None:
                 self._stream.cancel()
@@ -111,7 +111,7 @@ class WatchLoop:
             logger().error("watch.stuck", what=self._what, waited_s=JOIN_LIMIT_S)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self.closed.is_set():
             opened_at = SYSTEM.monotonic()
             try:
                 self._follow()
@@ -122,7 +122,7 @@ class WatchLoop:
                 self._lost(error)
             if SYSTEM.monotonic() - opened_at > LONGEST_PAUSE_S:
                 self._backoff.reset()
-            pause(self._backoff.next_s(), self._closed)
+            pause(self._backoff.next_s(), self.closed)
 
     def _follow(self) -> None:
         """Deliver one stream's changes; returns when the loop should open a new stream."""
@@ -141,7 +141,7 @@ class WatchLoop:
     def _attached(self, stream: WatchStream) -> WatchStream:
         with self._lock:
             self._stream = stream
-            if self._closed.is_set():
+            if self.closed.is_set():
                 stream.cancel()
         return stream
 
@@ -187,7 +187,7 @@ class WatchLoop:
         return False
 
     def _lost(self, error: Exception) -> None:
-        if self._closed.is_set():
+        if self.closed.is_set():
             return
         if self._connected is not False:
             logger().warning("watch.lost", what=self._what, cause=str(error))
@@ -200,7 +200,7 @@ class WatchLoop:
         self._tell(self._listener.on_connected, connected)
 
     def _tell(self, receive: Callable[[Any], None], news: Any) -> None:
-        if self._closed.is_set():
+        if self.closed.is_set():
             return
         try:
             receive(news)

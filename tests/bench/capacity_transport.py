@@ -111,7 +111,7 @@ class AioStore:
         self.call(self.lease.LeaseRevoke, self.rpc.LeaseRevokeRequest(ID=lease_id), deadline)
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
-        fields = etcd.prefix_bounds(prefix, exact=exact)
+        fields = etcd.bounds(prefix, None if exact else prefix_end(prefix))
         watch = WatchLoop(lambda revision: _AioStream(self, fields, revision), listener, prefix)
         self._watches.append(watch)
         return watch

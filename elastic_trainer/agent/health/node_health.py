@@ -69,7 +69,8 @@ from elastic_trainer.telemetry.logs import logger
 _LIMIT_S: Final = 3.0
 
 
-def _leave() -> None:
+def leave_as_asked() -> None:
+    """Have this node leave, as after a SIGTERM from outside."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -86,7 +87,7 @@ class Evictions:
         created: Callable[[], int],
         *,
         obeys: bool,
-        leave: Callable[[], None] = _leave,
+        leave: Callable[[], None] = leave_as_asked,
     ) -> None:
         self._node, self._store, self._keys, self._created = node, store, keys, created
         self._obeys, self._leave = obeys, leave

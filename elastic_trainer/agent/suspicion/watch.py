@@ -171,14 +171,14 @@ LOOKED_AT_S: Final = 2 * ASKED_EVERY_S
 PINGED_EVERY_S: Final = 0.1
 
 
-class Suspicion:
-    """See the module."""
+class Suspicion(PeriodicThread):
+    """The thread ``suspicion``; see the module."""
 
     def __init__(
         self, conductor: Conductor, pages: Pages, status_board: StatusBoard, peers: Peers, clock: Clock = SYSTEM
     ) -> None:
         self._conductor, self._pages, self._status_board, self._peers = conductor, pages, status_board, peers
-        self._clock = clock
+        super().__init__("suspicion", self._listen, clock)
         self._document: RoundDocument | None = None
         self._since: dict[int, Waiting] = {}
         """For each worker that waits for others: its last progress, and when it was first seen to wait since then."""
@@ -190,13 +190,9 @@ class Suspicion:
         self._told_of = -1
         """The round in which the last suspicion was logged."""
         self._pause_s = IDLE_S
-        self._thread = PeriodicThread("suspicion", self._listen, clock)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
-        self._thread.close()
+        super().close()
         self._peers.close()
 
     def _listen(self) -> float:

@@ -16,7 +16,6 @@ from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.membership.documents import NodeHealth
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import accounts as granting
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Read
 from tests.drills.endings.job import Job
@@ -147,8 +146,8 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
     changed under it: no step is lost. No secret is in any log, file, key, page, metric, command line or environment."""
     safe = Safe(tmp_path / "safe")
     with Accounts(settings(forgetful, "root"), Deadline.after(LIMIT_S)) as accounts:
-        granting.initialize(accounts, "/elastic_trainer", SECRETS["root"], SECRETS["monitor"])
-        granting.grant(accounts, "/elastic_trainer", run_id, SECRETS["first"])
+        accounts.initialize("/elastic_trainer", SECRETS["root"], SECRETS["monitor"])
+        accounts.grant("/elastic_trainer", run_id, SECRETS["first"])
     safe.put("password", SECRETS["first"])
     login = {"ELASTIC_TRAINER_USER": f"run-{run_id}", "ELASTIC_TRAINER_PASSWORD_FILE": str(safe.file("password"))}
     options = {
@@ -178,7 +177,7 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
         forgetful.restart()
         round_ = lose_worker(job, job.nodes[1], round_)
         with Accounts(settings(forgetful, "root"), Deadline.after(LIMIT_S)) as accounts:
-            granting.grant(accounts, "/elastic_trainer", run_id, SECRETS["second"])
+            accounts.grant("/elastic_trainer", run_id, SECRETS["second"])
         job.await_steps(20)
         safe.put("password", SECRETS["second"])
         round_ = lose_worker(job, job.nodes[0], round_)

@@ -23,7 +23,6 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
 )
 from elastic_trainer.local.etcd import EtcdServer, ServerTls, find_binary
-from elastic_trainer.store import accounts as granting
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import Account, Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
@@ -169,7 +168,7 @@ def test_a_password_that_may_be_set_is_in_a_file(
     """What takes the password is written before etcd is asked. Where its place, or etcd's answer, is lost behind the
     change, the command says which file holds it."""
     admin.password("init")
-    place, was = tmp_path / "mine", granting.grant
+    place, was = tmp_path / "mine", Accounts.grant
 
     def then_fails(accounts: Accounts, prefix: str, run: str, password: str) -> Account:
         account = was(accounts, prefix, run, password)
@@ -178,7 +177,7 @@ def test_a_password_that_may_be_set_is_in_a_file(
         place.mkdir()
         return account
 
-    monkeypatch.setattr(granting, "grant", then_fails)
+    monkeypatch.setattr(Accounts, "grant", then_fails)
     code, _, told = admin("grant", "a", "--output", str(place))
     assert code == (69 if fault == "in etcd" else 73)
     (left,) = tmp_path.glob(".mine.*")
