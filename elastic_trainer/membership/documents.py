@@ -67,8 +67,11 @@ class Document(BaseModel):
         try:
             return cls.model_validate_json(cleaned(value))
         except ValueError as error:  # pydantic's ValidationError is one
-            found = _version_of(value)
-            if found is not None and found != PROTOCOL_VERSION:
+            try:
+                found = _Versioned.model_validate_json(value).version
+            except ValueError:
+                found = PROTOCOL_VERSION
+            if found != PROTOCOL_VERSION:
                 wanted = f"no {cls.__name__} of protocol version {PROTOCOL_VERSION}"
                 raise VersionError(
                     f"key {key!r} holds {wanted}, but one of version {found}",
@@ -79,15 +82,6 @@ class Document(BaseModel):
                 f"key {key!r} holds no {cls.__name__} of protocol version {PROTOCOL_VERSION}",
                 hint="another program or another version of elastic_trainer writes under this run id",
             ) from error
-
-
-def _version_of(value: bytes) -> int | None:
-    """The version field of a document of any kind; None if it has none."""
-    try:
-        found = _Versioned.model_validate_json(value)
-    except ValueError:
-        return None
-    return found.version
 
 
 class _Versioned(BaseModel):

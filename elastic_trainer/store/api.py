@@ -258,7 +258,16 @@ def created_at(key: str, create_revision: int) -> Compare:
 
 _EVENT_DIGITS = 12  # so that keys sort by number
 _INCIDENT_DIGITS = 16
-_MEETING = "_meeting/"  # no node can have this name
+
+
+class _Below:
+    """A key of the run, or with a slash at its end a prefix of keys."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, keys: RunKeys, owner: type[RunKeys]) -> str:
+        return keys.root + self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +277,31 @@ class RunKeys:
     prefix: str
     run_id: str
 
+    spec = _Below("spec")
+    """What all nodes of the run must agree on."""
+    round = _Below("round")
+    """The one round document."""
+    progress = _Below("progress")
+    """The last progress that rank 0's agent reported."""
+    departure = _Below("departure")
+    """How the last node left; exists only while no node is present."""
+    nodes = _Below("nodes/")
+    """The prefix of all node keys."""
+    health = _Below("health/")
+    """The prefix of the nodes' health documents."""
+    save = _Below("save")
+    """The newest requested save."""
+    incidents = _Below("incidents/")
+    """The prefix of the incidents."""
+    open_incident = _Below("incidents/open")
+    """The incident that ended the newest round, while no other round has followed."""
+    preflight = _Below("preflight/")
+    """The prefix of the nodes' preflight reports."""
+    preflight_meeting = _Below("preflight/_meeting/")  # no node can have this name
+    """The prefix of the nodes that measure their network together."""
+    events = _Below("events/")
+    """The prefix of the journal."""
+
     def __post_init__(self) -> None:
         checked_name(self.run_id, "run id")
 
@@ -275,31 +309,6 @@ class RunKeys:
     def root(self) -> str:
         """The prefix of everything that belongs to the run."""
         return f"{self.prefix}/{self.run_id}/"
-
-    @property
-    def spec(self) -> str:
-        """What all nodes of the run must agree on."""
-        return f"{self.root}spec"
-
-    @property
-    def round(self) -> str:
-        """The one round document."""
-        return f"{self.root}round"
-
-    @property
-    def progress(self) -> str:
-        """The last progress that rank 0's agent reported."""
-        return f"{self.root}progress"
-
-    @property
-    def departure(self) -> str:
-        """How the last node left; exists only while no node is present."""
-        return f"{self.root}departure"
-
-    @property
-    def nodes(self) -> str:
-        """The prefix of all node keys."""
-        return f"{self.root}nodes/"
 
     def node(self, node_id: str) -> str:
         """The leased key of one node."""
@@ -310,11 +319,6 @@ class RunKeys:
         name = key.removeprefix(self.nodes)
         return name if key.startswith(self.nodes) and is_name(name) else None
 
-    @property
-    def health(self) -> str:
-        """The prefix of the nodes' health documents."""
-        return f"{self.root}health/"
-
     def node_health(self, node_id: str) -> str:
         """One node's health document; it outlives the node, since it holds counters."""
         return self.health + checked_name(node_id, "node id")
@@ -323,49 +327,19 @@ class RunKeys:
         """The key that asks a node to leave."""
         return f"{self.root}evictions/{checked_name(node_id, 'node id')}"
 
-    @property
-    def save(self) -> str:
-        """The newest requested save."""
-        return f"{self.root}save"
-
-    @property
-    def incidents(self) -> str:
-        """The prefix of the incidents."""
-        return f"{self.root}incidents/"
-
-    @property
-    def open_incident(self) -> str:
-        """The incident that ended the newest round, while no other round has followed."""
-        return f"{self.incidents}open"
-
     def incident(self, number: int) -> str:
         """The key of an incident by its time (milliseconds since 1970); these keys sort by time."""
         if not 0 <= number < 10**_INCIDENT_DIGITS:
             raise ValueError(f"incident {number} is out of range")
         return f"{self.incidents}{number:0{_INCIDENT_DIGITS}d}"
 
-    @property
-    def preflight(self) -> str:
-        """The prefix of the nodes' preflight reports."""
-        return f"{self.root}preflight/"
-
     def preflight_node(self, node_id: str) -> str:
         """One node's preflight report."""
         return self.preflight + checked_name(node_id, "node id")
 
-    @property
-    def preflight_meeting(self) -> str:
-        """The prefix of the nodes that measure their network together."""
-        return self.preflight + _MEETING
-
     def is_preflight_meeting(self, key: str) -> bool:
         """Whether ``key`` is a meeting's key rather than a node's report."""
         return key.startswith(self.preflight_meeting)
-
-    @property
-    def events(self) -> str:
-        """The prefix of the journal."""
-        return f"{self.root}events/"
 
     def event(self, number: int) -> str:
         """The key of journal entry ``number``; these keys sort by number."""
