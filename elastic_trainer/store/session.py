@@ -144,7 +144,10 @@ class LeaseSession:
 
 
 class Slot:
-    """See the module. A value by another writer of ``key`` is overwritten once its revision is known."""
+    """A key that one process overwrites repeatedly, one thread at a time; see the module.
+
+    A value by another writer of ``key`` is overwritten once its revision is known.
+    """
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key

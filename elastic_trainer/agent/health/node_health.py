@@ -66,225 +66,6 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, RankGauges, observed
 from elastic_trainer.telemetry.logs import logger
 
-_LIMIT_S: Final = 3.0
-
-
-def leave_as_asked() -> None:
-    """Have this node leave, as after a SIGTERM from outside."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Evictions:
-    """See the module. ``obeys``: whether this node goes when it is asked to; ``created()`` is the revision of the store
-    at which its key was created.
-    """
-
-    def __init__(
-        self,
-        node: str,
-        store: Store,
-        keys: RunKeys,
-        created: Callable[[], int],
-        *,
-        obeys: bool,
-        leave: Callable[[], None] = leave_as_asked,
-    ) -> None:
-        self._node, self._store, self._keys, self._created = node, store, keys, created
-        self._obeys, self._leave = obeys, leave
-
-    def obey(self) -> None:
-        """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
-        if not self._obeys:
-            return
-        asked = self._store.get(self._keys.eviction(self._node), Deadline.after(_LIMIT_S)).first
-        if asked is None:
-            return
-        guard = unchanged(asked.key, asked.mod_revision)
-        self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
-        if asked.mod_revision > self._created():
-            self._go(plain(asked.value.decode(errors="replace")))
-
-    def ask(self, current: RoundDocument, node: str, reason: str) -> bool:
-        """Ask ``node``, a member of the round ``current``, to leave; this one does so at once. Whether it was asked."""
-        member = current.member(node)
-        if member is None:
-            return False
-        if node == self._node:
-            self._go(reason)
-            return True
-        # A write that etcd does late must not send away who comes back under this name.
-        guard = created_at(self._keys.node(node), member.create_revision)
-        put = Put(self._keys.eviction(node), reason.encode())
-        return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
-
-    def _go(self, reason: str) -> None:
-        logger().warning("node.evicted", node=self._node, reason=reason)
-        self._leave()
-
-
-LOOKS_IN_A_ROW: Final = 3
-"""A rank must be slow in this many looks: smoothed times need some steps, and a busy minute is not a broken machine."""
-LOOK_EVERY_S: Final = 5.0
-REPORTED_AGAIN_S: Final = 600.0
-
-
-class StragglerWatch:
-    """See the module. ``records()`` are those of all nodes; ``evicts``: whether slow nodes are to go."""
-
-    def __init__(
-        self,
-        node: str,
-        evictions: Evictions,
-        records: Callable[[], Mapping[str, NodeRecord]],
-        *,
-        evicts: bool,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._node, self._evictions, self._records = node, evictions, records
-        self._evicts, self._clock = evicts, clock
-        self._looked_at = clock.monotonic()
-        self._slow: Counter[int] = Counter()
-        self._round = 0
-        self._reported_at: dict[str, float] = {}
-
-    def look(self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
-        """Judge, if a look is due and this node has rank 0; the incident to report, if any."""
-        now = self._clock.monotonic()
-        if current is None or current.state is not RoundState.ACTIVE or not current.is_first(self._node):
-            self._slow.clear()
-            return None
-        if now - self._looked_at < LOOK_EVERY_S or current.world_size < 3:
-            return None
-        self._looked_at = now
-        if current.number != self._round:
-            self._round = current.number
-            self._slow.clear()
-            return None  # the figures may still be those of the round before
-        return self._judge(current, published(), now)
-
-    def _judge(self, current: RoundDocument, published: Mapping[str, NodeHealth], now: float) -> Incident | None:
-        here = {
-            name: health for name, health in published.items() if current.member(name) and health.round == self._round
-        }
-        found = find_stragglers({rank.rank: rank.compute_s for health in here.values() for rank in health.ranks})
-        self._slow = Counter({rank: self._slow[rank] + 1 for rank in found.ranks})
-        lasting = {rank for rank, looks in self._slow.items() if looks >= LOOKS_IN_A_ROW}
-        nodes = sorted(name for name, health in here.items() if any(rank.rank in lasting for rank in health.ranks))
-        if not lasting:
-            return None
-        asked = self._evict(current, nodes, found.reason) if self._evicts else False
-        fresh = [name for name in nodes if now - self._reported_at.get(name, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S]
-        if not fresh and not asked:
-            return None
-        self._reported_at |= dict.fromkeys(nodes, now)
-        logger().warning("ranks.slow", ranks=sorted(lasting), nodes=nodes, reason=found.reason)
-        return Incident(
-            wall=self._clock.wall(),
-            by=self._node,
-            kind="straggler",
-            round=current.number,
-            reason=found.reason + ("; its node was asked to leave, since another is ready" if asked else ""),
-            nodes=tuple(nodes),
-            ranks=tuple(sorted(lasting)),
-            world_before=current.world_size,
-            world_after=current.world_size,
-        )
-
-    def _evict(self, current: RoundDocument, nodes: list[str], reason: str) -> bool:
-        """Ask one slow node to leave, if another is ready; never this one, which hosts the rendezvous store."""
-        records = self._records()
-        ready = [name for name, each in records.items() if each.state is NodeState.READY and not current.member(name)]
-        victims = [name for name in nodes if name != self._node and current.member(name) is not None]
-        if not ready or not victims:
-            return False
-        self._slow.clear()
-        return self._evictions.ask(current, victims[0], reason)
-
-
-class SaveRequests:
-    """See the module. A listener of its own watch."""
-
-    def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
-        self._store, self._keys, self._node = store, keys, node
-        self._watch: Watch | None = None
-        self._open: tuple[SaveRequest, int] | None = None
-        """The request without an answer, and the revision of its key."""
-        self._passed_on: tuple[Path, str] | None = None
-        self._answer: SaveRequest | None = None
-
-    # ---- the watch's thread
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self._open = None
-        for item in snapshot.items:
-            self._take(item)
-
-    def on_events(self, events: Sequence[WatchEvent]) -> None:
-        for event in events:
-            self._open = None
-            if event.kind is EventKind.PUT:
-                self._take(event.item)
-
-    def on_connected(self, connected: bool) -> None:
-        """An outage is waited out."""
-
-    def _take(self, item: KeyValue) -> None:
-        try:
-            request = SaveRequest.decode(item.value, item.key)
-        except DocumentError as error:
-            logger().error("document.refused", key=plain(item.key), error=str(error))
-            return
-        if not request.answered:
-            self._open = (request, item.mod_revision)
-
-    # ---- the health thread
-
-    def look(self, readings: Sequence[Reading]) -> bool:
-        """Pass on what is asked; whether there is an answer to be written."""
-        asked, head = self._open, next((each for each in readings if each.pulse.rank == 0), None)
-        if asked is None or head is None or self._watch is None:
-            return False
-        request = asked[0]
-        said = head.notes.get("on_demand") or {}
-        if said.get("id") == request.id:
-            found = {name: said[name] for name in ("name", "problem", "code") if name in said}
-            before, self._answer = self._answer, request.model_copy(update=found)
-            return self._answer != before  # else its writing waits for the store
-        if self._passed_on != (head.path, request.id):
-            with contextlib.suppress(OSError):  # the worker has just ended: the next one gets it
-                fresh = head.path.with_suffix(f"{SAVE_SUFFIX}.new")
-                fresh.write_text(request.id, encoding="ascii", errors="replace")
-                fresh.rename(head.path.with_suffix(SAVE_SUFFIX))
-                self._passed_on = (head.path, request.id)
-                logger().info("save.requested", request=request.id, pid=head.pid)
-        return False
-
-    # ---- the health writer
-
-    def turn(self, current: RoundDocument | None) -> None:
-        """Follow the requests while this node has rank 0, and write the answer."""
-        over = current is None or current.state is RoundState.CLOSED
-        leads = not over and current is not None and current.is_first(self._node)
-        if leads and self._watch is None:
-            self._watch = self._store.watch(self._keys.save, self, exact=True)
-        elif not leads and self._watch is not None:
-            self.close()
-        asked, answer = self._open, self._answer
-        if asked is None or answer is None or answer.id != asked[0].id:
-            return
-        put, guard = Put(self._keys.save, answer.encode()), unchanged(self._keys.save, asked[1])
-        self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S))
-        if self._open is asked:
-            self._open = None
-
-    def close(self) -> None:
-        """Follow no requests any more."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-        self._open = None
-
-
 LOOKS_PER_LIMIT: Final = 8
 LONGEST_PAUSE_S: Final = 0.25
 LATE: Final = 4.0
@@ -337,7 +118,7 @@ class HealthPorts:
 
 
 class Health:
-    """See the module."""
+    """The threads ``health`` and ``health-writer``; see the module."""
 
     def __init__(self, subject: HealthSubject, ports: HealthPorts, clock: Clock = SYSTEM) -> None:
         self._subject, self._ports, self._node, self._pages = subject, ports, subject.node, ports.pages
@@ -595,3 +376,241 @@ def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None)
         waits=reading.waits,
         waits_s=round(max(0.0, now - waiting.since), 3) if waiting is not None and reading.waits else 0.0,
     )
+
+
+# ---- slow ranks
+
+
+LOOKS_IN_A_ROW: Final = 3
+"""A rank must be slow in this many looks: smoothed times need some steps, and a busy minute is not a broken machine."""
+LOOK_EVERY_S: Final = 5.0
+REPORTED_AGAIN_S: Final = 600.0
+
+
+class StragglerWatch:
+    """Finds ranks that compute much longer than the others; asks their node to leave where another is ready.
+
+    Only the node of rank 0 judges, from what all nodes publish. ``records()`` are those of all nodes; ``evicts``:
+    whether slow nodes are to go.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        evictions: Evictions,
+        records: Callable[[], Mapping[str, NodeRecord]],
+        *,
+        evicts: bool,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._node, self._evictions, self._records = node, evictions, records
+        self._evicts, self._clock = evicts, clock
+        self._looked_at = clock.monotonic()
+        self._slow: Counter[int] = Counter()
+        self._round = 0
+        self._reported_at: dict[str, float] = {}
+
+    def look(self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
+        """Judge, if a look is due and this node has rank 0; the incident to report, if any."""
+        now = self._clock.monotonic()
+        if current is None or current.state is not RoundState.ACTIVE or not current.is_first(self._node):
+            self._slow.clear()
+            return None
+        if now - self._looked_at < LOOK_EVERY_S or current.world_size < 3:
+            return None
+        self._looked_at = now
+        if current.number != self._round:
+            self._round = current.number
+            self._slow.clear()
+            return None  # the figures may still be those of the round before
+        return self._judge(current, published(), now)
+
+    def _judge(self, current: RoundDocument, published: Mapping[str, NodeHealth], now: float) -> Incident | None:
+        here = {
+            name: health for name, health in published.items() if current.member(name) and health.round == self._round
+        }
+        found = find_stragglers({rank.rank: rank.compute_s for health in here.values() for rank in health.ranks})
+        self._slow = Counter({rank: self._slow[rank] + 1 for rank in found.ranks})
+        lasting = {rank for rank, looks in self._slow.items() if looks >= LOOKS_IN_A_ROW}
+        nodes = sorted(name for name, health in here.items() if any(rank.rank in lasting for rank in health.ranks))
+        if not lasting:
+            return None
+        asked = self._evict(current, nodes, found.reason) if self._evicts else False
+        fresh = [name for name in nodes if now - self._reported_at.get(name, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S]
+        if not fresh and not asked:
+            return None
+        self._reported_at |= dict.fromkeys(nodes, now)
+        logger().warning("ranks.slow", ranks=sorted(lasting), nodes=nodes, reason=found.reason)
+        return Incident(
+            wall=self._clock.wall(),
+            by=self._node,
+            kind="straggler",
+            round=current.number,
+            reason=found.reason + ("; its node was asked to leave, since another is ready" if asked else ""),
+            nodes=tuple(nodes),
+            ranks=tuple(sorted(lasting)),
+            world_before=current.world_size,
+            world_after=current.world_size,
+        )
+
+    def _evict(self, current: RoundDocument, nodes: list[str], reason: str) -> bool:
+        """Ask one slow node to leave, if another is ready; never this one, which hosts the rendezvous store."""
+        records = self._records()
+        ready = [name for name, each in records.items() if each.state is NodeState.READY and not current.member(name)]
+        victims = [name for name in nodes if name != self._node and current.member(name) is not None]
+        if not ready or not victims:
+            return False
+        self._slow.clear()
+        return self._evictions.ask(current, victims[0], reason)
+
+
+# ---- nodes that are asked to leave
+
+
+_LIMIT_S: Final = 3.0
+
+
+def leave_as_asked() -> None:
+    """Have this node leave, as after a SIGTERM from outside."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Evictions:
+    """Asks nodes to leave, and has this one leave when it is asked to.
+
+    ``obeys``: whether this node goes when it is asked to; ``created()`` is the revision of the store at which its key
+    was created.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        store: Store,
+        keys: RunKeys,
+        created: Callable[[], int],
+        *,
+        obeys: bool,
+        leave: Callable[[], None] = leave_as_asked,
+    ) -> None:
+        self._node, self._store, self._keys, self._created = node, store, keys, created
+        self._obeys, self._leave = obeys, leave
+
+    def obey(self) -> None:
+        """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
+        if not self._obeys:
+            return
+        asked = self._store.get(self._keys.eviction(self._node), Deadline.after(_LIMIT_S)).first
+        if asked is None:
+            return
+        guard = unchanged(asked.key, asked.mod_revision)
+        self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
+        if asked.mod_revision > self._created():
+            self._go(plain(asked.value.decode(errors="replace")))
+
+    def ask(self, current: RoundDocument, node: str, reason: str) -> bool:
+        """Ask ``node``, a member of the round ``current``, to leave; this one does so at once. Whether it was asked."""
+        member = current.member(node)
+        if member is None:
+            return False
+        if node == self._node:
+            self._go(reason)
+            return True
+        # A write that etcd does late must not send away who comes back under this name.
+        guard = created_at(self._keys.node(node), member.create_revision)
+        put = Put(self._keys.eviction(node), reason.encode())
+        return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
+
+    def _go(self, reason: str) -> None:
+        logger().warning("node.evicted", node=self._node, reason=reason)
+        self._leave()
+
+
+# ---- requested saves
+
+
+class SaveRequests:
+    """Brings a request for a save to rank 0's worker, and its answer back: ``elastic-trainer checkpoints save``.
+
+    A listener of its own watch, whose thread hears of requests; the health thread passes them on, the health writer
+    opens and closes the watch and writes the answer.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
+        self._store, self._keys, self._node = store, keys, node
+        self._watch: Watch | None = None
+        self._open: tuple[SaveRequest, int] | None = None
+        """The request without an answer, and the revision of its key."""
+        self._passed_on: tuple[Path, str] | None = None
+        self._answer: SaveRequest | None = None
+
+    # ---- the watch's thread
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._open = None
+        for item in snapshot.items:
+            self._take(item)
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        for event in events:
+            self._open = None
+            if event.kind is EventKind.PUT:
+                self._take(event.item)
+
+    def on_connected(self, connected: bool) -> None:
+        """An outage is waited out."""
+
+    def _take(self, item: KeyValue) -> None:
+        try:
+            request = SaveRequest.decode(item.value, item.key)
+        except DocumentError as error:
+            logger().error("document.refused", key=plain(item.key), error=str(error))
+            return
+        if not request.answered:
+            self._open = (request, item.mod_revision)
+
+    # ---- the health thread
+
+    def look(self, readings: Sequence[Reading]) -> bool:
+        """Pass on what is asked; whether there is an answer to be written."""
+        asked, head = self._open, next((each for each in readings if each.pulse.rank == 0), None)
+        if asked is None or head is None or self._watch is None:
+            return False
+        request = asked[0]
+        said = head.notes.get("on_demand") or {}
+        if said.get("id") == request.id:
+            found = {name: said[name] for name in ("name", "problem", "code") if name in said}
+            before, self._answer = self._answer, request.model_copy(update=found)
+            return self._answer != before  # else its writing waits for the store
+        if self._passed_on != (head.path, request.id):
+            with contextlib.suppress(OSError):  # the worker has just ended: the next one gets it
+                fresh = head.path.with_suffix(f"{SAVE_SUFFIX}.new")
+                fresh.write_text(request.id, encoding="ascii", errors="replace")
+                fresh.rename(head.path.with_suffix(SAVE_SUFFIX))
+                self._passed_on = (head.path, request.id)
+                logger().info("save.requested", request=request.id, pid=head.pid)
+        return False
+
+    # ---- the health writer
+
+    def turn(self, current: RoundDocument | None) -> None:
+        """Follow the requests while this node has rank 0, and write the answer."""
+        over = current is None or current.state is RoundState.CLOSED
+        leads = not over and current is not None and current.is_first(self._node)
+        if leads and self._watch is None:
+            self._watch = self._store.watch(self._keys.save, self, exact=True)
+        elif not leads and self._watch is not None:
+            self.close()
+        asked, answer = self._open, self._answer
+        if asked is None or answer is None or answer.id != asked[0].id:
+            return
+        put, guard = Put(self._keys.save, answer.encode()), unchanged(self._keys.save, asked[1])
+        self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S))
+        if self._open is asked:
+            self._open = None
+
+    def close(self) -> None:
+        """Follow no requests any more."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        self._open = None

@@ -51,162 +51,11 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED
 from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
 
-
-def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
-    """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
-    try:
-        found = os.fstat(output)
-        target = os.readlink(f"/proc/self/fd/{output}")
-    except OSError:
-        return ""
-    if stat.S_ISREG(found.st_mode):
-        return f"file:{as_text(target)}"
-    if environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}":
-        return f"journal:{_unit(Path('/proc/self/cgroup'))}"
-    if "KUBERNETES_SERVICE_HOST" not in environ:
-        return ""
-    job, _, index = hostname.rpartition("-")
-    return f"job:{job}/{index}" if environ.get("JOB_COMPLETION_INDEX") == index else f"pod:{hostname}"
-
-
-def _unit(listed: Path) -> str:
-    """The systemd unit of this process, by the name of its group."""
-    try:
-        paths = [Path(line.rpartition(":")[2]) for line in listed.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return ""
-    units = (part for path in paths for part in reversed(path.parts) if part.endswith(".service"))
-    return next(units, "")
-
-
-EVERY_S: Final = 3.0
-LIMIT_S: Final = 2.0
-SILENT_TURNS: Final = 3
-"""Turns without an answer after which the log says so: right after its start a machine's service may not be there."""
-_LARGEST: Final = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class MetadataAnswer:
-    """What the service said; ``text`` without white space at its ends."""
-
-    status: int
-    text: str
-
-
-Ask = Callable[[str, str, Mapping[str, str]], MetadataAnswer]
-"""``ask(method, path, headers)``. *Fails by* OSError and HTTPException."""
-
-
-def ec2(ask: Ask) -> str | None:
-    """A spot instance's notice (IMDSv2, which hands out a token first); 404 means that there is none."""
-    token = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
-    if token.status != http.client.OK:
-        raise OSError(f"no token: status {token.status}")
-    found = ask("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token.text})
-    if found.status == http.client.NOT_FOUND:
-        return None
-    action = _object(found)
-    return f"EC2 will {action.get('action')} this instance at {action.get('time')}"
-
-
-def gce(ask: Ask) -> str | None:
-    """A preempted or spot VM, and a host whose maintenance ends its VMs."""
-    for path, bad in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
-        found = ask("GET", f"/computeMetadata/v1/instance/{path}", {"Metadata-Flavor": "Google"})
-        if found.status != http.client.OK:
-            raise OSError(f"status {found.status}")
-        if found.text == bad:
-            return f"Compute Engine takes this VM back: {path} is {bad}"
-    return None
-
-
-def azure(ask: Ask) -> str | None:
-    """Scheduled events that end this VM; those of others in its scale set are shown too."""
-    headers = {"Metadata": "true"}
-    name = ask("GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
-    if name.status != http.client.OK:
-        raise OSError(f"status {name.status}")
-    for event in _object(ask("GET", "/metadata/scheduledevents?api-version=2020-07-01", headers)).get("Events", ()):
-        kind, when = event.get("EventType"), event.get("NotBefore") or "once"
-        if kind in ("Preempt", "Terminate", "Reboot", "Redeploy") and name.text in event.get("Resources", ()):
-            return f"Azure will {kind} this VM, not before {when}"
-    return None
-
-
-def _object(found: MetadataAnswer) -> dict[str, Any]:
-    if found.status != http.client.OK:
-        raise OSError(f"status {found.status}")
-    value = json.loads(found.text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
-
-
-CLOUDS: Final[Mapping[str, tuple[Callable[[Ask], str | None], str]]] = {
-    "ec2": (ec2, "http://169.254.169.254"),
-    "gce": (gce, "http://169.254.169.254"),
-    "azure": (azure, "http://169.254.169.254"),
-}
-"""What to ask, and where."""
-
-
-def asking(base: str) -> Ask:
-    """Asks the service at ``base``: without proxies and redirects, and never for long."""
-    address = urlsplit(base)
-
-    def ask(method: str, path: str, headers: Mapping[str, str]) -> MetadataAnswer:
-        connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=LIMIT_S)
-        try:
-            connection.request(method, path, headers=dict(headers))
-            found = connection.getresponse()
-            return MetadataAnswer(found.status, found.read(_LARGEST).decode("utf-8", "replace").strip())
-        finally:
-            connection.close()
-
-    return ask
-
-
-class PreemptionWatch(PeriodicThread):
-    """Asks the cloud's metadata service whether it will take this machine back soon, and then has the node leave.
-
-    The node leaves as after a SIGTERM: by a planned change, with exit code 143, which Kubernetes and Slurm count as no
-    failure. Notices come 30 s (GCE, Azure) to two minutes (EC2) before the end.
-
-    ``source`` is a cloud's name, or ``name@http://HOST:PORT`` for a service elsewhere."""
-
-    def __init__(
-        self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = leave_as_asked
-    ) -> None:
-        super().__init__("preemption", self.look, clock)
-        name, _, base = source.partition("@")
-        self._node, self._leave = node, leave
-        self._notice, usual = CLOUDS[name]
-        self._ask = asking(base or usual)
-        self._silent = 0
-
-    def look(self) -> float:
-        """One turn: leave if the machine is to go; seconds until the next."""
-        try:
-            reason = self._notice(self._ask)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self._silent += 1
-            if self._silent == SILENT_TURNS:
-                logger().warning("preemption.unwatched", node=self._node, error=str(error) or type(error).__name__)
-            return EVERY_S
-        self._silent = 0
-        if reason is None:
-            return EVERY_S
-        logger().warning("node.preempted", node=self._node, reason=reason)
-        self._leave()
-        return IDLE_S
-
-
 _BREAK_S = 10.0
 
 
 class HealthService:
-    """See the module. ``address`` is the one that other nodes reach this one by."""
+    """The health of one node, with all its parts. ``address`` is the one that other nodes reach this one by."""
 
     def __init__(
         self,
@@ -368,3 +217,159 @@ def _reached_before(store: MeteredStore, keys: RunKeys) -> int:
         return Progress.model_validate_json(cleaned(item.value)).step if item is not None else 0
     except (ElasticTrainerError, ValueError):
         return 0
+
+
+# ---- where the node's output goes
+
+
+def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
+    """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
+    try:
+        found = os.fstat(output)
+        target = os.readlink(f"/proc/self/fd/{output}")
+    except OSError:
+        return ""
+    if stat.S_ISREG(found.st_mode):
+        return f"file:{as_text(target)}"
+    if environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}":
+        return f"journal:{_unit(Path('/proc/self/cgroup'))}"
+    if "KUBERNETES_SERVICE_HOST" not in environ:
+        return ""
+    job, _, index = hostname.rpartition("-")
+    return f"job:{job}/{index}" if environ.get("JOB_COMPLETION_INDEX") == index else f"pod:{hostname}"
+
+
+def _unit(listed: Path) -> str:
+    """The systemd unit of this process, by the name of its group."""
+    try:
+        paths = [Path(line.rpartition(":")[2]) for line in listed.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    units = (part for path in paths for part in reversed(path.parts) if part.endswith(".service"))
+    return next(units, "")
+
+
+# ---- preemption notices
+
+
+EVERY_S: Final = 3.0
+LIMIT_S: Final = 2.0
+SILENT_TURNS: Final = 3
+"""Turns without an answer after which the log says so: right after its start a machine's service may not be there."""
+_LARGEST: Final = 1 << 16
+
+
+class PreemptionWatch(PeriodicThread):
+    """Asks the cloud's metadata service whether it will take this machine back soon, and then has the node leave.
+
+    The node leaves as after a SIGTERM: by a planned change, with exit code 143, which Kubernetes and Slurm count as no
+    failure. Notices come 30 s (GCE, Azure) to two minutes (EC2) before the end.
+
+    ``source`` is a cloud's name, or ``name@http://HOST:PORT`` for a service elsewhere."""
+
+    def __init__(
+        self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = leave_as_asked
+    ) -> None:
+        super().__init__("preemption", self.look, clock)
+        name, _, base = source.partition("@")
+        self._node, self._leave = node, leave
+        self._notice, usual = CLOUDS[name]
+        self._ask = asking(base or usual)
+        self._silent = 0
+
+    def look(self) -> float:
+        """One turn: leave if the machine is to go; seconds until the next."""
+        try:
+            reason = self._notice(self._ask)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self._silent += 1
+            if self._silent == SILENT_TURNS:
+                logger().warning("preemption.unwatched", node=self._node, error=str(error) or type(error).__name__)
+            return EVERY_S
+        self._silent = 0
+        if reason is None:
+            return EVERY_S
+        logger().warning("node.preempted", node=self._node, reason=reason)
+        self._leave()
+        return IDLE_S
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataAnswer:
+    """What the service said; ``text`` without white space at its ends."""
+
+    status: int
+    text: str
+
+
+Ask = Callable[[str, str, Mapping[str, str]], MetadataAnswer]
+"""``ask(method, path, headers)``. *Fails by* OSError and HTTPException."""
+
+
+def asking(base: str) -> Ask:
+    """Asks the service at ``base``: without proxies and redirects, and never for long."""
+    address = urlsplit(base)
+
+    def ask(method: str, path: str, headers: Mapping[str, str]) -> MetadataAnswer:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=LIMIT_S)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            found = connection.getresponse()
+            return MetadataAnswer(found.status, found.read(_LARGEST).decode("utf-8", "replace").strip())
+        finally:
+            connection.close()
+
+    return ask
+
+
+def ec2(ask: Ask) -> str | None:
+    """A spot instance's notice (IMDSv2, which hands out a token first); 404 means that there is none."""
+    token = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+    if token.status != http.client.OK:
+        raise OSError(f"no token: status {token.status}")
+    found = ask("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token.text})
+    if found.status == http.client.NOT_FOUND:
+        return None
+    action = _object(found)
+    return f"EC2 will {action.get('action')} this instance at {action.get('time')}"
+
+
+def gce(ask: Ask) -> str | None:
+    """A preempted or spot VM, and a host whose maintenance ends its VMs."""
+    for path, bad in (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")):
+        found = ask("GET", f"/computeMetadata/v1/instance/{path}", {"Metadata-Flavor": "Google"})
+        if found.status != http.client.OK:
+            raise OSError(f"status {found.status}")
+        if found.text == bad:
+            return f"Compute Engine takes this VM back: {path} is {bad}"
+    return None
+
+
+def azure(ask: Ask) -> str | None:
+    """Scheduled events that end this VM; those of others in its scale set are shown too."""
+    headers = {"Metadata": "true"}
+    name = ask("GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    if name.status != http.client.OK:
+        raise OSError(f"status {name.status}")
+    for event in _object(ask("GET", "/metadata/scheduledevents?api-version=2020-07-01", headers)).get("Events", ()):
+        kind, when = event.get("EventType"), event.get("NotBefore") or "once"
+        if kind in ("Preempt", "Terminate", "Reboot", "Redeploy") and name.text in event.get("Resources", ()):
+            return f"Azure will {kind} this VM, not before {when}"
+    return None
+
+
+def _object(found: MetadataAnswer) -> dict[str, Any]:
+    if found.status != http.client.OK:
+        raise OSError(f"status {found.status}")
+    value = json.loads(found.text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+CLOUDS: Final[Mapping[str, tuple[Callable[[Ask], str | None], str]]] = {
+    "ec2": (ec2, "http://169.254.169.254"),
+    "gce": (gce, "http://169.254.169.254"),
+    "azure": (azure, "http://169.254.169.254"),
+}
+"""What to ask, and where."""

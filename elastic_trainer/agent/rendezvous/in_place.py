@@ -75,6 +75,9 @@ from elastic_trainer.variables import (
     ENV_SHARD_PLACE,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore
+
 _NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
 _NO_SESSION_HINT = "open one, or omit recovery=in_place"
 
@@ -596,7 +599,3 @@ class PlainScriptGuard:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store as TorchStore

@@ -28,6 +28,9 @@ from elastic_trainer.membership.documents import MOST_WORKERS
 from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger
 
+# ---- question and answer
+
+
 LONGEST_ANSWER: Final = 1 << 16
 _WORKERS_TOLD: Final = 64
 """A longer answer would not fit into a socket buffer."""
@@ -83,6 +86,9 @@ def read(kind: type[LineT], line: bytes) -> LineT | None:
         return None
 
 
+# ---- answering
+
+
 class StatusBoard:
     """This node's present answer: set by one thread, read by another that must not block."""
 
@@ -106,14 +112,11 @@ class StatusBoard:
         return self._answer.encode()
 
 
-# ---- answering
-
 LONGEST_QUESTION: Final = 512
 MOST_AT_ONCE: Final = 64
 LOOKS_UP_S: Final = 1.0
 """How late it notices that it is closing, on systems where shutting down the socket does not wake it."""
 _RETRY_S: Final = 0.05
-
 Answering = Callable[[bytes], bytes | None]
 
 
@@ -195,6 +198,7 @@ class LivenessPort:
 
 # ---- asking
 
+
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
@@ -219,7 +223,7 @@ class _Open:
 
 
 class Asker:
-    """See the module."""
+    """Asks agents without blocking, and collects what they answer."""
 
     def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
         self._run, self._clock = run, clock

@@ -21,7 +21,6 @@ from elastic_trainer.membership.documents import (
     Spec,
 )
 from elastic_trainer.membership.writes import event_number
-from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import LIMIT_S, soon
@@ -159,21 +158,13 @@ def test_the_first_node_writes_the_spec_and_others_agree_with_it() -> None:
     assert store.get(KEYS.spec, soon()).first == before
 
 
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        (Spec(min_nodes=1, max_nodes=4), "min nodes 1 here, 2 in the run"),
-        (Spec(min_nodes=2, max_nodes=5), "max nodes 5 here, 4 in the run"),
-        (Spec(min_nodes=2, max_nodes=4, recovery=RecoveryMode.IN_PLACE), "recovery in_place here, restart in the run"),
-    ],
-)
-def test_a_node_that_disagrees_with_a_live_run_is_refused(other: Spec, difference: str) -> None:
+def test_a_node_that_disagrees_with_a_live_run_is_refused() -> None:
     """Exit code 78, the difference with both values, and what to do."""
     store = MemoryStore()
     admit(store, KEYS, SPEC, reopen=False, deadline=soon())
     store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
-    with pytest.raises(SpecMismatchError, match=difference) as raised:
-        admit(store, KEYS, other, reopen=False, deadline=soon())
+    with pytest.raises(SpecMismatchError, match="min nodes 1 here, 2 in the run") as raised:
+        admit(store, KEYS, Spec(min_nodes=1, max_nodes=4), reopen=False, deadline=soon())
     assert raised.value.exit_code == EXIT_CONFIG
     assert "--nnodes" in str(raised.value.hint)
     assert spec_of(store) == SPEC

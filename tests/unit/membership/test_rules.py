@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
-from elastic_trainer.membership.rules import Action
+import pytest
 
-from .scenes import LIMITS, Scene, node, round_of
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.rules import Action, broken
+from elastic_trainer.model import Cause
+from tests.unit.membership.scenes import LIMITS, Scene, node, round_of
 
 
 def test_first_round_forms_at_once_when_all_of_max_are_there() -> None:
@@ -301,3 +305,170 @@ def test_several_workers_per_node_get_contiguous_ranks() -> None:
     assert decision.round is not None
     assert [member.first_rank for member in decision.round.members] == [0, 2, 6]
     assert decision.round.world_size == 7
+
+
+TRIO = [node(name, i + 1) for i, name in enumerate("abc")]
+
+
+def back(name: str, created: int, *, planned: bool, **record: Any) -> NodeView:
+    """The life after round 7."""
+    return node(name, created, mod=20 + created, life=2, acknowledged=8, reported=8, planned=planned, **record)
+
+
+def ended(cause: Cause | None, state: RoundState = RoundState.BROKEN) -> Scene:
+    """Round 7 is over; a and c have left it by agreement."""
+    scene = Scene().show(*TRIO).adopt(round_of(7, TRIO, state, cause=cause, reason="told"))
+    return scene.show(back("a", 1, planned=True), back("c", 3, planned=True))
+
+
+def next_round(scene: Scene) -> RoundDocument:
+    decision = scene.decide()
+    assert decision.action is Action.FORM, decision
+    assert decision.round is not None
+    return decision.round
+
+
+def test_a_node_whose_lease_ended_breaks_the_round_as_lost() -> None:
+    """And the next round says so, too."""
+    scene = Scene().show(*TRIO).adopt(round_of(7, TRIO)).lose("b")
+    decision = scene.decide()
+    assert decision.round is not None
+    assert (decision.action, decision.round.cause) == (Action.BREAK, Cause.NODE_LOST)
+    scene.adopt(decision.round).show(back("a", 1, planned=True), back("c", 3, planned=True))
+    assert next_round(scene).cause is Cause.NODE_LOST
+
+
+@pytest.mark.parametrize("cause", [Cause.WORKER_LOST, Cause.WORKER_HUNG, Cause.CONTACT_LOST, Cause.STALLED])
+def test_a_node_that_is_gone_was_the_cause_whatever_was_reported_first(cause: Cause) -> None:
+    """Its peers lose contact before its lease ends."""
+    document = next_round(ended(cause).lose("b"))
+    assert (document.cause, document.reason) == (Cause.NODE_LOST, "node b was lost")
+
+
+@pytest.mark.parametrize("first", [Cause.CONTACT_LOST, Cause.NODE_LOST])
+@pytest.mark.parametrize("state", [NodeState.WARMING, NodeState.READY])
+def test_a_worker_that_failed_was_the_cause_if_others_noticed_first(first: Cause, state: NodeState) -> None:
+    """Its node starts it again, or has done so."""
+    scene = ended(first).show(back("b", 2, planned=False, state=state))
+    assert next_round(scene).cause is Cause.WORKER_LOST
+    scene = ended(first).show(back("b", 2, planned=False, state=state, ended_by=Cause.WORKER_HUNG))
+    assert next_round(scene).cause is Cause.WORKER_HUNG
+
+
+@pytest.mark.parametrize("cause", [Cause.WORKER_LOST, Cause.WORKER_HUNG, Cause.STALLED])
+def test_what_the_agent_of_the_worker_reported_stays(cause: Cause) -> None:
+    """It knows why it ended it."""
+    document = next_round(ended(cause).show(back("b", 2, planned=False)))
+    assert (document.cause, document.reason) == (cause, "told")
+
+
+def test_contact_that_was_lost_with_nobody_dead_is_that() -> None:
+    """All have left by agreement."""
+    scene = ended(Cause.CONTACT_LOST).show(back("b", 2, planned=True))
+    assert next_round(scene).cause is Cause.CONTACT_LOST
+
+
+def test_a_node_that_lost_its_lease_and_came_back_was_lost() -> None:
+    """Its key is another, though its name is the same."""
+    scene = ended(Cause.NODE_LOST).show(node("b", 90, life=2, planned=False))
+    assert next_round(scene).cause is Cause.NODE_LOST
+
+
+def test_a_planned_change_and_a_first_round_have_no_cause() -> None:
+    """Nothing broke."""
+    scene = ended(None, RoundState.DRAINING).show(back("b", 2, planned=True))
+    assert next_round(scene).cause is None
+    assert next_round(Scene().show(*TRIO, node("d", 4))).cause is None
+
+
+def test_a_cause_belongs_to_one_end() -> None:
+    """A round that is broken again, or behind a planned change, does not keep what was reported before."""
+    planned = round_of(8, TRIO)
+    draining = round_of(7, TRIO, RoundState.DRAINING, cause=Cause.WORKER_LOST, next=planned)
+    document = broken(draining, "x", cause=Cause.STALLED)
+    assert (document.number, document.cause) == (8, Cause.STALLED)
+    assert broken(round_of(7, TRIO, cause=Cause.WORKER_LOST), "x").cause is None
+
+
+def test_a_cause_is_stored_and_read() -> None:
+    """And a document without one is read as well: an agent of before wrote it."""
+    document = round_of(7, TRIO, cause=Cause.WORKER_HUNG)
+    assert RoundDocument.decode(document.encode(), "key") == document
+    without = document.encode().replace(b'"cause":"worker_hung",', b"")
+    assert b"cause" not in without
+    assert RoundDocument.decode(without, "key").cause is None
+
+
+NODES = [node("a", 1), node("b", 2)]
+
+
+def scene() -> Scene:
+    """Round 4 of a and b."""
+    return Scene().show(*NODES).adopt(round_of(4, NODES))
+
+
+def test_members_that_are_done_under_new_keys_close_the_run() -> None:
+    """All leases ended while all worked, say in a partition; they came back, finished, and nobody waits for ever."""
+    returned = scene().show(node("a", 21, state=NodeState.DONE), node("b", 22, state=NodeState.DONE))
+    decision = returned.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+    assert decision.reason == "all nodes have finished"
+
+
+def test_a_member_that_works_on_under_a_new_key_is_waited_for() -> None:
+    """Rank 0 is done; its neighbour's lease was replaced, but its life is the same and has not ended."""
+    waiting = scene().show(node("a", 1, mod=9, state=NodeState.DONE), node("b", 22))
+    decision = waiting.decide(after_s=60.0)
+    assert decision.action is Action.WAIT
+    assert decision.reason == "waiting for b to finish"
+
+
+def test_a_later_life_under_a_new_key_is_not_waited_for() -> None:
+    """The neighbour's workers have failed meanwhile: rank 0's success stands."""
+    over = scene().show(node("a", 21, state=NodeState.DONE), node("b", 22, life=2, acknowledged=5, reported=5))
+    decision = over.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+
+
+def test_without_rank_0_the_others_begin_again() -> None:
+    """Nobody of the round is left under its old key and rank 0 is not done: those that are ready form a new round."""
+    fresh = scene().show(
+        node("a", 21, life=2, acknowledged=5, reported=5), node("b", 22, state=NodeState.DONE), node("c", 23)
+    )
+    decision = fresh.decide(after_s=4.0)
+    assert decision.action is Action.FORM
+    assert decision.round is not None
+    assert [member.node for member in decision.round.members] == ["a", "c"]
+
+
+def test_a_run_whose_ranks_have_all_passed_the_end_succeeds_whoever_leaves() -> None:
+    """Rank 0's node leaves by plan, or dies, while its script exports: no round is broken and nothing is waited for but
+    the scripts of the others; a replacement waits with them."""
+    over = Scene(me="b").show(node("b", 2, passed=True), node("n", 30)).adopt(round_of(4, NODES))
+    assert over.decide(after_s=60.0).reason == "waiting for b to finish"
+    over.show(node("b", 2, state=NodeState.DONE, passed=True))
+    decision = over.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+    assert decision.reason == "a did not finish, but all ranks had passed the end of the training"
+
+
+def test_what_a_node_of_another_epoch_has_passed_does_not_end_a_reopened_run() -> None:
+    """It is still on its way out; the reopened run names no member yet."""
+    reopened = Scene().show(*NODES, node("old", 9, state=NodeState.DONE, passed=True))
+    decision = reopened.adopt(round_of(7, [], RoundState.BROKEN)).decide(after_s=4.0)
+    assert decision.action is not Action.CLOSE
+
+
+def test_a_reopened_run_without_members_has_no_head() -> None:
+    """Its document names nobody: the first-round rules apply."""
+    empty = Scene().show(*NODES, node("c", 3), node("d", 4)).adopt(round_of(7, [], RoundState.BROKEN))
+    decision = empty.decide()
+    assert decision.action is Action.FORM
+    assert decision.round is not None
+    assert decision.round.number == 8

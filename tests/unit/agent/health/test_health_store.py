@@ -47,12 +47,6 @@ def told(store: MemoryStore) -> HealthStore:
     return HealthStore(store, KEYS, "me")
 
 
-def test_who_only_reads_needs_no_name(store: MemoryStore, told: HealthStore) -> None:
-    """As a command does that shows a run."""
-    told.write(told_by("me"))
-    assert told_by_all(store, KEYS) == {"me": told_by("me")}
-
-
 def test_what_is_written_last_is_reported(store: MemoryStore, told: HealthStore) -> None:
     """By all nodes; what nobody can read is passed over, and so are other runs."""
     told.write(told_by("me", loss=2.0))
@@ -60,7 +54,7 @@ def test_what_is_written_last_is_reported(store: MemoryStore, told: HealthStore)
     HealthStore(store, KEYS, "other").write(told_by("other"))
     HealthStore(store, RunKeys("/p", "run2"), "far").write(told_by("far"))
     put(store, KEYS.node_health("odd"), b"{}")
-    assert told.told() == {"me": told_by("me", loss=1.0), "other": told_by("other")}
+    assert told.told() == told_by_all(store, KEYS) == {"me": told_by("me", loss=1.0), "other": told_by("other")}
 
 
 def test_an_outage_is_no_error_for_what_comes_again(store: MemoryStore, told: HealthStore) -> None:
@@ -116,21 +110,15 @@ def fill(store: MemoryStore, count: int) -> None:
         put(store, KEYS.node_health(name), told_by(name, counters={"samples": 1.0, f"only.{name}": 2.0}).encode())
 
 
-def test_a_few_documents_of_gone_nodes_stay(
+def test_many_are_added_up_and_no_sum_changes(
     store: MemoryStore, told: HealthStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """People may want to see them."""
+    """Each counter keeps its sum; nodes that are there keep their documents, whoever knows of them. A few documents of
+    those that are gone stay: people may want to see them."""
     monkeypatch.setattr(module, "GONE_KEPT", 10)
     fill(store, 10)
     told.fold({})
     assert len(told.told()) == 10
-
-
-def test_many_are_added_up_and_no_sum_changes(
-    store: MemoryStore, told: HealthStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each counter keeps its sum; nodes that are there keep their documents, whoever knows of them."""
-    monkeypatch.setattr(module, "GONE_KEPT", 10)
     fill(store, 130)
     put(store, KEYS.node("n7"), b"its leased key")
     before = sums(told)

@@ -1,4 +1,4 @@
-"""The health of a node: who hangs is ended, who only waits is not, and what happened is logged once."""
+"""The health of a node: who hangs is ended, who is slow is named, a requested save goes to rank 0's worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.node_health import (
     LEAST_INTERVAL_S,
+    LOOK_EVERY_S,
+    LOOKS_IN_A_ROW,
     REPEATED_INCIDENT_S,
     Evictions,
     Health,
@@ -30,10 +32,21 @@ from elastic_trainer.agent.workers.watchdog import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import Incident, NodeHealth, RankHealth, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import (
+    Incident,
+    NodeHealth,
+    NodeRecord,
+    NodeState,
+    RankHealth,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+    SaveRequest,
+)
 from elastic_trainer.model import Cause, Phase
-from elastic_trainer.store.api import Put, RunKeys
-from tests.support.memory_store import ManualClock, MemoryStore
+from elastic_trainer.store.api import Delete, EventKind, Put, RunKeys, Watch, WatchEvent, WatchListener
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 
 LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
@@ -190,15 +203,6 @@ def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
     assert desk.judge.ended == []
     desk.turns(2.0)
     assert desk.judge.ended == [1]
-
-
-def test_victims_alone_are_left_alone(desk: Desk) -> None:
-    """Their culprit is elsewhere, and its node finds it."""
-    desk.round = round_of(1, "a", "b")
-    desk.store.documents = {"a": told_by("a", rank(0)), "b": told_by("b", rank(1, waits=False))}
-    desk.pages.living = [desk.worker(1, waits=True)]
-    desk.turns(60.0)
-    assert (desk.judge.ended, desk.stalled) == ([], [])
 
 
 def test_an_agent_that_stood_still_excuses_everybody(desk: Desk) -> None:
@@ -484,3 +488,258 @@ def test_the_node_that_an_audit_names_is_let_go_where_the_run_can_do_without_it(
 def test_nodes_in_no_round_write_as_seldom_as_all_of_them_may(desk: Desk) -> None:
     """A thousand spares, or nodes that wait for a first round, are as many writers as a thousand members."""
     assert desk.health_with(LIMITS, max_nodes=1000).every_s() == 8.0
+
+
+class Quiet(MemoryStore):
+    """A store whose watch says something only when the test does."""
+
+    following = 0
+
+    def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
+        assert (prefix, exact) == (KEYS.save, True)
+        self.following += 1
+        return self  # which closes what it has opened
+
+    def close(self) -> None:
+        self.following -= 1
+
+
+class Scene:
+    """The agent of node ``a``, which has rank 0 in round 1, and its worker."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store, self.directory = Quiet(), directory
+        self.requests = SaveRequests(self.store, KEYS, "a")
+        self.requests.turn(round_of(1, "a", "b"))
+
+    def put(self, request: SaveRequest) -> None:
+        """Somebody writes the key, and the watch shows it."""
+        self.store.transact([], [Put(KEYS.save, request.encode())], deadline=Deadline.after(1.0))
+        self.receive()
+
+    def receive(self) -> None:
+        (item,) = self.store.get(KEYS.save, Deadline.after(1.0)).items
+        self.requests.on_events([WatchEvent(EventKind.PUT, item)])
+
+    def worker(self, pid: int = 7, **notes: Any) -> Reading:
+        return replace(reading(pid=pid, notes=notes), path=self.directory / f"0-{pid}.page")
+
+    def passed_on(self, pid: int = 7) -> str | None:
+        path = self.directory / f"0-{pid}.save"
+        return path.read_text() if path.exists() else None
+
+    @property
+    def stored(self) -> SaveRequest:
+        (item,) = self.store.get(KEYS.save, Deadline.after(1.0)).items
+        return SaveRequest.decode(item.value, item.key)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
+    """The answer hurries the writer once, however often it is seen."""
+    scene.put(SaveRequest(id="x", wall=1.0))
+    assert not scene.requests.look([scene.worker()])
+    assert scene.passed_on() == "x"
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert not scene.stored.answered
+    assert not scene.requests.look([scene.worker(on_demand={"id": "an older one", "name": "step-1"})])
+    done = scene.worker(on_demand={"id": "x", "name": "step-5"})
+    assert [scene.requests.look([done]) for _ in range(3)] == [True, False, False]
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert scene.stored == SaveRequest(id="x", wall=1.0, name="step-5")
+    scene.receive()
+    assert not scene.requests.look([done])
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert scene.stored.name == "step-5"
+
+
+def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene) -> None:
+    """However often the agent looks while the worker saves."""
+    scene.put(SaveRequest(id="x", wall=1.0))
+    scene.requests.look([scene.worker()])
+    (scene.directory / "0-7.save").unlink()
+    scene.requests.look([scene.worker()])
+    assert scene.passed_on() is None
+    scene.put(SaveRequest(id="y", wall=2.0))
+    scene.requests.look([scene.worker()])
+    assert scene.passed_on() == "y"
+
+
+def test_the_worker_that_follows_on_a_dead_one_gets_the_request_too(scene: Scene) -> None:
+    """Nobody has answered it yet; a rank that is not 0 gets none."""
+    scene.put(SaveRequest(id="x", wall=1.0))
+    scene.requests.look([scene.worker(7)])
+    scene.requests.look([])
+    scene.requests.look([scene.worker(8)])
+    assert scene.passed_on(8) == "x"
+    other = replace(reading(pid=9, rank=1), path=scene.directory / "0-9.page")
+    scene.requests.look([other])
+    assert scene.passed_on(9) is None
+
+
+def test_a_refusal_is_an_answer_and_waits_for_the_store(scene: Scene) -> None:
+    """The outage is over at a later turn."""
+    scene.put(SaveRequest(id="x", wall=1.0))
+    assert scene.requests.look([scene.worker(on_demand={"id": "x", "name": "", "problem": "disk full", "code": 73})])
+    scene.store.backend.down = True
+    with pytest.raises(StoreUnavailableError):
+        scene.requests.turn(round_of(1, "a", "b"))
+    scene.store.backend.down = False
+    assert not scene.stored.answered
+    scene.requests.turn(round_of(1, "a", "b"))
+    assert (scene.stored.problem, scene.stored.code) == ("disk full", 73)
+
+
+def test_only_the_node_of_rank_0_follows_requests(scene: Scene) -> None:
+    """And only while the run is on; what is no request is refused."""
+    for document, following in (
+        (round_of(2, "b", "a"), 0),
+        (round_of(3, "a", "b"), 1),
+        (round_of(3, "a", "b", state=RoundState.BROKEN), 1),
+        (round_of(3, "a", "b", state=RoundState.CLOSED), 0),
+        (None, 0),
+    ):
+        scene.requests.turn(document)
+        assert scene.store.following == following
+    scene.requests.turn(round_of(4, "a"))
+    scene.store.transact([], [Put(KEYS.save, b"{]")], deadline=Deadline.after(1.0))
+    scene.receive()
+    assert not scene.requests.look([scene.worker()])
+    assert scene.passed_on() is None
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+def computing(number: int, compute_s: float) -> RankHealth:
+    place: dict[str, Any] = {"rank": number, "local_rank": 0, "pid": 1}
+    return RankHealth(**place, phase="training", phase_s=0.0, still_s=0.0, step=5, step_s=1.0, compute_s=compute_s)
+
+
+def record(node: str) -> NodeRecord:
+    return NodeRecord(
+        host=node, address="127.0.0.1", local_world_size=1, store_port=1, probe_port=1, state=NodeState.READY
+    )
+
+
+@dataclass
+class Job:
+    """Three nodes of one rank each, of which ``slow`` computes ten times as long."""
+
+    slow: str = "c"
+    number: int = 1
+    records: dict[str, NodeRecord] = field(default_factory=dict)
+    clock: ManualClock = field(default_factory=ManualClock)
+    store: MemoryStore = field(default_factory=lambda: MemoryStore(MemoryBackend()))
+    left: list[str] = field(default_factory=list)
+    created: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.created = {name: self.show(name) for name in "abc"}
+
+    def show(self, name: str) -> int:
+        """Create the key of node ``name``; its create-revision."""
+        key = KEYS.node(name)
+        self.store.transact([], [Delete(key)], deadline=soon())
+        return self.store.transact([], [Put(key, b"")], deadline=soon()).revision
+
+    def node(self, name: str, *, evicts: bool = True) -> StragglerWatch:
+        return StragglerWatch(name, self.evictions(name), lambda: self.records, evicts=evicts, clock=self.clock)
+
+    def evictions(self, name: str) -> Evictions:
+        created = self.created[name]
+        return Evictions(name, self.store, KEYS, lambda: created, obeys=True, leave=lambda: self.left.append(name))
+
+    def round(self) -> RoundDocument:
+        members = tuple(
+            RoundMember(node=name, create_revision=self.created[name], life=1, first_rank=at, local_world_size=1)
+            for at, name in enumerate("abc")
+        )
+        return RoundDocument(number=self.number, nonce="n", state=RoundState.ACTIVE, members=members)
+
+    def told(self) -> dict[str, NodeHealth]:
+        return {
+            name: NodeHealth(
+                node=name, wall=1.0, round=self.number, ranks=(computing(at, 1.0 if name == self.slow else 0.1),)
+            )
+            for at, name in enumerate("abc")
+        }
+
+    def looks(self, judge: StragglerWatch, times: int) -> list[Incident | None]:
+        found = []
+        for _ in range(times):
+            self.clock.advance(LOOK_EVERY_S)
+            found.append(judge.look(self.round(), self.told))
+        return found
+
+    def asked(self, node: str) -> bool:
+        return self.store.get(KEYS.eviction(node), soon()).first is not None
+
+
+def test_a_rank_that_stays_slow_is_reported_once() -> None:
+    """Not at the first look of a round, whose figures may be older, and not before it was slow several times."""
+    job = Job()
+    found = job.looks(job.node("a", evicts=False), 1 + LOOKS_IN_A_ROW + 3)
+    at = [index for index, each in enumerate(found) if each is not None]
+    assert at == [LOOKS_IN_A_ROW]
+    told = found[at[0]]
+    assert told is not None
+    assert (told.nodes, told.ranks) == (("c",), (2,))
+
+
+@pytest.mark.parametrize("judge", ["b", "c"])
+def test_only_the_node_of_rank_0_judges(judge: str) -> None:
+    """One reports, not each."""
+    job = Job()
+    assert job.looks(job.node(judge), 10) == [None] * 10
+
+
+def test_nobody_is_asked_to_go_without_a_replacement() -> None:
+    """Slow is better than none."""
+    job = Job()
+    job.looks(job.node("a"), 10)
+    assert not job.asked("c")
+
+
+def test_the_node_of_rank_0_never_asks_itself() -> None:
+    """It holds what all meet at."""
+    job = Job(slow="a", records={"spare": record("spare")})
+    job.looks(job.node("a"), 10)
+    assert not job.asked("a")
+
+
+def test_a_slow_node_goes_where_another_is_ready() -> None:
+    """It is asked through its key, and leaves once."""
+    job = Job(records={"spare": record("spare")})
+    slow = job.evictions("c")
+    job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
+    assert job.asked("c")
+    slow.obey()
+    slow.obey()
+    assert job.left == ["c"]
+    assert not job.asked("c")
+
+
+def test_who_has_come_back_under_the_name_of_a_slow_node_is_not_asked() -> None:
+    """Its key is another one. So nor does it hear what was asked of the slow one where etcd writes that late."""
+    job = Job(records={"spare": record("spare")})
+    job.show("c")
+    job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
+    assert not job.asked("c")
+
+
+def test_what_was_asked_of_a_node_of_the_same_name_before_is_not_obeyed() -> None:
+    """It may have died before it read that; the one that took its name is another, which nobody knows to be slow."""
+    job = Job()
+    job.store.transact([], [Put(KEYS.eviction("c"), b"slow")], deadline=soon())
+    job.created["c"] = job.show("c")
+    later = job.evictions("c")
+    later.obey()
+    later.obey()
+    assert job.left == []
+    assert not job.asked("c")

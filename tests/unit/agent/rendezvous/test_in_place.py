@@ -1,8 +1,10 @@
-"""The in-place handler: what it refuses, what it starts workers with, and how it ends."""
+"""The handler in place, and its threads: join timeout, shard slots, progress."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +13,28 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_trainer.agent.rendezvous import in_place
-from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, InPlaceNode
+from elastic_trainer.agent.rendezvous.in_place import (
+    LOOK_S,
+    PATIENCE_S,
+    PROGRESS_EVERY_S,
+    STANDING_S,
+    InPlaceHandler,
+    InPlaceNode,
+    JoinTimeout,
+    ProgressWriter,
+    ShardSlots,
+)
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.periodic import IDLE_S
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError, JoinTimeoutError
+from elastic_trainer.ipc.channel import Progress
+from elastic_trainer.membership.cluster_view import NodeView, Observation
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.member import Member
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import RendezvousOptions, worker_environment
+from elastic_trainer.store.api import Put, RunKeys
 from elastic_trainer.variables import (
     ENV_CHANNEL,
     ENV_FORM_TIMEOUT,
@@ -26,7 +45,11 @@ from elastic_trainer.variables import (
     ENV_SHARD_NODES,
     ENV_SHARD_PLACE,
 )
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.waiting import soon
+from tests.unit.agent.stage import BASE
+from tests.unit.membership.scenes import round_of
+from tests.unit.membership.test_rules_in_place import PAIRS, at, held, training
 
 
 @pytest.fixture
@@ -103,3 +126,236 @@ def test_of_two_fatal_verdicts_one_is_reported(
             then()
     assert ended == [EXIT_CONFIG]
     assert capsys.readouterr().err.splitlines()[-1] == "elastic-trainer: the first"
+
+
+LIMIT_S = 8.0
+READY = BASE.model_copy(update={"state": NodeState.READY})
+MEMBER = RoundMember(node="a", create_revision=3, life=1, first_rank=0, local_world_size=1)
+NOTHING = Observation(nodes={}, round=None, round_revision=0, connected=True, serial=1)
+
+
+def seen(state: RoundState, *, lives: bool = True, record: NodeRecord = READY, **more: object) -> Observation:
+    """The run with one round of node ``a``."""
+    document = RoundDocument(number=4, nonce="x", state=state, members=(MEMBER,)).model_copy(update=more)
+    nodes = {"a": NodeView("a", 3, 9, record)} if lives else {}
+    return replace(NOTHING, nodes=nodes, round=document, round_revision=9)
+
+
+class Onlooker:
+    """A member in so far as its timeout asks it, and what comes of that."""
+
+    def __init__(self, observation: Observation, shown: NodeRecord | None = READY) -> None:
+        self.observation, self.record = observation, shown
+        self.clock, self.given_up = ManualClock(), list[JoinTimeoutError]()
+        self.timeout = JoinTimeout(cast("Member", self), LIMIT_S, self.given_up.append, self.clock)
+
+    def look(self) -> Observation:
+        return self.observation
+
+    def published(self) -> NodeRecord | None:
+        return self.record
+
+    def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
+        return JoinTimeoutError(f"fewer than 2 nodes were ready within {join_timeout_s:g} s")
+
+    def after(self, seconds: float) -> bool:
+        """Whether it has given up when ``seconds`` have passed."""
+        end = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < end and not self.given_up:
+            self.clock.advance(self.timeout.turn())
+        return bool(self.given_up)
+
+
+FOLLOWING = RoundDocument(number=5, nonce="y", state=RoundState.ACTIVE, members=(MEMBER,))
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        NOTHING,
+        seen(RoundState.BROKEN),
+        seen(RoundState.DRAINING, next=None),
+        seen(RoundState.ACTIVE, lives=False),
+    ],
+    ids=["no round", "broken", "too few left", "all members dead"],
+)
+def test_a_ready_node_without_a_round_gives_up_in_time(observation: Observation) -> None:
+    """Nobody is training, and this node could."""
+    onlooker = Onlooker(observation)
+    assert not onlooker.after(LIMIT_S)
+    assert onlooker.after(1.0)
+
+
+@pytest.mark.parametrize(
+    ("observation", "shown"),
+    [
+        (seen(RoundState.ACTIVE), READY),
+        (seen(RoundState.DRAINING, next=FOLLOWING), READY),
+        (seen(RoundState.CLOSED), READY),
+        (replace(seen(RoundState.BROKEN), connected=False), READY),
+        (seen(RoundState.BROKEN, record=READY.model_copy(update={"busy": "in checkpoint"})), READY),
+        (NOTHING, BASE),
+        (NOTHING, None),
+    ],
+    ids=[
+        "others train",
+        "a planned change",
+        "closed",
+        "no store",
+        "a member saves",
+        "own workers warm up",
+        "not shown",
+    ],
+)
+def test_other_waits_do_not_count(observation: Observation, shown: NodeRecord | None) -> None:
+    """Spares wait as long as others train; an outage of the store, and slow workers of its own, end no node."""
+    assert not Onlooker(observation, shown).after(4 * LIMIT_S)
+
+
+def test_the_count_begins_anew_with_each_round() -> None:
+    """Only one wait without a break counts."""
+    onlooker = Onlooker(NOTHING)
+    for _ in range(4):
+        assert not onlooker.after(LIMIT_S / 2)
+        onlooker.observation = seen(RoundState.ACTIVE)
+        assert not onlooker.after(LIMIT_S / 4)
+        onlooker.observation = NOTHING
+    assert onlooker.after(LIMIT_S + 1.0)
+
+
+class Spare:
+    """Node b0 beside a round of a0 and a1, and what its agent does."""
+
+    def __init__(self, *others: NodeView, mine: NodeView) -> None:
+        self.limits, self.clock, self.begun = PAIRS, ManualClock(), list[str]()
+        self.scene = training("a0", "a1").show(mine, *others)
+        self.mine: NodeRecord = mine.record
+        self.reads, self.dead = 0, set[str]()
+        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("Conductor", self), self.clock)
+
+    def look(self) -> Observation:
+        return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)
+
+    def published(self) -> NodeRecord:
+        return self.mine
+
+    def nodes(self) -> dict[str, NodeView]:
+        self.reads += 1
+        return self.scene.nodes
+
+    def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        return frozenset(self.dead & nodes.keys())
+
+    def restart_workers(self, why: str) -> None:
+        self.begun.append(why)
+
+    def after(self, seconds: float) -> list[str]:
+        end = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < end:
+            self.clock.advance(self.place.turn())
+        return self.begun
+
+
+def test_a_spare_without_state_begins_anew_where_it_is_needed() -> None:
+    """At its second look: what it saw first may be over."""
+    spare = Spare(at("c0", 4, identity=held(7)), mine=at("b0", 3))
+    assert spare.after(LOOK_S) == []
+    assert spare.after(2 * LOOK_S)[0] == "this spare is needed at place 1 of a shard group"
+
+
+def test_while_nobody_trains_a_spare_hurries() -> None:
+    """The agent of the node at place 1 is dead, and its lease stands: the spare of place 0 takes that place."""
+    spare = Spare(mine=at("b0", 3))
+    spare.scene.adopt(round_of(2, [at("a0", 1), at("a1", 2)], RoundState.BROKEN))
+    assert spare.after(10 * LOOK_S) == []
+    spare.dead = {"a1"}
+    assert spare.after(STANDING_S) == []
+    assert spare.after(2 * STANDING_S)[0] == "this spare is needed at place 1 of a shard group"
+
+
+def test_a_spare_that_holds_state_waits_for_another_node_first() -> None:
+    """Its copy may be the one that the next fault leaves."""
+    spare = Spare(at("c0", 4, identity=held(9)), mine=at("b0", 3, identity=held(7)))
+    assert spare.after(PATIENCE_S - 2 * LOOK_S) == []
+    assert spare.after(4 * LOOK_S) != []
+
+
+def test_a_spare_stays_where_the_rarest_place_is_another_nodes_business() -> None:
+    """That of the node which trains is not asked for, and a node alone cannot make one more group."""
+    assert Spare(mine=at("b0", 3)).after(10 * PATIENCE_S) == []
+    assert Spare(at("c0", 4), mine=at("b0", 3, identity=held(7))).after(10 * PATIENCE_S) == []
+
+
+def test_nodes_that_train_or_have_no_places_read_nothing() -> None:
+    """Only spares ask the store for all nodes."""
+    spare = Spare(mine=at("a0", 1))
+    assert spare.after(10 * LOOK_S) == []
+    spare.limits = replace(PAIRS, shard_nodes=1)
+    assert spare.place.turn() == IDLE_S
+    assert spare.reads == 0
+
+
+KEYS = RunKeys("/p", "run")
+
+
+class Scene:
+    """A round, and the writer of its progress."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(MemoryBackend(self.clock))
+        self.writer = ProgressWriter(self.store, KEYS, self.clock)
+        self.round = self.begin_round()
+
+    def begin_round(self) -> int:
+        return self.store.transact([], [Put(KEYS.round, b"{}")], deadline=soon()).revision
+
+    def offer(self, step: int, round_revision: int | None = None) -> None:
+        progress = Progress(round=1, step=step, epoch=0, samples=0)
+        self.writer.offer(progress, self.round if round_revision is None else round_revision)
+
+    @property
+    def written(self) -> int | None:
+        found = self.store.get(KEYS.progress, soon()).first
+        return Progress.model_validate_json(found.value).step if found is not None else None
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_progress_is_written_at_most_once_a_second(scene: Scene) -> None:
+    """The first at once, then the newest of each second; the last one when it ends."""
+    for step in (1, 2, 3):
+        scene.offer(step)
+        scene.writer.turn()
+        assert scene.written == 1
+    scene.clock.advance(PROGRESS_EVERY_S)
+    scene.writer.turn()
+    assert scene.written == 3
+    scene.offer(9999)
+    scene.writer.close()
+    assert scene.written == 9999
+
+
+def test_progress_of_a_round_that_is_over_is_not_written(scene: Scene) -> None:
+    """A rank 0 that was left behind must not undo what its successor reports."""
+    old, new = scene.round, scene.begin_round()
+    scene.offer(7, new)
+    scene.writer.turn()
+    scene.offer(8, old)
+    scene.writer.close()
+    assert scene.written == 7
+
+
+def test_an_outage_loses_nothing_but_old_progress(scene: Scene) -> None:
+    """The writer outlives it."""
+    scene.store.backend.outage(True)
+    scene.offer(1)
+    scene.writer.turn()
+    scene.store.backend.outage(False)
+    scene.offer(2)
+    scene.clock.advance(PROGRESS_EVERY_S)
+    scene.writer.turn()
+    assert scene.written == 2

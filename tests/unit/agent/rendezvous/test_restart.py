@@ -178,17 +178,6 @@ def test_wrong_parameters_end_in_one_sentence(
     assert said.count("\n") == 1
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_torchrun_s_own_options_are_no_error() -> None:
-    """torchrun adds a timeout to every backend's configuration: what fails here is only the store."""
-    parameters = RendezvousParameters(
-        "etcd3", "127.0.0.1:1", "run", 1, 1, timeout=900, read_timeout=60, connect_timeout="0.1"
-    )
-    with pytest.raises(SystemExit) as raised:
-        plugin.handler()(parameters)
-    assert raised.value.code != EXIT_CONFIG
-
-
 @pytest.mark.parametrize(
     "host", ["node-7.example.org", "", "_gpu_1", "-x", ".hidden", "rechnér", "узел", "n" * 300, "a b"]
 )

@@ -29,16 +29,6 @@ def test_a_node_key_names_its_node() -> None:
         assert keys.node_id(other) is None
 
 
-def test_journal_keys_sort_as_their_numbers() -> None:
-    """So that the oldest can be deleted as a range."""
-    keys = RunKeys("/p", "a")
-    numbers = [0, 1, 9, 10, 99, 100, 123456789]
-    assert sorted(map(keys.event, reversed(numbers))) == [keys.event(number) for number in numbers]
-    for wrong in (-1, 10**12):
-        with pytest.raises(ValueError, match="out of range"):
-            keys.event(wrong)
-
-
 def test_what_nodes_tell_of_their_checks_is_not_mistaken_for_their_meeting() -> None:
     """No node can have the name that the meeting has in the keys."""
     keys = RunKeys("/p", "a")
@@ -59,15 +49,16 @@ def test_names_that_cannot_be_keys_are_refused(wrong: str) -> None:
         RunKeys("/p", "a").node(wrong)
 
 
-def test_keys_of_incidents_sort_as_their_times() -> None:
-    """Milliseconds since 1970, for some hundred thousand years."""
-    keys = RunKeys("/p", "a")
-    times = [0, 1, 12, 999, 1_700_000_000_000, 1_700_000_000_001, 10**13, 10**16 - 1]
-    assert sorted(map(keys.incident, reversed(times))) == [keys.incident(time) for time in times]
-    assert all(keys.incident(time).startswith(keys.incidents) for time in times)
-    for wrong in (-1, 10**16):
+@pytest.mark.parametrize(("kind", "digits"), [("event", 12), ("incident", 16)])
+def test_keys_of_journal_and_incidents_sort_as_their_numbers(kind: str, digits: int) -> None:
+    """So that the oldest can be deleted as a range; incidents have milliseconds since 1970."""
+    key = getattr(RunKeys("/p", "a"), kind)
+    numbers = [0, 1, 9, 10, 12, 999, 123456789, 10**digits - 1]
+    assert sorted(map(key, reversed(numbers))) == [key(number) for number in numbers]
+    assert all(key(number).startswith(f"/p/a/{kind}s/") for number in numbers)
+    for wrong in (-1, 10**digits):
         with pytest.raises(ValueError, match="out of range"):
-            keys.incident(wrong)
+            key(wrong)
 
 
 def test_keys_of_health_are_those_of_nodes_and_no_node_is_called_gone() -> None:
