@@ -87,42 +87,63 @@ class MountedFile(Frozen):
 
 
 class KubernetesRun(Frozen):
-    """See the module. ``words`` is what torchrun runs in the pod, with its arguments."""
+    """One run: the values of ``k8s render`` and of the Helm chart, with their limits, defaults and descriptions.
 
-    name: Label
-    image: ImageName
-    words: tuple[str, ...] = Field(min_length=1)
-    source: MountedFile | None = None
-    namespace: Label | None = None
-    least: int = Field(ge=1)
-    most: int = Field(le=10_000)
-    pods: int
-    gpus: int = Field(default=0, ge=0, le=64)
-    workers: int = Field(default=1, ge=1, le=256)
-    cpu: tuple[str, str]
-    memory: tuple[str, str]
-    shm: str
-    recovery: RecoveryMode = RecoveryMode.IN_PLACE
-    conf: Mapping[str, str] = Field(default_factory=dict)
-    max_restarts: int = Field(default=MAX_RESTARTS, ge=0)
-    retries: int = Field(default=10, ge=1)
-    shutdown_s: int = Field(default=LEAST_SHUTDOWN_S, ge=LEAST_SHUTDOWN_S, le=10**6)
-    startup_s: int = Field(default=0, ge=0, le=10**6, description="0: what the checks before joining may take")
-    ttl_s: Seconds | None = None
-    priority_class: ObjectName | None = None
-    spread: tuple[LabelKey, ...] = Field(default=("kubernetes.io/hostname",), min_length=1)
-    queue: ObjectName | None = None
-    endpoint: str | None = None
-    tls_secret: ObjectName | None = None
-    user_secret: ObjectName | None = None
-    network_policy: bool = False
-    checkpoint_claim: ObjectName | None = "checkpoints"
-    checkpoint_size: str | None = "100Gi"
-    storage_class: ObjectName | None = None
-    access_mode: str = Field(default="ReadWriteMany", pattern="^ReadWrite(Many|Once)$")
-    data_claim: ObjectName | None = None
-    service_account: ObjectName = "elastic-trainer"
-    environment: Mapping[str, str] = Field(default_factory=dict)
+    A field is the option of its name (``--max-restarts``) and the chart's value (``maxRestarts``), but ``least`` and
+    ``most`` are --nodes (minNodes, maxNodes), ``words`` the words behind -- (args), ``workers`` --nproc-per-node.
+    """
+
+    name: Label = Field(description="of the run, its Job, labels, budget and ConfigMap")
+    image: ImageName = Field(description="with this package, and `dumb-init`")
+    words: tuple[str, ...] = Field(min_length=1, description="what torchrun runs in the pod, with its arguments")
+    source: MountedFile | None = Field(
+        None, description="a script or job file, which pods find at /etc/elastic-trainer"
+    )
+    namespace: Label | None = Field(None, description="of all objects (default: that of kubectl)")
+    least: int = Field(ge=1, description="fewest pods that the run trains with")
+    most: int = Field(le=10_000, description="most pods that the run trains with")
+    pods: int = Field(ge=1, description="pods to ask for (default: the most)")
+    gpus: int = Field(default=0, ge=0, le=64, description="GPUs of each pod, one worker each")
+    workers: int = Field(ge=1, le=256, description="workers of each pod (default: one for each GPU, else 1)")
+    cpu: tuple[str, str] = Field(
+        description="of each pod; request and limit (default: 8 for each GPU, else 1 a worker)"
+    )
+    memory: tuple[str, str] = Field(description="the same (default: 32Gi:64Gi for each GPU, else 2Gi:4Gi a worker)")
+    shm: str = Field(description="shared memory, part of the memory (default: 8Gi for each GPU, else 1Gi)")
+    recovery: RecoveryMode = Field(RecoveryMode.IN_PLACE, description="default: in_place with a Session, else restart")
+    rdzv_conf: Mapping[str, str] = Field(default_factory=dict, description="more options of the rendezvous")
+    max_restarts: int = Field(default=MAX_RESTARTS, ge=0, description="worker failures of a pod")
+    retries: int = Field(default=10, ge=1, description="failures of each pod until its index is given up")
+    shutdown_timeout: int = Field(
+        default=LEAST_SHUTDOWN_S,
+        ge=LEAST_SHUTDOWN_S,
+        le=10**6,
+        description="time to leave and save; pods get 30 s more",
+    )
+    startup_timeout: int | None = Field(
+        None, ge=1, le=10**6, description="time until a pod has an endpoint (default: what checks take)"
+    )
+    ttl: Seconds | None = Field(None, description="seconds from the end of the Job to its removal (default: never)")
+    priority_class: ObjectName | None = Field(None, description="priorityClassName of the pods")
+    spread: tuple[LabelKey, ...] = Field(
+        default=("kubernetes.io/hostname",), min_length=1, description="spread pods over this label of machines"
+    )
+    queue: ObjectName | None = Field(
+        None, description="a LocalQueue of Kueue, which may start fewer pods, down to the fewest"
+    )
+    endpoint: str | None = Field(None, description="etcd (default: the ConfigMap of k8s/base says it)")
+    tls_secret: ObjectName | None = Field(None, description="Secret with ca.crt, tls.crt and tls.key for etcd")
+    user_secret: ObjectName | None = Field(None, description="Secret with username and password for etcd")
+    network_policy: bool = Field(False, description="let the pods talk to each other, where a namespace forbids it")
+    checkpoint_claim: ObjectName | None = Field("checkpoints", description="a volume claim, mounted at /checkpoints")
+    checkpoint_size: str | None = Field("100Gi", description="of the claim that is made")
+    storage_class: ObjectName | None = Field(None, description="of the claim that is made (default: the cluster's)")
+    access_mode: str = Field(
+        default="ReadWriteMany", pattern="^ReadWrite(Many|Once)$", description="of the claim that is made"
+    )
+    data_claim: ObjectName | None = Field(None, description="a volume claim to mount at /data, read-only")
+    service_account: ObjectName = Field("elastic-trainer", description="of the pods; k8s/base has it")
+    env: Mapping[str, str] = Field(default_factory=dict, description="variables of the pods")
 
     @field_validator("cpu", "memory")
     @classmethod
@@ -138,7 +159,7 @@ class KubernetesRun(Frozen):
             quantity(value)
         return value
 
-    @field_validator("environment")
+    @field_validator("env")
     @classmethod
     def _variables(cls, value: Mapping[str, str]) -> Mapping[str, str]:
         wrong = [name for name in value if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
@@ -149,7 +170,7 @@ class KubernetesRun(Frozen):
             raise ValueError(f"{ours[0]!r} cannot be given: it is the pod's own")
         return value
 
-    @field_validator("conf")
+    @field_validator("rdzv_conf")
     @classmethod
     def _conf(cls, value: Mapping[str, str]) -> Mapping[str, str]:
         ours = [name for name in _OURS if name in value]
@@ -168,9 +189,9 @@ class KubernetesRun(Frozen):
             raise ValueError(
                 f"--shm {self.shm} is more than half of the memory, {self.memory[1]}, of which it is a part"
             )
-        if self.startup_s and self.startup_s < self.least_startup_s:
+        if self.startup_timeout and self.startup_timeout < self.least_startup_s:
             raise ValueError(
-                f"--startup-timeout {self.startup_s} is below what a start takes, {self.least_startup_s:g}"
+                f"--startup-timeout {self.startup_timeout} is below what a start takes, {self.least_startup_s:g}"
             )
         if self.endpoint is not None:
             parse_endpoints(self.endpoint)
@@ -184,7 +205,7 @@ class KubernetesRun(Frozen):
             "recovery": str(self.recovery),
             **dict(zip(_OURS, ours, strict=True)),
             "connect_timeout": f"{CONNECT_S:g}",
-            **self.conf,
+            **self.rdzv_conf,
         }
 
     @property
@@ -194,23 +215,23 @@ class KubernetesRun(Frozen):
     @property
     def least_startup_s(self) -> float:
         """Import, two waits for etcd, and the checks of the machine where they are asked for."""
-        options = _options({"connect_timeout": f"{CONNECT_S:g}", **self.conf})
+        options = _options({"connect_timeout": f"{CONNECT_S:g}", **self.rdzv_conf})
         checks = options.preflight_timeout + options.preflight_wait + options.connect_timeout
         return IMPORT_S + 2 * options.connect_timeout + (checks if options.preflight is not PreflightMode.OFF else 0.0)
 
     @property
     def startup_limit_s(self) -> int:
         """A whole number of minutes, unless one was given."""
-        return self.startup_s or 60 * math.ceil(self.least_startup_s / 60)
+        return self.startup_timeout or 60 * math.ceil(self.least_startup_s / 60)
 
     @property
     def grace_s(self) -> int:
-        return self.shutdown_s + GRACE_S
+        return self.shutdown_timeout + GRACE_S
 
     @property
     def leave_within_s(self) -> int:
-        """Of ``shutdown_s`` the workers' part; in the rest the agent leaves the round."""
-        return self.shutdown_s - AGENT_LEAVES_S
+        """Of ``shutdown_timeout`` the workers' part; in the rest the agent leaves the round."""
+        return self.shutdown_timeout - AGENT_LEAVES_S
 
     @property
     def may_fail(self) -> int:
@@ -238,7 +259,7 @@ class KubernetesRun(Frozen):
                 known |= {f"ELASTIC_TRAINER_{name}": f"{CERTIFICATES}/{file}" for name, file in files.items()}
             if self.user_secret is not None:
                 known["ELASTIC_TRAINER_PASSWORD_FILE"] = PASSWORD
-        return known | dict(self.environment)
+        return known | dict(self.env)
 
 
 def _options(conf: Mapping[str, str]) -> RendezvousOptions:
@@ -343,6 +364,15 @@ def _quoted(text: str) -> str:
 LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+_METAVARS = {
+    **{"name": "RUN", "image": "IMAGE", "namespace": "NAME", "pods": "N", "gpus": "N", "workers": "P", "cpu": "Q[:Q]"},
+    **{"memory": "Q[:Q]", "shm": "Q", "recovery": "", "rdzv_conf": "K=V,...", "max_restarts": "N", "retries": "N"},
+    **{"shutdown_timeout": "S", "startup_timeout": "S", "ttl": "S", "priority_class": "NAME", "spread": "KEY"},
+    **{"queue": "NAME", "endpoint": "HOST:PORT,...", "tls_secret": "NAME", "user_secret": "NAME"},
+    **{"network_policy": None, "checkpoint_size": "Q", "storage_class": "NAME"},
+    **{"data_claim": "NAME", "service_account": "NAME", "env": "NAME=VALUE"},
+}
+"""The fields that have an option; N, P and S are numbers."""
 _EXAMPLE = """example: elastic-trainer k8s render --name gpt --nodes 2:8 --gpus 8 \\
              --image registry.example.com/elastic-trainer:0.1.0-cuda -- train.py | kubectl apply -f -"""
 
@@ -352,37 +382,23 @@ def configure_render(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
     add = parser.add_argument
-    add("--name", required=True, metavar="RUN", help="of the run, its Job, labels, budget and ConfigMap")
-    add("--image", required=True, help="with this package, and `dumb-init`")
     add("--nodes", required=True, metavar="MIN:MAX", help="fewest and most pods that the run trains with")
-    add("--pods", type=int, metavar="N", help="pods to ask for (default: MAX)")
-    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each pod, one worker each (default: 0)")
-    add("--nproc-per-node", type=int, metavar="P", help="workers of each pod (default: one for each GPU, else 1)")
-    add("--cpu", metavar="Q[:Q]", help="of each pod; request and limit (default: 8 for each GPU, else 1 a worker)")
-    add("--memory", metavar="Q[:Q]", help="the same (default: 32Gi:64Gi for each GPU, else 2Gi:4Gi a worker)")
-    add("--shm", metavar="Q", help="shared memory, part of the memory (default: 8Gi for each GPU, else 1Gi)")
-    add("--namespace", metavar="NAME", help="of all objects (default: that of kubectl)")
-    add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="default: in_place with a Session")
-    add("--rdzv-conf", default="", metavar="K=V,...", help="more options of the rendezvous")
-    add("--max-restarts", type=int, metavar="N", help=f"worker failures of a pod (default: {MAX_RESTARTS})")
-    add("--retries", type=int, metavar="N", help="failures of each pod until its index is given up (default: 10)")
-    add("--shutdown-timeout", type=int, metavar="S", help="time to leave and save; pods get 30 s more (default: 60)")
-    add("--startup-timeout", type=int, metavar="S", help="time until a pod has an endpoint (default: what checks take)")
-    add("--ttl", type=int, metavar="S", help="seconds from the end of the Job to its removal (default: never)")
-    add("--priority-class", metavar="NAME", help="priorityClassName of the pods")
-    add("--spread", action="append", metavar="KEY", help="spread pods over this label of machines; may be repeated")
-    add("--queue", metavar="NAME", help="a LocalQueue of Kueue, which may start fewer pods, down to MIN")
-    add("--endpoint", metavar="HOST:PORT,...", help="etcd (default: the ConfigMap of k8s/base says it)")
-    add("--tls-secret", metavar="NAME", help="Secret with ca.crt, tls.crt and tls.key for etcd")
-    add("--user-secret", metavar="NAME", help="Secret with username and password for etcd")
-    add("--network-policy", action="store_true", help="let the pods talk to each other, where a namespace forbids it")
+    for field, metavar in _METAVARS.items():
+        described = KubernetesRun.model_fields[field]
+        more: dict[str, Any] = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+        if metavar in ("N", "P", "S"):
+            more["type"] = int
+        elif field == "recovery":
+            more = {"choices": [str(mode) for mode in RecoveryMode]}
+        elif field in ("spread", "env"):
+            more["action"] = "append"
+        known = isinstance(described.default, int | str) and described.default and field != "recovery"
+        default = f" (default: {described.default})" * bool(known)
+        also = "; may be repeated" * (more.get("action") == "append")
+        option = "--nproc-per-node" if field == "workers" else f"--{field.replace('_', '-')}"
+        add(option, required=field in ("name", "image"), help=f"{described.description}{default}{also}", **more)
     add("--checkpoint-claim", metavar="NAME", help="a volume claim that exists (default: make `checkpoints`)")
-    add("--checkpoint-size", metavar="Q", help="of the claim that is made (default: 100Gi)")
-    add("--storage-class", metavar="NAME", help="of the claim that is made (default: the cluster's)")
     add("--checkpoint-dir", metavar="URL", help="a bucket, such as s3://BUCKET/PREFIX, and no claim")
-    add("--data-claim", metavar="NAME", help="a volume claim to mount at /data, read-only")
-    add("--service-account", metavar="NAME", help="default: elastic-trainer, which k8s/base has")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the pods; may be repeated")
     add("--output", type=Path, metavar="DIR", help="write a folder for `kubectl apply -k`, and print nothing")
     what = "a script.py or job.yaml (both go into a ConfigMap), -m module, a ready-made task, or a path in the image"
     add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
@@ -402,50 +418,43 @@ def run_render(arguments: argparse.Namespace) -> int:
 
 def values(arguments: argparse.Namespace) -> KubernetesRun:
     """The run that the options describe."""
-    given = vars(arguments)
     least, most = nodes(arguments.nodes)
     words, source, session = _job(arguments)
-    at_least(0, arguments.gpus, "--gpus")
+    gpus = at_least(0, arguments.gpus or 0, "--gpus")
     asked = arguments.nproc_per_node
-    workers = arguments.gpus or 1 if asked is None else at_least(1, asked, "--nproc-per-node")
-    units = arguments.gpus or workers
-    each = ("8", "32Gi:64Gi", 8) if arguments.gpus else ("1", "2Gi:4Gi", 1)
+    workers = gpus or 1 if asked is None else at_least(1, asked, "--nproc-per-node")
+    units = gpus or workers
+    each = ("8", "32Gi:64Gi", 8) if gpus else ("1", "2Gi:4Gi", 1)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
     options: dict[str, Any] = {
+        **{name: given[name] for name in _METAVARS if name in given},
         "words": words,
         "source": source,
         "least": least,
         "most": most,
-        "pods": most if arguments.pods is None else arguments.pods,
+        "pods": given.get("pods", most),
         "workers": workers,
         "cpu": _span(arguments.cpu or _times(each[0], units)),
         "memory": _span(arguments.memory or _times(each[1], units)),
-        "shm": arguments.shm or f"{each[2] * (units if arguments.gpus else 1)}Gi",
+        "shm": arguments.shm or f"{each[2] * (units if gpus else 1)}Gi",
         "recovery": arguments.recovery or ("in_place" if session else "restart"),
-        "conf": key_values(arguments.rdzv_conf),
-        "environment": dict(_variable(text) for text in arguments.env),
+        "rdzv_conf": key_values(arguments.rdzv_conf or ""),
+        "env": dict(_variable(text) for text in arguments.env or ()),
         **_checkpoints(arguments),
     }
-    same = ["name", "image", "namespace", "gpus", "max_restarts", "retries", "priority_class", "spread", "queue"]
-    same += ["endpoint", "tls_secret", "user_secret", "network_policy", "data_claim", "service_account"]
-    options |= {name: given[name] for name in same if given[name] is not None}
-    renamed = {"shutdown_s": "shutdown_timeout", "startup_s": "startup_timeout", "ttl_s": "ttl"}
-    options |= {name: given[option] for name, option in renamed.items() if given[option] is not None}
     try:
         return validated(KubernetesRun, options, "")
     except ConfigError as error:
-        raise ConfigError(
-            _in_options(error.message, renamed | {"environment": "env", "conf": "rdzv-conf"}), hint=error.hint
-        ) from error
+        raise ConfigError(_in_options(error.message), hint=error.hint) from error
 
 
-def _in_options(sentence: str, renamed: Mapping[str, str]) -> str:
+def _in_options(sentence: str) -> str:
     """A sentence about a field, about its option."""
     found = re.match(r": '([a-z_]+)[^']*' is ", sentence)
     if found is None:
         return sentence.removeprefix(": ")
-    option = renamed.get(found[1], found[1]).replace("_", "-")
     rest = re.sub(r"^\('([^']*)', '(?:\1|([^']*))'\)", _as_given, sentence[found.end() :])
-    return f"--{option} is {rest}"
+    return f"--{found[1].replace('_', '-')} is {rest}"
 
 
 def _as_given(span: re.Match[str]) -> str:

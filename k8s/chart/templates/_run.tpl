@@ -14,8 +14,8 @@ the chart and `elastic-trainer k8s render` make of the same run.
 {{- if not (regexMatch "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$" $name) }}
 {{- fail (printf "the name %q cannot be that of a run: at most 52 lower-case letters, digits and '-', a letter first; give another with --set name=" $name) }}
 {{- end }}
-{{- $least := int $v.minNodes }}
-{{- $most := int $v.maxNodes }}
+{{- $least := required "minNodes: the fewest pods that the run trains with" $v.minNodes | int }}
+{{- $most := required "maxNodes: the most pods that the run trains with" $v.maxNodes | int }}
 {{- $pods := $v.pods | default $most | int }}
 {{- if or (lt $pods $least) (gt $pods $most) }}
 {{- fail (printf "%d pods are not within minNodes %d and maxNodes %d; change pods" $pods $least $most) }}
@@ -98,14 +98,14 @@ the chart and `elastic-trainer k8s render` make of the same run.
   "threads" (max 1 (div (include "elastic-trainer.quantity" (index $cpu 1) | float64 | floor | int) $workers))
   "rendezvous" (join "," $options)
   "max_restarts" (int $v.maxRestarts) "retries" (int $v.retries)
-  "shutdown_s" $shutdown "grace_s" (add $shutdown 30) "leave_within_s" (sub $shutdown 10)
+  "shutdown_timeout" $shutdown "grace_s" (add $shutdown 30) "leave_within_s" (sub $shutdown 10)
   "startup_limit_s" (ternary (int $v.startupTimeout) (mul 60 (divf $start 60 | ceil | int)) (not (empty $v.startupTimeout)))
-  "ttl_s" (ternary nil (int $v.ttl) (kindIs "invalid" $v.ttl))
+  "ttl" (ternary nil (int $v.ttl) (kindIs "invalid" $v.ttl))
   "priority_class" $v.priorityClass "spread" $v.spread "queue" $v.queue
   "endpoint" $v.endpoint "tls_secret" $v.tlsSecret "user_secret" $v.userSecret "network_policy" $v.networkPolicy
   "checkpoint_claim" $v.checkpoints.claim "checkpoint_size" $v.checkpoints.size
   "storage_class" $v.checkpoints.storageClass "access_mode" $v.checkpoints.accessMode
   "data_claim" $v.dataClaim "service_account" $v.serviceAccount
-  "environment" $environment "variables" $variables
+  "env" $environment "variables" $variables
   "source" (ternary $v.source nil (not (empty $v.source.text)))) }}
 {{- end }}

@@ -16,7 +16,7 @@ from tests.integration.deploy.test_render import GIVEN, asked, by_name, runs
 from tests.support.helmchart import CHART, chart_files, chart_values, helm
 from tests.support.manifests import Manifest
 
-LEAST = {"image": "elastic-trainer:latest", "args": ["/app/train.py"]}
+LEAST = {"image": "elastic-trainer:latest", "args": ["/app/train.py"], "minNodes": 1, "maxNodes": 2}
 """What a user has to say."""
 
 
@@ -43,8 +43,8 @@ def unordered(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     return found
 
 
-def test_the_templates_come_from_those_of_render() -> None:
-    """After a change there `python -m tests.support.jobfolders` writes them anew."""
+def test_the_chart_is_what_the_generator_makes() -> None:
+    """Values, schema and templates: after a change of those of render `python -m tests.support.jobfolders` writes them anew."""
     files = chart_files()
     assert {name: (CHART / name).read_text(encoding="utf-8") for name in files} == files
 
@@ -99,7 +99,7 @@ def test_a_job_file_is_recovered_in_place(tmp_path: Path) -> None:
     assert "recovery=in_place" in json.dumps(made({**LEAST, "args": args}, tmp_path))
 
 
-@pytest.mark.parametrize("given", [(), ("--set", "image=x", "--set", "args={/app/train.py}")])
+@pytest.mark.parametrize("given", [(), ("--set", "image=x,minNodes=1,maxNodes=2", "--set", "args={/app/train.py}")])
 def test_helm_finds_nothing_wrong(given: tuple[str, ...]) -> None:
     """Lint, strict: warnings count. Also with its defaults, as a catalogue lints it."""
     done = helm("lint", "--strict", CHART, *given)
@@ -116,6 +116,7 @@ def test_checkpoints_outlive_a_release(tmp_path: Path) -> None:
     ("values", "sentence"),
     [
         ({"image": None}, "image: the image of the pods"),
+        ({"minNodes": None}, "minNodes: the fewest pods"),
         ({"args": []}, "args: what torchrun runs in the pod"),
         ({"pods": 9}, "9 pods are not within minNodes 1 and maxNodes 2; change pods"),
         ({"gpus": 4, "workers": 2}, "2 workers for 4 GPUs; give one worker to each"),
