@@ -26,6 +26,13 @@ GROUP_TIMEOUT_S = 600.0
 UNLIMITED_S = 30 * 86_400.0
 SECRETS = frozenset({"password"})
 """Keys whose values are never shown."""
+WITHDRAWN = {
+    "preflight_min_disk": "elastic-trainer doctor --min-disk checks it",
+    "preflight_timeout": "the checks of a node always have 120 s",
+    "preflight_wait": "a node always waits up to 10 s for others' results",
+    "preflight_compute": "a node always measures memory and matrix products",
+}
+"""Options of earlier versions, and what holds now."""
 
 
 class Frozen(BaseModel):
@@ -45,7 +52,9 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     hint = "correct this value"
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden" and name in WITHDRAWN:
+        text, hint = f"{where}: '{name}' is no option any more: {WITHDRAWN[name]}", "remove it"
+    elif first["type"] == "extra_forbidden":
         text, hint = f"{where}: unknown key '{name}'", "remove it or correct its spelling"
     elif first["type"] == "missing":
         text, hint = f"{where}: '{name}' is missing", f"set '{name}'"
@@ -213,11 +222,7 @@ class RendezvousOptions(Frozen):
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
     preflight: PreflightMode = PreflightMode.OFF
     preflight_dir: str | None = Field(default=None, description="checkpoint directory or URL that preflight looks at")
-    preflight_min_disk: float = Field(default=0.0, ge=0.0, description="GiB that must be free there; 0: not known")
     preflight_ratio: float = Field(default=0.5, gt=0.0, le=1.0, description="unfit: slower than this part of a median")
-    preflight_timeout: float = Field(default=120.0, gt=0.0, description="longest time for the checks of a node")
-    preflight_wait: float = Field(default=10.0, ge=0.0, description="longest wait for others' results to compare with")
-    preflight_compute: bool = Field(default=True, description="measure memory and matrix products too")
     preload: str = Field(
         default="auto",
         pattern=r"^(off|auto|[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)*)$",

@@ -53,9 +53,9 @@ def configure_doctor(parser: argparse.ArgumentParser) -> None:
     add("--run-id", metavar="R", help="compare with the nodes of this run; the same on all --peers")
     add("--peers", type=int, metavar="N", help="measure the network of N nodes, all of which run this command")
     add("--checkpoint-dir", metavar="DIR", help="measure the directory or s3://, gs:// or az:// URL for checkpoints")
-    add("--min-disk", type=float, metavar="GIB", help="space that must be free there")
+    add("--min-disk", type=float, default=0.0, metavar="GIB", help="space that must be free there")
     add("--nproc-per-node", type=int, default=1, metavar="P", help="workers that will run on this node (default: 1)")
-    add("--compute", action=argparse.BooleanOptionalAction, default=None, help="measure memory and matrix products")
+    add("--compute", action=argparse.BooleanOptionalAction, default=True, help="measure memory and matrix products")
     add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous: credentials, interface, limits")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="longest time for everything (default: 60)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -100,16 +100,15 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
 
 def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subject:
-    needed = options.preflight_min_disk if arguments.min_disk is None else arguments.min_disk
-    if not (math.isfinite(needed) and needed >= 0):
-        raise ConfigError(f"--min-disk {needed} is not a number of GiB", hint="give for example 50")
+    if not (math.isfinite(arguments.min_disk) and arguments.min_disk >= 0):
+        raise ConfigError(f"--min-disk {arguments.min_disk} is not a number of GiB", hint="give for example 50")
     etcd = parse_endpoints(arguments.endpoint or DEFAULT_ENDPOINT)[0]
     return Subject(
         address=options.interface or own_address(etcd.host, etcd.port),
         directory=arguments.checkpoint_dir or options.preflight_dir,
         workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
-        compute=options.preflight_compute if arguments.compute is None else arguments.compute,
-        limits=FitLimits(ratio=options.preflight_ratio, disk_bytes=int(needed * GIB)),
+        compute=arguments.compute,
+        limits=FitLimits(ratio=options.preflight_ratio, disk_bytes=int(arguments.min_disk * GIB)),
     )
 
 

@@ -25,6 +25,7 @@ from elastic_trainer.cli.main import add_actions, at_least, key_values
 from elastic_trainer.cli.run import MAX_RESTARTS, nodes, opens_session, session_directories
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.model import PreflightMode, RecoveryMode
+from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S
 from elastic_trainer.settings import Frozen, RendezvousOptions, parse_endpoints, validated
 from elastic_trainer.wording import counted
 
@@ -216,7 +217,7 @@ class KubernetesRun(Frozen):
     def least_startup_s(self) -> float:
         """Import, two waits for etcd, and the checks of the machine where they are asked for."""
         options = _options({"connect_timeout": f"{CONNECT_S:g}", **self.rdzv_conf})
-        checks = options.preflight_timeout + options.preflight_wait + options.connect_timeout
+        checks = NODE_CHECKS_S + PEERS_WAIT_S + options.connect_timeout
         return IMPORT_S + 2 * options.connect_timeout + (checks if options.preflight is not PreflightMode.OFF else 0.0)
 
     @property
@@ -365,12 +366,34 @@ LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _METAVARS = {
-    **{"name": "RUN", "image": "IMAGE", "namespace": "NAME", "pods": "N", "gpus": "N", "workers": "P", "cpu": "Q[:Q]"},
-    **{"memory": "Q[:Q]", "shm": "Q", "recovery": "", "rdzv_conf": "K=V,...", "max_restarts": "N", "retries": "N"},
-    **{"shutdown_timeout": "S", "startup_timeout": "S", "ttl": "S", "priority_class": "NAME", "spread": "KEY"},
-    **{"queue": "NAME", "endpoint": "HOST:PORT,...", "tls_secret": "NAME", "user_secret": "NAME"},
-    **{"network_policy": None, "checkpoint_size": "Q", "storage_class": "NAME"},
-    **{"data_claim": "NAME", "service_account": "NAME", "env": "NAME=VALUE"},
+    "name": "RUN",
+    "image": "IMAGE",
+    "namespace": "NAME",
+    "pods": "N",
+    "gpus": "N",
+    "workers": "P",
+    "cpu": "Q[:Q]",
+    "memory": "Q[:Q]",
+    "shm": "Q",
+    "recovery": "",
+    "rdzv_conf": "K=V,...",
+    "max_restarts": "N",
+    "retries": "N",
+    "shutdown_timeout": "S",
+    "startup_timeout": "S",
+    "ttl": "S",
+    "priority_class": "NAME",
+    "spread": "KEY",
+    "queue": "NAME",
+    "endpoint": "HOST:PORT,...",
+    "tls_secret": "NAME",
+    "user_secret": "NAME",
+    "network_policy": None,
+    "checkpoint_size": "Q",
+    "storage_class": "NAME",
+    "data_claim": "NAME",
+    "service_account": "NAME",
+    "env": "NAME=VALUE",
 }
 """The fields that have an option; N, P and S are numbers."""
 _EXAMPLE = """example: elastic-trainer k8s render --name gpt --nodes 2:8 --gpus 8 \\

@@ -83,6 +83,10 @@ def size_text(size: float) -> str:
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+NODE_CHECKS_S: Final = 120.0
+"""Longest time for the checks of a node that wants to join; the first import of torch is in it."""
+PEERS_WAIT_S: Final = 10.0
+"""Longest time that it waits for other nodes' results to compare with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_trainer import errors
 from elastic_trainer.model import PreflightMode, RecoveryMode
-from elastic_trainer.preflight.finding import FitLimits
+from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S, FitLimits
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
 from elastic_trainer.worker.steps.options import STOP_TIMEOUT_S
 from tests.support.manifests import Container, Manifest, container
@@ -175,7 +175,7 @@ def there_is_time_to_start(it: Training) -> Iterator[str]:
     options = it.options
     needed_s = IMPORT_S + 2 * options.connect_timeout
     if options.preflight is not PreflightMode.OFF:
-        needed_s += options.preflight_timeout + options.preflight_wait + options.connect_timeout
+        needed_s += NODE_CHECKS_S + PEERS_WAIT_S + options.connect_timeout
     if it.trainer.patience_s("startupProbe") < needed_s:
         yield f"the startup probe gives up before the node has an endpoint, which may take {needed_s:g} s"
     if options.connect_timeout < 60:

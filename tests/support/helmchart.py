@@ -1,8 +1,8 @@
 """The Helm chart ``k8s/chart`` from the values and templates of ``k8s render``.
 
-``KubernetesRun`` gives ``values.yaml`` and the schema. The templates are translated one construct at a time; one that is
-not known here is an error, so that the chart cannot fall behind. ``templates/_run.tpl`` computes what ``KubernetesRun``
-computes, and a test compares the objects.
+``KubernetesRun`` gives ``values.yaml`` and the schema. The templates are translated one construct at a time; one that
+is not known here is an error, so that the chart cannot fall behind. ``templates/_run.tpl`` computes what
+``KubernetesRun`` computes, and a test compares the objects.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _schema() -> str:
     text, texts = {"type": ["string", "null"]}, {"type": ["string", "number", "null"]}
     size = _object({"request": texts, "limit": texts})
     free = {"type": ["object", "null"], "additionalProperties": {"type": ["string", "number", "boolean"]}}
-    claim = {value: text for value in _CLAIM.values()} | {"accessMode": {"pattern": known["access_mode"]["pattern"]}}
+    claim = dict.fromkeys(_CLAIM.values(), text) | {"accessMode": {"pattern": known["access_mode"]["pattern"]}}
     values |= {
         **dict.fromkeys(("name", "image", "shm"), text),
         **{name: values[name] | {"type": ["integer", "null"]} for name in ("minNodes", "maxNodes", "pods", "workers")},

@@ -66,6 +66,7 @@ def test_what_torchrun_adds_is_passed_over() -> None:
     ("options", "message"),
     [
         ({"tll": "5"}, "unknown key 'tll'"),
+        ({"preflight_wait": "5"}, "'preflight_wait' is no option any more: a node always waits up to 10 s"),
         ({"ttl": "soon"}, "'ttl' is 'soon'"),
         ({"ttl": "1"}, "'ttl' is '1'"),
         ({"recovery": "hot"}, "'recovery' is 'hot'"),

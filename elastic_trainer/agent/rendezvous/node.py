@@ -26,7 +26,7 @@ from elastic_trainer.membership.member import Member
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, report_of, round_trip
 from elastic_trainer.preflight.examination import Subject, examine
-from elastic_trainer.preflight.finding import GIB, Finding, FitLimits, Status, bad, sentence
+from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S, Finding, FitLimits, Status, bad, sentence
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry.logs import logger
@@ -84,7 +84,7 @@ class NodeCandidate:
 def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock) -> None:
     """Check this node. Bad findings become an incident, and refuse the node if the options say so."""
     begun = clock.monotonic()
-    logger().info("preflight.started", limit_s=options.preflight_timeout)
+    logger().info("preflight.started", limit_s=NODE_CHECKS_S)
     findings = _examined(store, keys, options, candidate, clock)
     for finding in findings:
         if finding.status is Status.WARN:
@@ -111,16 +111,15 @@ def _examined(
     store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock
 ) -> list[Finding]:
     """Run the checks of this node, then compare it with the others."""
-    limits = FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
+    limits = FitLimits(ratio=options.preflight_ratio)
     comparison = PeerComparison(store, keys, candidate.node, limits, clock)
     subject = Subject(
         address=candidate.address,
         directory=options.preflight_dir,
         workers=candidate.workers,
-        compute=options.preflight_compute,
         limits=limits,
     )
-    own = examine(subject, Deadline.after(options.preflight_timeout, clock))
+    own = examine(subject, Deadline.after(NODE_CHECKS_S, clock))
     report = report_of(candidate.node, candidate.address, own.findings, own.versions, clock.wall())
     found = [*own.findings]
     try:
@@ -128,7 +127,7 @@ def _examined(
         comparison.publish(report, KEEP_S)
         # A job cannot start without its minimum of nodes, so waiting for their results costs little.
         others = candidate.least - 1 if candidate.least > limits.peers else 0
-        found += comparison.findings(others=others, wait_s=options.preflight_wait, keep_s=KEEP_S)
+        found += comparison.findings(others=others, wait_s=PEERS_WAIT_S, keep_s=KEEP_S)
     except TransientError as error:
         found.append(Finding("peers", Status.SKIPPED, f"the other nodes' results are unknown: {error}"))
     return found

@@ -59,7 +59,7 @@ the chart and `elastic-trainer k8s render` make of the same run.
 {{- $connect := get $conf "connect_timeout" | default 120 | float64 }}
 {{- $start := addf 30 (mulf 2 $connect) }}
 {{- if ne (get $conf "preflight" | default "off") "off" }}
-{{- $start = addf $start (get $conf "preflight_timeout" | default 120 | float64) (get $conf "preflight_wait" | default 10 | float64) $connect }}
+{{- $start = addf $start 130 $connect }}
 {{- end }}
 {{- if and $v.startupTimeout (lt (float64 $v.startupTimeout) $start) }}
 {{- fail (printf "startupTimeout %v is below what a start takes, %v" $v.startupTimeout $start) }}

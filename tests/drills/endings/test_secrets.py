@@ -152,7 +152,6 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
     login = {"ELASTIC_TRAINER_USER": f"run-{run_id}", "ELASTIC_TRAINER_PASSWORD_FILE": str(safe.file("password"))}
     options = {
         "preflight": "warn",
-        "preflight_compute": "false",
         "metrics_token_file": str(safe.file("node token")),
     }
     with Job(

@@ -76,7 +76,7 @@ def test_pods_on_unfit_machines_are_replaced(scene: Scene) -> None:
     """Refused by pre-flight, each ends with 71 and is replaced; the replacements find what was wrong mended, and the
     Job completes."""
     documents = without_monitor()
-    add_options(documents, preflight="refuse", preflight_dir="/checkpoints/data", preflight_compute="false")
+    add_options(documents, preflight="refuse", preflight_dir="/checkpoints/data")
     change_job_file(documents, {"epochs": 1})
     data = scene.cluster.claim("checkpoints") / "data"
     data.mkdir(parents=True)

@@ -31,7 +31,7 @@ def test_a_sick_node_is_refused_and_the_others_train(
     tmp_path: Path, etcd_endpoint: str, run_id: str, recovery: str
 ) -> None:
     """It ends with a sentence and a status of its own, and was never a node of the run."""
-    options = {"preflight": "refuse", "last_call": "2", "recovery": recovery, "preflight_compute": "false"}
+    options = {"preflight": "refuse", "last_call": "2", "recovery": recovery}
     with PlainJob(tmp_path / "job", etcd_endpoint, run_id, flags=["--alone"], options=options) as job:
         sick = job.add_with(options=checked(job, UNUSABLE))
         assert job.exit_code(sick) == EXIT_UNFIT, job.describe()

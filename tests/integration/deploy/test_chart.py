@@ -44,7 +44,7 @@ def unordered(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
 
 
 def test_the_chart_is_what_the_generator_makes() -> None:
-    """Values, schema and templates: after a change of those of render `python -m tests.support.jobfolders` writes them anew."""
+    """After a change of render's values or templates `python -m tests.support.jobfolders` writes it anew."""
     files = chart_files()
     assert {name: (CHART / name).read_text(encoding="utf-8") for name in files} == files
 

@@ -85,7 +85,8 @@ class Cluster:
             return Examination((measured, *findings), VERSIONS)
 
         self._monkeypatch.setattr(node_module, "examine", examine)
-        given = RendezvousOptions(preflight=PreflightMode(mode), preflight_wait=0.0, **options)
+        self._monkeypatch.setattr(node_module, "PEERS_WAIT_S", 0.0)
+        given = RendezvousOptions(preflight=PreflightMode(mode), **options)
         ensure_fit(self.store, KEYS, given, NodeCandidate(node, "127.0.0.1", 2, 3), SYSTEM)
 
     def incidents(self) -> list[Incident]:
@@ -169,8 +170,7 @@ def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster, log: list[Any]) -
 
 
 def test_the_options_reach_the_checks(cluster: Cluster) -> None:
-    """Directory, needed space, ratio, workers."""
-    cluster.check("a", preflight_dir="/checkpoints", preflight_min_disk=2, preflight_compute=False)
+    """Directory, ratio, workers."""
+    cluster.check("a", preflight_dir="/checkpoints", preflight_ratio=0.25)
     (subject,) = cluster.subjects
-    assert (str(subject.directory), subject.workers, subject.compute) == ("/checkpoints", 2, False)
-    assert subject.limits.disk_bytes == 2 << 30
+    assert (str(subject.directory), subject.workers, subject.limits.ratio) == ("/checkpoints", 2, 0.25)
