@@ -1,4 +1,4 @@
-"""Counts and durations as people read them: the same words in agents, monitor and commands. Pure."""
+"""Counts, durations, numbers and times as people read them: the same in agents, monitor and commands. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
-"""From words of a command line to checkpoints: ``DIR`` is a directory, ``DIR/NAME`` one checkpoint of it.
+"""``elastic-trainer checkpoints ACTION``: look at checkpoints, compare, remove and exchange them, and ask for one.
 
-NAME may be cut short, and be ``newest`` or ``best``. *Fails by* ConfigError naming what is not there.
+``DIR`` is a directory, ``DIR/NAME`` one checkpoint of it; NAME may be cut short, and be ``newest`` or ``best``.
+
+*Runs in* the process of the command; torch is imported only to write or read torch's own files.
+*Fails by* one sentence and an exit code: 78 for a wrong command line or what is not there, 73 for a directory that
+cannot be written, 1 for damage.
 """
 
 from __future__ import annotations

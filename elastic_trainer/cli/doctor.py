@@ -1,6 +1,7 @@
-"""``elastic-trainer doctor``: options in, findings out; the work is preflight/consultation's.
+"""``elastic-trainer doctor``: all checks of etcd, this machine, the run's other nodes and the network to them.
 
-*Fails by* ConfigError for options that cannot be meant; exit code 1 when something is bad.
+*Runs in* the main thread of the command. *Owns* one connection to the store during the checks.
+*Fails by* ConfigError for options that cannot be meant; exit code 1 when a finding is bad.
 """
 
 from __future__ import annotations

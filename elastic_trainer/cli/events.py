@@ -1,8 +1,8 @@
-"""``elastic-trainer events RUN``: what happened to a run, one line each, and what is happening.
+"""``elastic-trainer events RUN``: what happened to a run, one line each, and what is happening; or all about one round.
 
 *Runs in* the process of the command; with ``--follow`` changes arrive on the watches' threads and wait in a queue.
-*Fails by* ConfigError for a run that is not there, StoreUnavailableError when etcd does not answer at the start; later
-outages are waited out.
+*Fails by* ConfigError for a run or round that is not there, StoreUnavailableError when etcd does not answer at the
+start; later outages are waited out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """``elastic-trainer init FILE``: a script or a job to start from, or what in a script a Session takes over, by line.
 
-*Runs in* the process of the command. *Owns* the new files that it writes; a file that is there is only read.
+A script is read with ``ast`` and not changed: whether a replacement is right only its author knows.
+
+*Runs in* the process of the command. *Owns* the new files that it writes.
 *Fails by* ConfigError where a file is in the way, or is not a script.
 """
 

@@ -1,4 +1,11 @@
-"""What one run on Kubernetes is made of, checked: the values that the templates beside this module show. Pure."""
+"""``elastic-trainer k8s ACTION``: the manifests of a run on Kubernetes, and its size there.
+
+The values of a run, checked; its manifests, from the templates beside this module; ``render``; ``scale``, which goes
+through kubectl, since that knows the cluster and who may do what.
+
+*Runs in* the process of the command. *Owns* the folder that ``--output`` names.
+*Fails by* one sentence and an exit code: 78 for values that make no sense, 1 where kubectl fails.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The ``elastic-trainer`` command: finds the subcommand, loads only it, and turns errors into one sentence.
 
+Also what commands share (sub-commands, checks of numbers, ``key=value`` lists, a console for tables), and
+``elastic-trainer completion``.
+
 *Runs in* the process of the command. *Owns* nothing.
 *Fails by* one line on stderr and the error's exit code; 78 for a wrong command line.
 """

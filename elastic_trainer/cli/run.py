@@ -1,6 +1,9 @@
-"""``elastic-trainer run``: torchrun with the etcd rendezvous and defaults for long jobs, printed before it starts.
+"""Commands that start jobs from here: ``run``, ``local``, ``drill``; and ``plot``, which draws what became of one.
 
-The process becomes torchrun, so that signals and exit codes are its own. *Fails by* ConfigError for a wrong option.
+``run`` prints torchrun's command, with the etcd rendezvous and defaults for long jobs, and becomes it, so that signals
+and exit codes are its own. The work of the others is that of drills/local_run, drills/run and local/timeline.
+
+*Runs in* the process of the command. *Fails by* ConfigError for options that cannot be meant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""What is known of a local run at this moment, from ledger lines, round documents, processes and faults.
+"""Shows a local run: a live table on a terminal, one line for each incident elsewhere.
 
-Pure: takes what happened and when, and returns the incidents worth showing.
+:class:`Picture` is what is known of the run, from ledger lines, round documents, processes and faults; it is pure, and
+takes what happened and when, and returns the incidents worth showing. The displays draw it.
+
+*Runs in* the local cluster's process, its main thread. *Owns* the terminal between the first ``update`` and ``close``.
 """
 
 from __future__ import annotations

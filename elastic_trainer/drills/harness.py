@@ -1,8 +1,9 @@
-"""Follows the changes of a run's round document in the store.
+"""What every run on this machine stands on: an etcd, real nodes, and what they write; for drills and for a user's job.
 
-*Runs in* the local cluster's process; changes arrive on the watch's thread and wait in a queue.
-*Owns* one watch. *Fails by* nothing: while the store is unreachable the queue stays empty; it skips unreadable
-documents. *Invariant*: documents come out in the order of their revisions, each once.
+*Runs in* the main thread of the command or test; changes of the round document arrive on the watch's thread.
+*Owns* the etcd, the connection to it, a watch on the round document and the nodes, until its block ends.
+*Fails by* ConfigError or StoreUnavailableError before any node runs.
+*Invariant*: after the block no process of the run is left, however it ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ways in which a worker gets stuck while its process lives, for drills: it does so once a file asks it to.
+"""The job that drills break: trains until a file tells it to end, writes digests of its state, gets stuck if asked.
 
-*Runs in* the main thread of a worker of the drill job. *Owns* nothing; the worker that it strikes removes the file.
-*Fails by* never coming back: somebody else has to end it.
+*Runs in* the main thread of a worker. *Owns* its digests' file; a worker that is asked to get stuck removes that file.
+*Fails by* Session's errors; one that is stuck never comes back: somebody else has to end it.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
     parser.add_argument("--sharded", choices=list(map(str, Sharded)), help="what the model is sharded over")
-    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drills/wedge)")
+    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
     parser.add_argument("--group-timeout", type=float, help="seconds that a collective may take")

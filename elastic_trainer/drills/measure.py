@@ -1,7 +1,8 @@
-"""What a fault cost, from the ledger of a job: who trains, how long they stood still, what they did twice. Pure.
+"""What a fault cost, from the ledger of a job, and what must hold of the job after all its faults. Pure.
 
 Of a drill the survivors are known, and each is followed (:class:`Effect`). Of a user's job all ranks are taken together
-(:class:`Recovery`): in restart mode nobody survives. Times are monotonic seconds of one host.
+(:class:`Recovery`): in restart mode nobody survives. Times are monotonic seconds of one host. Samples must be exact,
+states of ranks equal, and round numbers only grow.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def recovery(injected: Injected, lines: Sequence[Line]) -> Recovery | None:
     """The recovery from ``injected`` as far as ``lines`` go; None while there is none."""
     steps = [line for line in lines if line.event is LineKind.STEP]
     round_ = max((line.round for line in steps if line.t <= injected.t), default=injected.round)
-    answers = _answers(injected, lines)
+    joined = injected.fault.kind is FaultKind.JOIN
+    answers = {line.round for line in lines if not joined or line.node == injected.node}
     later = [line for line in steps if line.t > injected.t and line.round > round_ and line.round in answers]
     if not later:
         return None
@@ -175,12 +177,6 @@ def recovery(injected: Injected, lines: Sequence[Line]) -> Recovery | None:
         steps_repeated=max(0, reached - first.step + 1),
         world=first.world,
     )
-
-
-def _answers(injected: Injected, lines: Sequence[Line]) -> set[int]:
-    """The rounds that may be an answer to this fault: to a join only those that have the newcomer."""
-    joined = injected.fault.kind is FaultKind.JOIN
-    return {line.round for line in lines if not joined or line.node == injected.node}
 
 
 class JournalMoment(StrEnum):

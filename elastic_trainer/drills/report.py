@@ -1,4 +1,8 @@
-"""What became of a local run: its rounds, who left and why, what each fault cost, and the exit status. Pure."""
+"""What a local run or a drill came to: the summary, the exit status, tables for people, JSON for programs.
+
+*Runs in* the main thread of the command. *Owns* the ``summary.json`` that it writes: it appears whole or not at all.
+*Fails by* StorageError when that cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +137,7 @@ def summarize(
         duration_s=duration_s,
         rounds=rounds(lines, documents),
         nodes=nodes,
-        faults=tuple(_fault(each, lines) for each in injected),
+        faults=tuple(FaultSummary(str(each), each.node, each.step, each.t, recovery(each, lines)) for each in injected),
         unmet=tuple(str(fault) for fault in ending.unmet),
         audit=audit(lines),
         checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
@@ -165,10 +169,6 @@ def _round(number: int, lines: Sequence[Line], document: RoundDocument | None) -
         last_step=max(steps, default=None),
         reason=document.reason if document is not None else "",
     )
-
-
-def _fault(injected: Injected, lines: Sequence[Line]) -> FaultSummary:
-    return FaultSummary(str(injected), injected.node, injected.step, injected.t, recovery(injected, lines))
 
 
 def _node(name: str, exit_code: int | None, struck: Injected | None, error: str) -> NodeSummary:

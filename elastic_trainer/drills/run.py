@@ -1,4 +1,9 @@
-"""The table of drills: what each is called, what it does, and what it is played with."""
+"""The table of drills, and how one is played from an empty directory to a verdict.
+
+*Runs in* the main thread of the command or test.
+*Owns* the directory, which is removed after a success unless it is to be kept; all processes are gone at the return.
+*Fails by* ConfigError for a drill that cannot be played here; a drill that goes wrong is a report that is not ok.
+"""
 
 from __future__ import annotations
 
@@ -62,23 +67,6 @@ def _plain(act: Callable[[Stage, int], Effect]) -> Act:
     return lambda stage, repeat, _: act(stage, repeat)
 
 
-def _outage(stage: Stage, repeat: int, seconds: float) -> Effect:
-    return etcd_outage(stage, repeat, seconds)
-
-
-def _busy(stage: Stage, repeat: int, seconds: float) -> Effect:
-    return busy_machine(stage, repeat, seconds)
-
-
-def _parting(act: Callable[[Stage, int, Segment], Effect]) -> Act:
-    def strike(stage: Stage, repeat: int, _: float) -> Effect:
-        if stage.cluster.segment is None:
-            raise RuntimeError("a partition needs a network segment")
-        return act(stage, repeat, stage.cluster.segment)
-
-    return strike
-
-
 _FOUR = Setting(nodes=4, max_nodes=4)
 _SHARDED = Setting(nodes=2, min_nodes=1, workers=2, sharded=Sharded.GROUP)
 DRILLS: dict[str, Drill] = {
@@ -114,14 +102,14 @@ DRILLS: dict[str, Drill] = {
         Drill(
             "node-partition",
             "cut a node's network silently, then mend it (needs root)",
-            _parting(node_partition),
+            _plain(node_partition),
             parts=True,
             limit_s=0.6,
         ),
         Drill(
             "pair-partition",
             "cut the way from one node to another, which both reach all others, then mend it (needs root)",
-            _parting(pair_partition),
+            _plain(pair_partition),
             parts=True,
             limit_s=2.0,
         ),
@@ -163,8 +151,8 @@ DRILLS: dict[str, Drill] = {
             _plain(reshard),
             Setting(sharded=Sharded.JOB, save_every_s=1.0, options={"recovery": "restart"}),
         ),
-        Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", _busy),
-        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),
+        Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", busy_machine),
+        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", etcd_outage),
         Drill(
             "etcd-leader-loss",
             "kill the leader of three etcd servers; then again, and a worker at once",

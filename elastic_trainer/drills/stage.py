@@ -25,6 +25,7 @@ from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
+from elastic_trainer.local.hosts import Segment
 from elastic_trainer.local.ledger import FileTail
 from elastic_trainer.local.processes import Interrupts
 from elastic_trainer.membership.documents import RoundDocument
@@ -65,7 +66,7 @@ class Setting:
     backend: str = "auto"
     sharded: Sharded | None = None
     wedges: bool = False
-    """Whether workers get stuck when they are asked to (see drills/wedge)."""
+    """Whether workers get stuck when they are asked to (see drills/job)."""
     entry: tuple[str, ...] = JOB
     """What torchrun runs; it takes the job's options."""
     save_every_s: float | None = None
@@ -117,6 +118,13 @@ class Stage:
         if not isinstance(self.meeting.etcd, EtcdCluster):
             raise DrillError("this stage has one etcd server")
         return self.meeting.etcd
+
+    @property
+    def segment(self) -> Segment:
+        """The network between the nodes' hosts."""
+        if self.cluster.segment is None:
+            raise DrillError("this stage has no network segment")
+        return self.cluster.segment
 
     # ---- looking
 
@@ -171,11 +179,6 @@ class Stage:
     def expected(self) -> set[str]:
         """Nodes that should be training: they run, and were not asked to go."""
         return {node.name for node in self.cluster.running if node.name not in self._gone}
-
-    def deserted(self) -> list[str]:
-        """Which nodes have ended although nobody made them."""
-        ended = [node for node in self.cluster.nodes if not node.running and node.name not in self._gone]
-        return [f"node {node.name} ended by itself with {node.exit_code()}" for node in ended]
 
     def settled(self, steps: int = SETTLED_STEPS) -> Standing:
         """Wait until all expected nodes train together, and have committed ``steps`` steps in that."""
@@ -233,7 +236,8 @@ class Stage:
     def finish(self) -> list[str]:
         """End the job; what was wrong about the way it ended."""
         members = sorted(self.settled().nodes)
-        problems = self.deserted()
+        ended = [node for node in self.cluster.nodes if not node.running and node.name not in self._gone]
+        problems = [f"node {node.name} ended by itself with {node.exit_code()}" for node in ended]
         (self.directory / STOP_FILE).touch()
         self.until(lambda: not self.cluster.running, "the end of the job")
         self.look()

@@ -1,6 +1,9 @@
-"""Strike the nodes of a stage, prove that it happened, and measure what it did to the survivors.
+"""The drills: each strikes a stage once, proves that the fault happened, and measures what it did to the survivors.
 
-*Runs in* the main thread of the command or test. *Owns* nothing.
+Workers and nodes are killed, frozen, stuck, drained or joined; networks cut; etcd lost; shards lost; the machine kept
+busy. Each leaves the stage as it found it: all its nodes train.
+
+*Runs in* the main thread of the command or test. *Owns* the processes that keep the machine busy.
 *Fails by* DrillError when a fault did not really happen, or no survivor went on.
 """
 
@@ -24,7 +27,6 @@ from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.errors import EXIT_LEFT, StoreUnavailableError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import KILL_LIMIT_S, kill
-from elastic_trainer.local.hosts import Segment
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.membership.documents import RoundState
 
@@ -310,9 +312,9 @@ HELD_S = 7.0
 return."""
 
 
-def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
+def node_partition(stage: Stage, repeat: int) -> Effect:
     """Nothing passes to or from one node: the others go on; joined again, it comes back."""
-    before = stage.settled()
+    before, segment = stage.settled(), stage.segment
     name = before.nodes[-1 - repeat % len(before.nodes)]
     if not segment.reaches(name):
         raise DrillError(f"{name} cannot be reached before its network is cut")
@@ -329,10 +331,10 @@ def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
     return back(stage, name, effect, mended, broken)
 
 
-def pair_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
+def pair_partition(stage: Stage, repeat: int) -> Effect:
     """Nothing passes from one node to another, though both reach etcd and all others: one of the two is left out, the
     others go on; mended, it comes back."""
-    before = stage.settled()
+    before, segment = stage.settled(), stage.segment
     one, other = before.nodes[repeat % len(before.nodes)], before.nodes[(repeat + 1) % len(before.nodes)]
     t = now()
     segment.part(one, other, one_way=True)

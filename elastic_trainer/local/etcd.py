@@ -1,7 +1,7 @@
-"""Finds an etcd executable and starts it so that it dies with this process.
+"""etcd servers on this machine, one or a cluster of several, whose ports and data survive a kill.
 
-*Runs in* tests, drills and ``elastic-trainer local``. *Owns* one thread, ``etcd-spawner``.
-*Fails by* ConfigError when there is no executable.
+*Runs in* tests, drills and ``elastic-trainer local``. *Owns* one thread, ``etcd-spawner``, and the servers.
+*Fails by* ConfigError when there is no executable, StoreUnavailableError when a server does not start or answer.
 *Invariant*: an etcd started here never outlives this process, however it ends.
 """
 
@@ -365,7 +365,11 @@ class EtcdCluster:
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._start_members()
+                for member in self.members:
+                    member.launch()
+                deadline = Deadline.after(START_LIMIT_S)
+                for member in self.members:
+                    member.wait_healthy(deadline)
             except StoreUnavailableError:
                 if self._started or attempt == _ATTEMPTS or not any(member.lost_its_port for member in self.members):
                     raise
@@ -375,13 +379,6 @@ class EtcdCluster:
                 continue
             self._started = True
             return
-
-    def _start_members(self) -> None:
-        for member in self.members:
-            member.launch()
-        deadline = Deadline.after(START_LIMIT_S)
-        for member in self.members:
-            member.wait_healthy(deadline)
 
     def kill(self, index: int) -> None:
         self.members[index].kill()

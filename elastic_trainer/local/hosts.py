@@ -1,7 +1,11 @@
-"""Finds free TCP ports on this machine for servers that will be restarted on them.
+"""Hosts on this machine: each has a network, processes, a host name and a /tmp of its own, on one network segment.
 
-*Runs in* tests, drills and ``elastic-trainer local``. *Owns* nothing: another process may take a port at once, so users
-try another when binding fails. *Fails by* StoreUnavailableError when no port is free.
+Also free TCP ports, for servers that will be restarted on them; another process may take one at once, so users try
+another when binding fails.
+
+*Runs in* tests, drills and ``elastic-trainer local --hosts``, as root. *Owns* a segment's namespaces and cables.
+*Fails by* ConfigError where hosts cannot be made, ClusterError for what the machine refuses, StoreUnavailableError when
+no port is free.
 """
 
 from __future__ import annotations

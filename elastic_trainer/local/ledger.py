@@ -1,7 +1,8 @@
-"""Reads the workers' ledgers and audits whether the job used its data exactly once.
+"""Reads what the processes of a run leave behind: ledgers, logs and exit codes.
 
-Pure. A job commits some steps more than once (the work of a failed round is rolled back and repeated); its *lineage* is
-what survives: for each step number the commit of the highest round, without steps that a later round has rolled back.
+The audit says whether the job used its data exactly once. A job commits some steps more than once (the work of a failed
+round is rolled back and repeated); its *lineage* is what survives: for each step number the commit of the highest
+round, without steps that a later round has rolled back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds, signals and awaits processes: trees of descendants, and all processes with given environment variables.
 
-*Runs in* the local cluster's process. *Owns* nothing. *Fails by* returning the processes that remain; one that has
-already ended is never an error. *Invariant*: a signal reaches only the process that was found (psutil compares creation
-times), so a reused pid is safe.
+*Runs in* the local cluster's process. *Owns* the handlers of termination signals while :class:`Interrupts` is entered.
+*Fails by* returning the processes that remain; one that has already ended is never an error.
+*Invariant*: a signal reaches only the process that was found (psutil compares creation times), so a reused pid is safe.
 """
 
 from __future__ import annotations

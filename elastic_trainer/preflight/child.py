@@ -1,8 +1,12 @@
 """Runs a check in a child process that can be killed: broken devices and file systems may never answer.
 
+The child sends :class:`Messages`, one JSON object per line: activities and findings. Output of libraries goes to
+standard error.
+
 *Runs in* the caller's thread. *Owns* the process and a file with its standard error.
 *Fails by* ChildError, which names the process's last activity; :func:`findings_of` turns it into a finding.
-*Invariant*: nothing waits beyond the deadline, not even for a process that the kernel cannot kill.
+*Invariant*: nothing waits beyond the deadline, not even for a process that the kernel cannot kill; the child ends by
+itself, even if a device never answers and its parent is dead.
 """
 
 from __future__ import annotations

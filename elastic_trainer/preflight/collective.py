@@ -157,7 +157,7 @@ class Measurement:
                 data = torch.ones(size // 4, dtype=torch.float32, device=self._device)
                 measured["seconds"][str(size)] = self._best_s(group, data, tries)
         except Exception as error:  # noqa: BLE001 - any failure is the result of the measurement
-            return {"error": _first_line(error)}
+            return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]}
         return measured
 
     def _best_s(self, group: ProcessGroup, data: Any, tries: int) -> float:
@@ -232,10 +232,6 @@ class Measurement:
 
 def _key(pair: Pair) -> str:
     return f"measured/{pair[0]}-{pair[1]}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
 if __name__ == "__main__":

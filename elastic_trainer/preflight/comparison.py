@@ -1,7 +1,9 @@
 """Compares a node with the others of its run: publishes its report, reads and judges theirs, checks connections.
 
-*Runs in* the caller's thread. *Owns* nothing; the report stays in the store for ``keep_s`` seconds.
-*Fails by* the store's errors; then the other nodes' results are unknown.
+Also asks etcd itself: whether each endpoint answers, its version, its latency.
+
+*Runs in* the caller's thread. *Owns* nothing; a report stays in the store as long as its lease, which nobody renews.
+*Fails by* the store's errors; then the other nodes' results are unknown. Unreadable reports are skipped.
 """
 
 from __future__ import annotations

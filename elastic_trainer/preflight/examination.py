@@ -1,7 +1,7 @@
-"""All checks of one node that need no other node, from quick to slow.
+"""All checks of one node, from quick to slow: network, shared memory, processors, files, GPUs, directory, computing.
 
-*Runs in* the caller's thread; checks that may hang run in child processes. *Owns* these during the call.
-*Fails by* findings only.
+*Runs in* the caller's thread, and in short-lived threads for connections to many nodes; checks that may hang run in
+child processes. *Owns* these during the call. *Fails by* findings only.
 """
 
 from __future__ import annotations

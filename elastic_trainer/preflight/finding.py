@@ -1,4 +1,4 @@
-"""The result of one check: a value, its judgment, and what to do about it."""
+"""The result of one check: a value, its judgment, and what to do about it; and the limits that checks compare with."""
 
 from __future__ import annotations
 

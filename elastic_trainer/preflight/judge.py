@@ -1,8 +1,14 @@
-"""Offsets of other nodes' clocks, proved by the order in which etcd accepted their writes.
+"""Whether a node is fit to train with these others. Pure: the same reports give the same verdict on every node.
 
-Clocks of two nodes are never clock_finding directly. A document that etcd accepted between two of our reads was written
+*Clocks* of two nodes are never compared directly. A document that etcd accepted between two of our reads was written
 between their times: if its published time lies outside, one of the clocks is wrong. This gives only a lower bound of
-the offset. An offset misleads people who read logs; nothing in this package depends on it.
+the offset, which misleads people who read logs; nothing in this package depends on it.
+
+*Pairs*: a node is slow if even its fastest pair is much slower than the median of the pairs without it. (The median of
+all pairs would fail: with one slow node of three, two of three pairs are slow.)
+
+*Reports*: a node is unfit if it computes or copies much more slowly than the others' median (a job runs at the speed of
+its slowest rank), or if its torch, CUDA or NCCL version differs from that of most nodes. In a tie older nodes decide.
 """
 
 from __future__ import annotations
@@ -91,7 +97,7 @@ def turns(count: int, most: int = MOST_TURNS) -> list[list[Pair]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The all-reduces of a pair, or of all nodes together_finding: seconds by bytes. ``error``: why there are none."""
+    """The all-reduces of a pair, or of all nodes together: seconds by bytes. ``error``: why there are none."""
 
     seconds: Mapping[int, float] = field(default_factory=dict)
     error: str = ""

@@ -1,7 +1,13 @@
 """Measures the network with other nodes: meets them, runs the all-reduces in a child process, judges the times.
 
-*Runs in* the caller's thread. *Owns* the child and the lease of the meeting during the call.
-*Fails by* findings for measurements; raises ConfigError and the store's errors.
+To meet, each node writes a leased key with the address of its own TCP store. The first one waits for enough nodes and
+writes the list of members into its key: one node decides, so all have the same list. The rendezvous of training cannot
+be used: it would leave documents in the user's run and close it for good, and the etcd user has no rights on another
+run.
+
+*Runs in* the caller's thread and a lease keeper's. *Owns* the child and the lease of the meeting during the call.
+*Fails by* findings for measurements; raises AbsentError at the deadline, ConfigError if nodes expect different counts
+or two have the same name, and the store's errors.
 """
 
 from __future__ import annotations
@@ -184,7 +190,12 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
             return meeting
         waiting = _waiting([each for _, each in present])
-        _check_counts(mine, waiting)
+        for other in waiting:
+            if other.count != mine.count:
+                raise ConfigError(
+                    f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
+                    hint="use the same --peers everywhere",
+                )
         if waiting and waiting[0].place == mine.place and len(waiting) >= mine.count:
             key, created = next((item.key, item.create_revision) for item, each in present if each.place == mine.place)
             chosen = tuple(each.place for each in waiting[: mine.count])
@@ -228,12 +239,3 @@ def _waiting(present: Sequence[Attendance]) -> list[Attendance]:
     """The nodes that are not in a meeting yet."""
     taken = {member.node for each in present for member in each.members}
     return [each for each in present if each.place.node not in taken]
-
-
-def _check_counts(mine: Attendance, waiting: Sequence[Attendance]) -> None:
-    for other in waiting:
-        if other.count != mine.count:
-            raise ConfigError(
-                f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
-                hint="use the same --peers everywhere",
-            )

@@ -19,16 +19,16 @@ from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 def play(directory: Path) -> None:
     """The whole story."""
     setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
-    with Segment() as segment, staged(setting, directory) as stage:
+    with Segment(), staged(setting, directory) as stage:
         before = stage.settled()
-        effect = pair_partition(stage, 0, segment)
+        effect = pair_partition(stage, 0)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect
         assert "does not answer its peer" in broken_after(stage, before.round).reason
         without = next(each for each in stage.history if each.left_out)
         assert without.number == before.round + 1, "a round was formed in vain"
         assert without.left_out == before.nodes[1], "the more junior one of two equals"
         before = stage.settled()
-        effect = node_partition(stage, 0, segment)
+        effect = node_partition(stage, 0)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect
         assert "does not answer its peer" in broken_after(stage, before.round).reason
         assert conclusions(stage) == []
