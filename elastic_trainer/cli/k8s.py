@@ -578,8 +578,7 @@ def _text(path: Path) -> str:
         ) from error
     if len(text.encode()) > LARGEST_SOURCE:
         raise ConfigError(
-            f"{str(path)!r} is too large for a ConfigMap, which holds 1 MiB",
-            hint="build it into the image",
+            f"{str(path)!r} is too large for a ConfigMap, which holds 1 MiB", hint="build it into the image"
         )
     return text
 

@@ -76,10 +76,7 @@ DRILLS: dict[str, Drill] = {
         Drill("node-kill", "SIGKILL a whole node, agent and worker", _plain(node_kill)),
         Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(rank0_node_kill)),
         Drill(
-            "worker-freeze",
-            "SIGSTOP one worker whose agent lives on, then thaw it",
-            _plain(worker_freeze),
-            limit_s=1.5,
+            "worker-freeze", "SIGSTOP one worker whose agent lives on, then thaw it", _plain(worker_freeze), limit_s=1.5
         ),
         Drill(
             "worker-hang",
@@ -93,12 +90,7 @@ DRILLS: dict[str, Drill] = {
             _plain(worker_wedge),
             Setting(wedges=True, options={"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}),
         ),
-        Drill(
-            "node-freeze",
-            "SIGSTOP a whole node, then thaw it",
-            _plain(node_freeze),
-            limit_s=0.6,
-        ),
+        Drill("node-freeze", "SIGSTOP a whole node, then thaw it", _plain(node_freeze), limit_s=0.6),
         Drill(
             "node-partition",
             "cut a node's network silently, then mend it (needs root)",
@@ -206,11 +198,7 @@ def run_drill(options: DrillOptions, say: Say = lambda _: None) -> Report:
 
 
 def _play(
-    drill: Drill,
-    options: DrillOptions,
-    directory: Path,
-    interrupts: Interrupts,
-    say: Say,
+    drill: Drill, options: DrillOptions, directory: Path, interrupts: Interrupts, say: Say
 ) -> tuple[list[Effect], list[str], int]:
     """The effects of all repeats, what was wrong, and at how many points the ranks' states were compared."""
     effects: list[Effect] = []

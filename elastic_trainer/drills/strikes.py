@@ -59,13 +59,7 @@ def freeze(stage: Stage, victims: Sequence[psutil.Process]) -> float:
 
 
 def aftermath(
-    stage: Stage,
-    before: Standing,
-    what: str,
-    t: float,
-    victims: Sequence[str] = (),
-    *,
-    later: bool = True,
+    stage: Stage, before: Standing, what: str, t: float, victims: Sequence[str] = (), *, later: bool = True
 ) -> Effect:
     """Wait until the survivors step again, in a ``later`` round or in any; what that cost them."""
     survivors = {name: pid for name, pid in before.pids.items() if worker_place(name)[0] not in victims}

@@ -241,10 +241,7 @@ class LocalCluster:
     def _environment(self, name: str) -> dict[str, str]:
         processes_at_most = self.spec.max_nodes * self.spec.workers
         threads = threads_per_worker(len(os.sched_getaffinity(0)), processes_at_most)
-        mine = {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONUNBUFFERED": "1",
-        }
+        mine = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         if name not in self.hosts:  # a laptop's host name may resolve to an address that moves with its network
             mine |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         named = {ENV_LEDGER_DIR: str(self.spec.ledger), ENV_NODE: name}

@@ -253,11 +253,9 @@ class Segment:
         number = self._count
         places = [_nth(each, number) for each in self.network.hubs]
         addresses = tuple(str(each.ip) for each in places)
-        mine = {
-            OwnName.ADDRESS: addresses[0],
-            OwnName.LOOPBACK: "127.0.1.1",
-            OwnName.NOTHING: "",
-        }[self.network.own_name]
+        mine = {OwnName.ADDRESS: addresses[0], OwnName.LOOPBACK: "127.0.1.1", OwnName.NOTHING: ""}[
+            self.network.own_name
+        ]
         names = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *([f"{mine} {name}"] * bool(mine))]
         given = [path.absolute() for path in (*self._shared, Path.cwd(), *shared)]
         shown = [*given, *(path.resolve() for path in given)]  # as it is spelled, and what links lead to

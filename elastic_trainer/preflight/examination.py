@@ -153,12 +153,7 @@ def processors(workers: int, threads: int | None, quota: Path = CPU_QUOTA) -> Fi
 
 _TOOL = "nvidia-smi"
 _FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active"
-_SLOWED = {
-    0x08: "hardware slowdown",
-    0x20: "too hot (software)",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-}
+_SLOWED = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 """NVML's nvmlClocksThrottleReasons; idling, or running at the configured power cap, is no fault."""
 
 

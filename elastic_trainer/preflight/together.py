@@ -155,12 +155,7 @@ class Meeting:
 
 @contextmanager
 def attended(
-    store: Store,
-    keys: RunKeys,
-    place: Neighbor,
-    count: int,
-    deadline: Deadline,
-    doing: Doing,
+    store: Store, keys: RunKeys, place: Neighbor, count: int, deadline: Deadline, doing: Doing
 ) -> Iterator[Meeting]:
     """Take part until the context ends; yields the meeting once ``count`` nodes are present."""
     session = LeaseSession(store, TTL_S, deadline=deadline)

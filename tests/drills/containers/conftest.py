@@ -27,11 +27,7 @@ REASON = f"starts a Docker engine and builds images, for some minutes: make cont
 SUITE, PYTHON = "bookworm", "python3.11"
 BASE, OWN = "local/base:1", "elastic-trainer"
 EPOCH = "1700000000"
-SECRETS = {
-    "grafana_password": "a password",
-    "slack_api_url": "http://127.0.0.1:9/",
-    "pagerduty_routing_key": "a key",
-}
+SECRETS = {"grafana_password": "a password", "slack_api_url": "http://127.0.0.1:9/", "pagerduty_routing_key": "a key"}
 WGET = "#!/usr/bin/python3\nimport sys, urllib.request\nurllib.request.urlopen(sys.argv[-1], timeout=5).read()\n"
 """The images of registries ask for their health with wget, which a small Debian lacks."""
 

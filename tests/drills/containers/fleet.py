@@ -195,10 +195,7 @@ class Fleet:
         assert resumed is not None
         assert standing is not None
         assert {name: standing.pids[name] for name in survivors} == survivors, f"{what}: a survivor was restarted"
-        gap_s, lost = (
-            self.book.gap(survivors.values(), t, resumed),
-            self.book.committed_again(survivors.values()),
-        )
+        gap_s, lost = (self.book.gap(survivors.values(), t, resumed), self.book.committed_again(survivors.values()))
         assert lost == 0, f"{what}: survivors made {lost} committed steps again"
         say(f"{what}: the others stepped again after {resumed - t:.2f} s, no committed step lost")
         return Effect(what, resumed - t, gap_s, lost)

@@ -10,15 +10,7 @@ import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_UNFIT
 from tests.drills.kubernetes import paced
-from tests.drills.kubernetes.scene import (
-    JOB,
-    OWNER,
-    Scene,
-    add_options,
-    change_job_file,
-    check_left,
-    rendered,
-)
+from tests.drills.kubernetes.scene import JOB, OWNER, Scene, add_options, change_job_file, check_left, rendered
 from tests.support.kubelet.cluster import Cluster, check_possible
 from tests.support.kubelet.jobs import Condition
 from tests.support.kubelet.pods import Phase, PodStatus

@@ -103,10 +103,7 @@ def test_a_kill_for_memory_is_called_so(
     """A worker uses up the memory of its container, and the kernel kills it: status, events and the pod's termination
     message say that it was for memory, and whose."""
     needs("unshare", "a container's own /dev")
-    with (
-        limited(run_id) as group,
-        Contained(spec(tmp_path / "job", etcd_endpoint, run_id, EATS), group) as job,
-    ):
+    with limited(run_id) as group, Contained(spec(tmp_path / "job", etcd_endpoint, run_id, EATS), group) as job:
         job.start(1)
         assert job.exit_code(job.node("n0")) == 1
         how = "worker 0 (rank 0) was killed by SIGKILL, because its cgroup was out of memory"

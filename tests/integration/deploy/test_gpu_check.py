@@ -84,9 +84,7 @@ def test_a_row_that_hangs_is_ended_with_all_that_it_started_and_the_others_go_on
     programs = iter([hangs, ENDS.format(str(tmp_path / "row-1" / check.OUTCOME), repr(outcome), 0)])
     supervise = check.supervise
     monkeypatch.setattr(
-        check,
-        "supervise",
-        lambda name, _, *where: supervise(name, [sys.executable, "-c", next(programs)], *where),
+        check, "supervise", lambda name, _, *where: supervise(name, [sys.executable, "-c", next(programs)], *where)
     )
     rows = [check.Row("hangs", 2.0, check.saves), check.Row("works", 60.0, check.saves)]
     first, second = check.all_rows(rows, MACHINE, tmp_path, 120.0)

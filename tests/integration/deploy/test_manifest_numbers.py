@@ -9,12 +9,7 @@ import pytest
 from elastic_trainer.jobs.config import load_job
 from elastic_trainer.jobs.task import find_task
 from tests.support.agreement import Training, disagreements
-from tests.support.manifests import (
-    jobs,
-    of_kind,
-    rendered,
-    settings_of,
-)
+from tests.support.manifests import jobs, of_kind, rendered, settings_of
 
 TRAINED = ("jobs/mnist", "jobs/gpt", "jobs/script", "overlays/dev", "overlays/production-gpt")
 ALL_TRAINED = (*TRAINED, "examples/jobset", "examples/kubeflow")

@@ -222,10 +222,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "shutdown": (["--shutdown-timeout", "5", "--", "mnist"], "--shutdown-timeout is 5: input should be"),
     "startup": (["--startup-timeout", "20", "--", "mnist"], "--startup-timeout 20 is below what a start takes, 270"),
     "a bucket": (["--checkpoint-dir", "/nfs", "--", "mnist"], "is not a URL of a bucket"),
-    "both": (
-        ["--checkpoint-dir", "s3://b", "--checkpoint-claim", "c", "--", "mnist"],
-        "which needs no claim",
-    ),
+    "both": (["--checkpoint-dir", "s3://b", "--checkpoint-claim", "c", "--", "mnist"], "which needs no claim"),
     "lost": (["--", "mnist", "checkpoint.directory=/data/x"], "would go with the pod"),
     "a variable": (["--env", "A", "--", "mnist"], "--env 'A' is not NAME=VALUE"),
     "a variable of the pod": (["--env", "POD_IP=1", "--", "mnist"], "--env is {'POD_IP': '1'}: 'POD_IP' cannot be"),

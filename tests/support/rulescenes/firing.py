@@ -252,13 +252,7 @@ def _nan_kills(job: PlayedJob, minute: float) -> None:
 
 
 @_scene(
-    "nan-unwatched",
-    "a loss is NaN while there is no monitor",
-    40,
-    NO_MONITOR,
-    NONFINITE,
-    not_before=14,
-    alone=True,
+    "nan-unwatched", "a loss is NaN while there is no monitor", 40, NO_MONITOR, NONFINITE, not_before=14, alone=True
 )
 def _nan_unwatched(job: PlayedJob, minute: float) -> None:
     job.monitors[0].answers = minute < 10

@@ -135,8 +135,7 @@ def test_a_step_that_no_round_committed_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "reason"),
-    [([], "no step was recorded"), ([committed(1)], "the steps list no samples")],
+    ("lines", "reason"), [([], "no step was recorded"), ([committed(1)], "the steps list no samples")]
 )
 def test_nothing_recorded_is_not_exact(lines: list[Line], reason: str) -> None:
     """Silence proves nothing."""

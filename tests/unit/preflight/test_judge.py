@@ -36,11 +36,7 @@ def fit(mine: Published, others: list[Published], limits: FitLimits = LIMITS) ->
 
 def test_equal_nodes_are_fit() -> None:
     verdict = judge(report("a"), [report("b"), report("c")], LIMITS)
-    assert {finding.name for finding in verdict} == {
-        "peers.matmul.cpu.fp32",
-        "peers.memory.cpu",
-        "peers.disk.write",
-    }
+    assert {finding.name for finding in verdict} == {"peers.matmul.cpu.fp32", "peers.memory.cpu", "peers.disk.write"}
 
 
 @pytest.mark.parametrize("value", ["matmul.cpu.fp32", "memory.cpu"])
