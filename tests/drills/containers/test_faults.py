@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +161,22 @@ def test_all_leave_and_others_finish_the_job(fleet: Fleet) -> None:
     steps = [line for line in fleet.book.lines if line.pid in lives and line.event is LineKind.STEP]
     assert min(line.step for line in steps) == reached + 1
     assert sample_problems(fleet.book.lines, SAMPLES) == []
+
+
+def test_a_run_grows_from_one_node_and_again_after_it_was_down_to_one(composed: Composed, tmp_path: Path) -> None:
+    """With ``--nnodes 1:3`` on a network above 127.0.0.1, where what one node published of itself counts for all."""
+    with Fleet(composed, "growing", tmp_path, digits("growing", 100_000)) as fleet:
+        say("one container starts alone, two more join")
+        fleet.start("n0")
+        fleet.settled("n0")
+        fleet.start("n1", "n2")
+        before = fleet.settled(*ALL)
+        t = fleet.kill("n1").asked
+        fleet.kill("n2")
+        fleet.aftermath(before, "docker kill of n1 and n2", t, "n1", "n2")
+        fleet.settled("n0")
+        fleet.engine.docker("start", "n1", "n2")
+        assert fleet.settled(*ALL).pids["n0"] == before.pids["n0"]
+        fleet.stop(*ALL)
+        fleet.look()
+        assert sample_problems(fleet.book.lines, SAMPLES) == []

@@ -1,16 +1,18 @@
-"""``elastic-trainer local`` on real etcd and torchrun processes: faults, recovery, and nothing left behind."""
+"""``elastic-trainer local`` and ``run`` on real etcd and torchrun: faults, recovery, and nothing left behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_trainer.cli.main import main
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local import agents, processes
@@ -139,17 +141,6 @@ def test_a_fault_whose_step_never_comes_is_a_failure(tmp_path: Path, started: li
     assert command.summary()["verdict"]["reason"] == "kill-worker at step 500 was never carried out"
 
 
-def test_a_script_without_steps_says_so(tmp_path: Path, started: list[Local]) -> None:
-    """Step faults need a Session; without faults such a script simply runs."""
-    script = tmp_path / "plain.py"
-    script.write_text("print('hello from the script')\n")
-    command = Local(tmp_path, "--nodes", "1:1", "--kill-worker-at", "5", job=(str(script),))
-    started.append(command)
-    assert command.wait() == 1
-    assert "opens no Session, so it has no steps" in command.summary()["verdict"]["reason"]
-    assert "hello from the script" in (command.run_dir / "logs" / "n0.log").read_text()
-
-
 def test_a_job_that_fails_gives_its_exit_code(tmp_path: Path, started: list[Local]) -> None:
     """With the node that failed; and the logs are kept."""
     script = tmp_path / "broken.py"
@@ -184,3 +175,46 @@ def test_when_the_command_itself_is_killed_its_nodes_die_too(tmp_path: Path, sta
     while command.left() and not deadline.expired:
         pause(0.1)
     assert command.left() == []
+
+
+JOB = """
+import torch
+from elastic_trainer import Session
+
+with Session(checkpoint_dir="checkpoints", seed=1) as session:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = session.wrap(model, optimizer=optimizer)
+    for batch in session.batches(torch.utils.data.TensorDataset(torch.ones(8, 1)), global_batch_size=4, epochs=1):
+        with session.step() as step:
+            step.backward(model(batch.x).mean())
+            optimizer.step()
+    print(f"the last step was {step.number}", flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """Its name and etcd are what was given; the exit code is torchrun's."""
+    (tmp_path / "train.py").write_text(JOB)
+    command = [sys.executable, "-m", "elastic_trainer", "run", "--endpoint", etcd_endpoint, "--name", run_id]
+    done = subprocess.run(
+        [*command, "--", "train.py"],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "recovery=in_place train.py" in done.stderr
+    assert "the last step was 2" in done.stdout
+
+
+def test_completion_knows_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """And their options."""
+    assert main(["completion", "bash"]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoints" in said
+    assert "--kill-worker-at" in said

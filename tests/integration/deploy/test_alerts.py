@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from typing import Any
 
 import pytest
 
 from tests.support.deployment import PROMETHEUS, RUNBOOK_URL, RUNBOOKS, asked_in, load, recorded, rules
-from tests.support.promql import mistakes
+from tests.support.promql import ETCD, mistakes
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.writing import NAMES
 
@@ -73,3 +74,10 @@ def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
     assert monitor["honor_labels"]
     assert nodes["honor_labels"]
     assert config["rule_files"] == ["rules.yml", "alerts.yml"]
+
+
+def test_a_real_etcd_exports_what_the_alerts_read(etcd_endpoint: str) -> None:
+    """By name, in its own /metrics."""
+    with urllib.request.urlopen(f"http://{etcd_endpoint}/metrics", timeout=30) as answer:
+        exported = set(re.findall(r"^(\w+)[{ ]", answer.read().decode(), re.MULTILINE))
+    assert exported >= ETCD

@@ -1,24 +1,40 @@
-"""The manifests of k8s/: valid for the API server, as closed as the strictest standard asks, made of parts that fit."""
+"""The manifests of k8s/: valid for the API server, closed, of parts that fit, in one piece with settings and pages."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
+import shlex
 import subprocess
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
+from prometheus_client.registry import CollectorRegistry
 
-from tests.support.deployment import ROOT, load
+from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.task import find_task
+from elastic_trainer.monitor.serve import DEFAULT_PORT, Board, MonitorSite
+from elastic_trainer.settings import DEFAULT_ETCD_PORT
+from elastic_trainer.variables import ENV_ENDPOINT
+from elastic_trainer.web.node import NodeSite
+from elastic_trainer.web.server import Access, Answer, Request, Site
+from tests.support.agreement import Training, disagreements, quantity
+from tests.support.commands import understand
+from tests.support.connections import Pod, may_connect
+from tests.support.deployment import DEPLOY, ROOT, load
 from tests.support.manifests import (
     EXAMPLES,
     JOBS,
     K8S,
     OVERLAYS,
     RENDERED,
+    Container,
     Manifest,
     combined,
     container,
@@ -30,6 +46,8 @@ from tests.support.manifests import (
     settings_of,
 )
 from tests.support.podsecurity import violations
+from tests.support.prometheusrule import FILE as RULES_FILE
+from tests.support.prometheusrule import text as rules_text
 
 OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
@@ -227,3 +245,265 @@ def test_examples_train_as_the_job_does() -> None:
         assert essence(other) == essence(own)
     assert set(EXAMPLES) == {"cert-manager", "jobset", "kubeflow"}
     assert set(JOBS) == {"mnist", "gpt", "script"}
+
+
+TRAINED = ("jobs/mnist", "jobs/gpt", "jobs/script", "overlays/dev", "overlays/production-gpt")
+ALL_TRAINED = (*TRAINED, "examples/jobset", "examples/kubeflow")
+
+
+def training(folder: str) -> Training:
+    """The one Job of ``folder`` with what belongs to it."""
+    objects = rendered(folder)
+    (job,) = jobs(objects)
+    settings = settings_of(objects)
+    if folder == "overlays/production-gpt":
+        settings |= {"elastic-trainer": settings_of(rendered("overlays/production"))["elastic-trainer"]}
+    for each in of_kind(objects, "TrainJob"):  # the operator gives what it says to the runtime's only container
+        job["spec"]["template"]["spec"]["containers"][0]["args"] = each["spec"]["trainer"]["args"]
+        job["spec"]["parallelism"] = each["spec"]["trainer"]["numNodes"]
+    budgets = of_kind(objects, "PodDisruptionBudget")
+    return Training(job, settings, budgets[0] if budgets else None)
+
+
+@pytest.mark.parametrize("folder", ALL_TRAINED)
+def test_a_job_agrees_with_itself_and_with_the_package(folder: str) -> None:
+    """All rules of tests/support/agreement, for every Job that somebody may apply."""
+    it = training(folder)
+    assert disagreements(it) == []
+    assert (it.budget is not None) is (folder in TRAINED)
+
+
+@pytest.mark.parametrize("folder", TRAINED)
+def test_the_job_in_the_map_can_be_loaded_and_saves_where_all_pods_see_it(folder: str, tmp_path: Path) -> None:
+    """`elastic_trainer.training` takes the YAML, and its checkpoints lie on the volume, by the run's name."""
+    it = training(folder)
+    if it.torchrun.training_script == "/etc/elastic-trainer/train.py":
+        assert it.torchrun.training_script_args == [f"--directory=/checkpoints/{it.torchrun.rdzv_id}"]
+        return
+    assert it.trainer.command[-3:] == ["-m", "elastic_trainer.training", "/etc/elastic-trainer/job.yaml"]
+    file = tmp_path / "job.yaml"
+    file.write_text(it.settings[it.volume("job")["configMap"]["name"]]["job.yaml"], encoding="utf-8")
+    config = load_job(str(file))
+    find_task(config.task)(config)  # which checks its own part
+    assert config.checkpoint.directory == f"/checkpoints/{it.torchrun.rdzv_id}"
+    assert not config.compile  # the image has no compiler
+    files = [str(value) for value in config.data.values() if str(value).startswith("/")]
+    mounts = [mount["mountPath"] for mount in it.trainer.manifest["volumeMounts"]]
+    assert all(any(each.startswith(f"{mount}/") for mount in mounts) for each in files)
+
+
+def option(etcd: Container, name: str) -> str:
+    """The value of one of etcd's flags."""
+    (found,) = [part for part in etcd.command if part.startswith(f"--{name}=")]
+    return found.partition("=")[2]
+
+
+@pytest.mark.parametrize("name", ["dev", "production"])
+def test_etcd_forgets_restarts_and_is_judged_by_the_right_questions(name: str) -> None:
+    """Compaction as on one machine; liveness asks for this member alone; all members start together."""
+    workload = named(rendered(f"overlays/{name}"), "StatefulSet", "etcd")
+    etcd = container(workload["spec"]["template"], {})
+    compose = load(DEPLOY / "compose.yaml")["services"]["etcd"]["command"]
+    compaction = [part for part in compose if "auto-compaction" in part]
+    assert len(compaction) == 2
+    assert set(compaction) <= set(etcd.command)
+    for probe in ("startupProbe", "livenessProbe"):
+        path, port = etcd.probe(probe)
+        assert (path, port) == ("/health?serializable=true&exclude=NOSPACE", 2381)
+    assert etcd.probe("readinessProbe") == ("/health?exclude=NOSPACE", 2381)
+    assert etcd.patience_s("startupProbe") >= 180
+    assert etcd.patience_s("livenessProbe") >= 60
+    assert workload["spec"]["podManagementPolicy"] == "Parallel"
+    mounts = {mount["name"]: mount["mountPath"] for mount in etcd.manifest["volumeMounts"]}
+    assert option(etcd, "data-dir").startswith(f"{mounts['data']}/")
+    (claim,) = workload["spec"]["volumeClaimTemplates"]
+    room = quantity(claim["spec"]["resources"]["requests"]["storage"])
+    quota = int(etcd.environment.get("ETCD_QUOTA_BACKEND_BYTES", 2 * 2**30))
+    assert quota <= room / 2  # a defragmentation writes the database a second time
+
+
+def test_three_members_are_kept_apart_and_two_of_them_up() -> None:
+    """A disruption budget that is the majority, and one machine for each."""
+    objects = rendered("overlays/production")
+    spec = named(objects, "StatefulSet", "etcd")["spec"]
+    budget = named(objects, "PodDisruptionBudget", "etcd")["spec"]
+    assert budget["minAvailable"] == spec["replicas"] // 2 + 1 == 2
+    labels = spec["template"]["metadata"]["labels"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    (apart,) = spec["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert apart["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_liveness_never_depends_on_others_and_readiness_does() -> None:
+    """The probes' paths, asked of the real sites: of a node without a round, and of a monitor that has read nothing."""
+    node = NodeSite(CollectorRegistry(), Access(), lambda: "this node is in no round")
+    monitor = MonitorSite(Board(), Access())
+    dev = rendered("overlays/dev")
+    asked: dict[Site, Container] = {
+        node: container(named(dev, "Job", "mnist")["spec"]["template"], settings_of(dev)),
+        monitor: container(named(dev, "Deployment", "monitor")["spec"]["template"], settings_of(dev)),
+    }
+    for site, started in asked.items():
+        for probe, status in {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}.items():
+            if "exec" in started.manifest[probe]:  # a node's: the time of a file
+                continue
+            answer = site.answer(Request("GET", started.probe(probe)[0], {"host": "10.1.2.3:9471"}))
+            assert isinstance(answer, Answer)
+            assert answer.status == status
+
+
+def test_the_prometheus_rule_is_what_the_rule_files_say() -> None:
+    """`python -m tests.support.prometheusrule` was run after the last change of the rules."""
+    assert RULES_FILE.read_text(encoding="utf-8") == rules_text()
+    groups = [group for name in ("rules.yml", "alerts.yml") for group in load(DEPLOY / "prometheus" / name)["groups"]]
+    assert yaml.safe_load(rules_text())["spec"]["groups"] == groups
+
+
+def test_dashboards_are_in_maps_that_kubectl_can_apply() -> None:
+    """Both of them, below what an annotation may hold: kubectl apply keeps a copy there."""
+    maps = [
+        each
+        for each in of_kind(rendered("overlays/production"), "ConfigMap")
+        if "dashboard" in each["metadata"]["name"]
+    ]
+    files = {name: text for each in maps for name, text in each["data"].items()}
+    assert files == {
+        path.name: path.read_text(encoding="utf-8") for path in (DEPLOY / "grafana/dashboards").glob("*.json")
+    }
+    for each in maps:
+        assert len(yaml.safe_dump(each)) < 200_000
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_prometheus_finds_the_ports_that_pods_have() -> None:
+    """Each PodMonitor selects pods with a port of that name, keeps what they say of themselves, and names its job."""
+    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
+    settings = settings_of(objects)
+    labelled = [(pod["metadata"]["labels"], container(pod, settings)) for _, pod in pods(objects)]
+    jobs_named = set()
+    for each in of_kind(objects, "PodMonitor"):
+        wanted = each["spec"]["selector"]["matchLabels"]
+        selected = [started for labels, started in labelled if wanted.items() <= labels.items()]
+        (endpoint,) = each["spec"]["podMetricsEndpoints"]
+        assert len(selected) == 1
+        assert endpoint["port"] in selected[0].ports
+        (relabeling,) = endpoint["relabelings"]
+        assert (relabeling["targetLabel"], relabeling["replacement"]) == ("job", each["metadata"]["name"])
+        jobs_named.add(relabeling["replacement"])
+        assert endpoint.get("honorLabels", False) is (selected[0].name != "etcd")
+    scraped = {each["job_name"] for each in load(DEPLOY / "prometheus/prometheus.yml")["scrape_configs"]}
+    assert jobs_named == scraped | {"elastic-trainer-etcd"}
+
+
+HERE = {"kubernetes.io/metadata.name": "elastic-trainer"}
+PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
+STRANGER = Pod(
+    {"app.kubernetes.io/name": "etcd", "app.kubernetes.io/part-of": "elastic-trainer"}, {"other": "namespace"}
+)
+NEIGHBOR = Pod({"app.kubernetes.io/name": "web"}, HERE)
+DNS = Pod({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
+WORLD = Pod({}, {}, "8.8.8.8")
+
+
+def policies_and_pods() -> tuple[list[Manifest], dict[str, Pod]]:
+    """The policies of production with its run, and its pods by name; another run's as well."""
+    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
+    labelled = {
+        name: Pod(named(objects, kind, name)["spec"]["template"]["metadata"]["labels"], HERE)
+        for kind, name in (("StatefulSet", "etcd"), ("Deployment", "monitor"), ("Job", "gpt"))
+    }
+    labelled["other"] = Pod({**labelled["gpt"].labels, "elastic-trainer/run": "other"}, HERE)
+    return of_kind(objects, "NetworkPolicy"), labelled
+
+
+NEEDED = [
+    ("gpt", "etcd", DEFAULT_ETCD_PORT), ("monitor", "etcd", DEFAULT_ETCD_PORT), ("etcd", "etcd", 2380),
+    ("gpt", "gpt", 29500), ("gpt", "gpt", 41234), ("prometheus", "gpt", 9471), ("prometheus", "monitor", DEFAULT_PORT),
+    ("prometheus", "etcd", 2381), ("gpt", "dns", 53), ("monitor", "dns", 53), ("etcd", "dns", 53),
+]  # fmt: skip
+REFUSED = [
+    ("gpt", "etcd", 2380), ("monitor", "etcd", 2380), ("monitor", "gpt", 9471), ("gpt", "monitor", DEFAULT_PORT),
+    ("gpt", "other", 29500), ("other", "gpt", 29500), ("prometheus", "gpt", 29500),
+    ("prometheus", "etcd", DEFAULT_ETCD_PORT),
+    ("neighbor", "etcd", DEFAULT_ETCD_PORT), ("neighbor", "gpt", 9471), ("neighbor", "monitor", DEFAULT_PORT),
+    ("stranger", "etcd", 2380), ("gpt", "world", 443), ("monitor", "world", 443), ("etcd", "world", 443),
+    ("etcd", "gpt", 9471), ("gpt", "dns", 443), ("neighbor", "world", 443), ("world", "neighbor", 80),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "target", "port"), NEEDED)
+def test_what_is_needed_may_connect(source: str, target: str, port: int) -> None:
+    """Nodes and the monitor reach etcd, nodes of a run each other, Prometheus all three, everybody names."""
+    policies, own = policies_and_pods()
+    known = own | {"prometheus": PROMETHEUS, "dns": DNS}
+    protocols = ("TCP", "UDP") if target == "dns" else ("TCP",)
+    assert all(may_connect(policies, HERE, known[source], known[target], port, each) for each in protocols)
+
+
+@pytest.mark.parametrize(("source", "target", "port"), REFUSED)
+def test_everything_else_is_refused(source: str, target: str, port: int) -> None:
+    """Other runs, other pods of the namespace, other namespaces, the world, and ports that are not these."""
+    policies, own = policies_and_pods()
+    known = own | {"prometheus": PROMETHEUS, "dns": DNS, "neighbor": NEIGHBOR, "stranger": STRANGER, "world": WORLD}
+    assert not may_connect(policies, HERE, known[source], known[target], port)
+
+
+def test_policies_name_ports_that_somebody_listens_on() -> None:
+    """Each port in a policy is one of a container, or that of names."""
+    policies, _ = policies_and_pods()
+    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
+    listened = {
+        port["containerPort"]
+        for each in objects
+        if each["kind"] in ("StatefulSet", "Deployment", "Job")
+        for one in each["spec"]["template"]["spec"]["containers"]
+        for port in one["ports"]
+    }
+    rules: list[dict[str, Any]] = [
+        rule for each in policies for way in ("ingress", "egress") for rule in each["spec"].get(way, ())
+    ]
+    assert {port["port"] for rule in rules for port in rule.get("ports", ())} == listened | {53}
+
+
+PAGE = (K8S / "README.md").read_text(encoding="utf-8")
+FLAT = " ".join(PAGE.split())
+SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL))
+LINES = [line.partition(" #")[0].strip() for line in SHELL.splitlines() if line.partition(" #")[0].strip()]
+PATCHES = sorted(set(re.findall(r"kubectl patch (\S+ \S+) --type=merge -p '(\{.*?\})'", FLAT)))
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """JSON merge patch (RFC 7386)."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        result[key] = merged(result.get(key), value)
+    return result
+
+
+@pytest.mark.parametrize(("target", "patch"), PATCHES, ids=[patch for _, patch in PATCHES])
+def test_a_patch_leaves_a_job_that_is_right(target: str, patch: str) -> None:
+    """Sizes stay within the limits of the dev job, and what is patched are fields that exist."""
+    assert target == "job mnist"
+    objects = rendered("overlays/dev")
+    job = merged(named(objects, "Job", "mnist"), json.loads(patch))
+    assert job != named(objects, "Job", "mnist")
+    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+    budget = named(objects, "PodDisruptionBudget", "mnist")
+    assert disagreements(Training(job, settings_of(objects), budget)) == []
+
+
+def test_commands_of_this_package_are_understood() -> None:
+    """The real parsers take each ``elastic-trainer`` line, and settings know each variable."""
+    commands = [line.partition("|")[0] for line in LINES if line.startswith("elastic-trainer ")]
+    commands += re.findall(r"kubectl exec \S+ -- (elastic-trainer [\w -]+)", PAGE)
+    assert len(commands) == 6
+    for command in commands:
+        understand(shlex.split(command))
+    known = set(re.findall(r'"(ELASTIC_TRAINER_\w+)"', (ROOT / "elastic_trainer/variables.py").read_text("utf-8")))
+    written = set(re.findall(r"ELASTIC_TRAINER_\w+", PAGE))
+    rendered_too = {key for folder in RENDERED for key in settings_of(rendered(folder)).get("elastic-trainer", {})}
+    assert ENV_ENDPOINT in written
+    assert written | rendered_too <= known

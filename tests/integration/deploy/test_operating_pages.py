@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, Costs, costs, need, table
 from tests.support.commands import understand
 from tests.support.deployment import DEPLOY
 from tests.support.units import SYSTEMD, unit
@@ -44,3 +49,43 @@ def test_data_is_restored_where_the_unit_looks_for_it() -> None:
     assert set(re.findall(r"--data-dir[ =](\S+)", page)) == {place.partition("=")[2]}
     assert f"chown -R {ETCD.one('User')}:{ETCD.one('Group')} {place.partition('=')[2]}\n" in page
     assert f"`/var/lib/{BACKUP.one('StateDirectory')}`" in page
+
+
+PUBLISHED: dict[str, Any] = json.loads((DEPLOY / "capacity.json").read_text(encoding="utf-8"))
+COSTS: Costs = costs(PUBLISHED["costs"])
+PAGE = (DEPLOY / "capacity.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_table_of_the_published_figures() -> None:
+    """Nobody has changed a number by hand, in the page or in the formula alone."""
+    assert table(COSTS) in PAGE
+
+
+def test_what_one_of_each_costs_is_said_once() -> None:
+    """In the page that is made of the measurement; that about operating repeats none of it."""
+    sizes = {
+        "KiB": (COSTS.stored_per_node, COSTS.health_request, COSTS.monitor_read_per_node, COSTS.database_per_write),
+        "MiB": (COSTS.memory_base,),
+    }
+    written = {f"{each / {'KiB': 1 << 10, 'MiB': 1 << 20}[unit]:.2g} {unit}" for unit in sizes for each in sizes[unit]}
+    assert [each for each in sorted(written) if each not in PAGE] == []
+    operations = (DEPLOY / "operations.md").read_text(encoding="utf-8")
+    assert "](capacity.md)" in operations
+    assert re.findall(r"[\d.]+ [KM]iB", operations.partition("### What it costs")[2].partition("###")[0]) == []
+
+
+def test_all_nodes_together_write_no_more_than_etcd_likes() -> None:
+    """However many nodes there are, health writes stay at the product's limit."""
+    for nodes in (1, 100, 250, 1000, 10_000):
+        assert need(nodes, COSTS).health_writes <= NODES_PER_SECOND + 1.0
+    assert need(10, COSTS).health_writes == pytest.approx(10 / LEAST_INTERVAL_S + 1.0)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_round_of_each_size_fits_into_a_request(nodes: int) -> None:
+    """A planned change holds two rounds; etcd takes no larger request. The document is as large as the table says."""
+    members = tuple(RoundMember(f"trainer-{n:05d}", 123_456 + n, 0, 8 * n, 8) for n in range(nodes))
+    active = RoundDocument(number=9, nonce="0" * 16, state=RoundState.ACTIVE, members=members, reason="all are here")
+    draining = active.model_copy(update={"state": RoundState.DRAINING, "next": active})
+    assert len(draining.encode()) < REQUEST_LIMIT
+    assert len(active.encode()) < 2.0 * need(nodes, COSTS).round_document + 1000.0

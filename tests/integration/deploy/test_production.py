@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from elastic_trainer.cli.main import main
@@ -30,7 +29,6 @@ from tests.support.commands import quiet
 from tests.support.deployment import DEPLOY
 from tests.support.manifests import Container, container, jobs, named, rendered, settings_of
 from tests.support.platform import RenderedEtcd, status, variables
-from tests.support.prometheusrule import text as prometheus_rule
 from tests.support.requirements import needs
 from tests.support.waiting import eventually
 
@@ -170,13 +168,3 @@ def test_a_node_of_the_run_is_let_in_and_sees_no_other_run(
             put(store, f"{options.prefix}/other/spec", b"{}")
     finally:
         store.close()
-
-
-def test_prometheus_accepts_the_rules_of_the_manifest(tmp_path: Path) -> None:
-    """`promtool check rules` on the spec, since the operator's own schema takes any text for an expression."""
-    promtool = needs("promtool", "checks the alerting rules (Debian: prometheus)")
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump(yaml.safe_load(prometheus_rule())["spec"]), encoding="utf-8")
-    command = [promtool, "check", "rules", str(file)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,18 +107,6 @@ def test_one_dead_endpoint_of_two_is_a_warning(etcd_endpoint: str, capsys: pytes
     assert said.code == 0
     assert said.finding(f"etcd {etcd_endpoint}")["status"] == "ok"
     assert said.finding(f"etcd {dead}")["status"] == "warn"
-
-
-def test_a_server_that_is_not_etcd_is_bad(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another port of the same machine, with a web server."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        said = doctor(capsys, "--endpoint", f"127.0.0.1:{server.server_address[1]}")
-        server.shutdown()
-        thread.join()
-    assert said.code == 1
-    assert "is a web server" in said.finding("etcd")["text"]
 
 
 def test_credentials_are_those_of_rdzv_conf(own_etcd: EtcdServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,11 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from elastic_trainer.checkpoint import CheckpointManager, Owner, Retention, SaveInfo, describe
+from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, describe
 from elastic_trainer.checkpoint.comparison import difference, numbers
 from elastic_trainer.cli import checkpoints as looking
+from elastic_trainer.cli import checkpoints as saving
 from elastic_trainer.cli.main import main
-from elastic_trainer.clock import SYSTEM
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.membership.documents import SaveRequest
+from elastic_trainer.store.api import Put, RunKeys
+from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.states import flip_bit
 
 
@@ -335,9 +339,28 @@ def test_looking_comparing_and_pruning_need_no_torch(directory: Path, tmp_path: 
     assert ran_.returncode == 0, ran_.stderr
 
 
-def test_an_owner_of_the_directory_is_told_from_the_next(directory: Path) -> None:
-    """Pruning leaves the lock free for the job that comes."""
-    assert main(["checkpoints", "prune", str(directory), "--keep-last", "1"]) == 0
-    manager = CheckpointManager(directory, owner=Owner(run="next"))
-    manager.check_writable()
-    manager.close()
+KEYS = RunKeys("/p", "run")
+
+
+def test_an_answer_is_heard_though_the_next_request_has_replaced_it() -> None:
+    """Which may have its own answer by then; the request before both is forgotten."""
+    store = MemoryStore()
+
+    def answer(request: SaveRequest, name: str) -> None:
+        text = request.model_copy(update={"name": name}).encode()
+        store.transact([], [Put(KEYS.save, text)], deadline=Deadline.after(1.0))
+
+    def heard(asked: SaveRequest) -> str:
+        answered = saving._wait(store, KEYS, asked, Deadline.after(1.0))
+        return "" if answered is None else answered.name
+
+    first = saving._ask(store, KEYS)
+    answer(first, "step-1")
+    second = saving._ask(store, KEYS)
+    assert heard(first) == "step-1"
+    answer(second, "step-2")
+    assert [heard(first), heard(second)] == ["step-1", "step-2"]
+    third = saving._ask(store, KEYS)
+    assert heard(second) == "step-2"
+    assert third.before is not None
+    assert third.before.before is None

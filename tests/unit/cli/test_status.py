@@ -1,10 +1,11 @@
-"""What status and events print."""
+"""What status, events and the report of an incident print; waiting for a run that is to be watched."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,21 @@ from rich.console import Console, RenderableType
 
 from elastic_trainer import wording
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.events import as_json, as_line, in_order
+from elastic_trainer.cli.events import as_json, as_line, in_order, report, report_json, report_markdown
 from elastic_trainer.cli.main import Parser
 from elastic_trainer.cli.monitor import listen_address
 from elastic_trainer.cli.status import LiveShow, PlainShow, list_view, run_view
-from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import RoundState, Saved
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, StoreUnavailableError
+from elastic_trainer.membership.documents import Incident, JournalEntry, RoundState, Saved
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.reading import RunReading, StoreReading
 from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
 from elastic_trainer.monitor.state import Observed, Observer
-from elastic_trainer.settings import secret, store_endpoint
+from elastic_trainer.settings import StoreSettings, parse_endpoints, secret, store_endpoint
+from elastic_trainer.store.api import Order, Put, RunKeys, Snapshot
 from elastic_trainer.variables import ENV_ENDPOINT
+from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.monitored import entry, grouped, health, incident, rank, run
 
 AWAY = StoreStatus(False, 75.0)
@@ -267,3 +271,93 @@ def test_the_address_to_listen_on_has_a_host_and_a_port() -> None:
     for wrong in ("9470", ":9470", "x:", "x:70000", "x:-1", "x:²"):
         with pytest.raises(ConfigError, match="is not HOST:PORT"):
             listen_address(wrong)
+
+
+DIED = incident(7, kind="worker_died", cause=None, reason="worker 0 (rank 1) ended with exit code 1: ValueError: x | y")
+HAPPENED: list[JournalEntry | Incident] = [
+    entry(6),
+    incident(6),
+    entry(7),
+    DIED,
+    entry(7, RoundState.BROKEN),
+    incident(7, world_before=4),
+    entry(8),
+]
+
+
+def test_a_report_has_all_of_one_round_and_what_followed() -> None:
+    """Both kinds of records, and the transitions of the round and of the next one, in both forms."""
+    found = report("r", 7, HAPPENED)
+    values = json.loads(report_json(found))
+    assert (values["run"], values["round"]) == ("r", 7)
+    assert [each["kind"] for each in values["incidents"]] == ["worker_died", "round"]
+    assert [(each["round"], each["state"]) for each in values["transitions"]] == [
+        (7, "active"),
+        (7, "broken"),
+        (8, "active"),
+    ]
+    page = report_markdown(found, ["first", "second"])
+    assert page.startswith("# Run r, round 7\n\n## Worker died\n")
+    assert "| reason | worker 0 (rank 1) ended with exit code 1: ValueError: x / y |" in page
+    assert (
+        "| outcome | No step was lost. Nobody knows since when training stood still; it took 50 ms to regroup" in page
+    )
+    assert "| next round | 8 |" in page
+    assert "- first\n- second" in page
+
+
+@pytest.mark.parametrize(
+    ("is_open", "said"), [(True, "No round has followed yet."), (False, "The run did not continue after it.")]
+)
+def test_where_nothing_followed_the_report_says_so(is_open: bool, said: str) -> None:
+    """And gives no figures of a recovery that never was."""
+    end = incident(7).model_copy(update={"open": is_open, "next_round": None})
+    page = report_markdown(report("r", 7, [end]), [])
+    assert f"| outcome | {said} |" in page
+    assert "next round" not in page
+
+
+@pytest.mark.parametrize(
+    ("happened", "hint"), [([entry(7), incident(3), incident(5)], "there are some of rounds 3,5"), ([], "none")]
+)
+def test_an_incident_that_is_not_there_is_one_sentence(happened: list[JournalEntry | Incident], hint: str) -> None:
+    """With those that there are."""
+    with pytest.raises(ConfigError, match="no incident of round 7 of run 'r' is known") as caught:
+        report("r", 7, happened)
+    assert hint in str(caught.value)
+
+
+KEYS = RunKeys("/elastic_trainer", "run")
+
+
+class Troubled(MemoryStore):
+    """A store that is away for two reads after the first, and then has the run."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.reads: Iterator[int] = iter(range(100))
+
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        if prefix == KEYS.root:
+            turn = next(self.reads)
+            if turn in (1, 2):
+                raise StoreUnavailableError("etcd does not answer")
+            if turn == 3:
+                self.transact([], [Put(KEYS.spec, b"{}")], deadline=Deadline.after(1.0))
+        return super().range(prefix, deadline, limit=limit, order=order, keys_only=keys_only)
+
+
+def test_an_outage_does_not_end_the_wait_for_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once, as is that the run is not there; the wait ends when the run is."""
+    monkeypatch.setattr(connection, "pause", lambda _: None)
+    settings = StoreSettings(endpoints=parse_endpoints("127.0.0.1:2379"))
+    connection.await_run(Troubled(), settings, KEYS)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "waiting: there is no run 'run' in the etcd at 127.0.0.1:2379",
+        "waiting: etcd does not answer",
+    ]

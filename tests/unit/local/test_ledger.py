@@ -1,15 +1,16 @@
-"""The ledger audit: what survives of a job, and whether its data was used exactly once."""
+"""What survives of a job, whether its data was used exactly once, and how files are read while they grow."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.local.ledger import Line, LineKind, audit, lineage, parse
+from elastic_trainer.local.ledger import FileTail, LedgerTail, Line, LineKind, audit, end_of, last_error, lineage, parse
 from tests.support.story import committed, epochs
 
 
@@ -151,3 +152,82 @@ def test_lines_are_read_leniently_about_new_fields_and_strictly_about_the_rest()
     assert (line.event, line.step, line.samples) == (LineKind.STEP, 3, (1, 2))
     assert parse(json.dumps(good)[:-5]) is None
     assert parse('{"event": "dance", "t": 1}') is None
+
+
+def test_a_line_is_seen_once_and_only_when_it_is_complete(tmp_path: Path) -> None:
+    """A line torn by a kill never appears; one that is completed later appears then."""
+    path = tmp_path / "log"
+    tail = FileTail(path)
+    assert tail.read() == []
+    path.write_text("one\ntwo")
+    assert tail.read() == ["one"]
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write(" more\nthree\n")
+    assert tail.read() == ["two more", "three"]
+
+
+def test_lines_of_all_processes_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    """New files are found, and what cannot be read hides no other line."""
+    tail = LedgerTail(tmp_path)
+    (tmp_path / "n0-0-1.jsonl").write_text('{"event": "step", "t": 2.0, "step": 2}\nnot json\n')
+    (tmp_path / "n1-0-2.jsonl").write_text('{"event": "step", "t": 1.0, "step": 1}\n')
+    assert [line.step for line in tail.read()] == [1, 2]
+    (tmp_path / "n2-0-3.jsonl").write_text('{"event": "closed", "t": 3.0, "step": 2, "status": "done"}\n')
+    assert [line.status for line in tail.read()] == ["done"]
+
+
+TRACEBACK = """\
+started
+Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import nosuchthing
+
+ModuleNotFoundError: No module named 'nosuchthing'
+E1124 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)
+"""
+SYNTAX = """\
+  File "train.py", line 1
+    x y
+      ^
+SyntaxError: invalid syntax
+"""
+TORCHRUN = """\
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+====
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", ""),
+        ("epoch 1: Error rate 5 %\n", ""),
+        (TRACEBACK, "ModuleNotFoundError: No module named 'nosuchthing'"),
+        (TRACEBACK + SYNTAX, "SyntaxError: invalid syntax"),
+        (TRACEBACK + TORCHRUN, "ModuleNotFoundError: No module named 'nosuchthing'"),
+        ("error: no such key (did you mean 'lr'?)\n" + TORCHRUN, "no such key (did you mean 'lr'?)"),
+        (TORCHRUN, ""),
+        (TORCHRUN.replace("errors.ChildFailedError:", "api.SignalException: Process 7 got signal: 15"), ""),
+        (
+            "".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines()),
+            "ModuleNotFoundError: No module named 'nosuchthing'",
+        ),
+        ("elastic-trainer: the run is full\n", "the run is full"),
+    ],
+)
+def test_the_last_error_is_the_scripts_own(text: str, error: str) -> None:
+    """Of a traceback, a syntax error or a sentence of this package; what torchrun adds is passed over."""
+    assert last_error(text.splitlines()) == error
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    """64 KiB of it; a log that is not there has no lines."""
+    log = tmp_path / "n0.log"
+    log.write_text("first\n" + "x" * (64 << 10) + "\nlast\n")
+    assert end_of(log)[-1] == "last"
+    assert "first" not in end_of(log)
+    assert end_of(tmp_path / "none") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.variables import ENV_LEDGER_DIR
-from tests.support.waiting import eventually
+from tests.support.waiting import LIMIT_S, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -192,3 +193,16 @@ def test_a_process_whose_first_thread_has_ended_is_alive_until_all_have() -> Non
     finally:
         child.kill()
         child.communicate()
+
+
+def test_who_has_ended_since_it_was_found_has_no_environment() -> None:
+    """Nor is it anybody's child."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"MARK": "a"})
+    found = psutil.Process(child.pid)
+    assert found in processes.children(os.getpid())
+    assert processes.environment(found) == {"MARK": "a"}
+    child.kill()
+    child.communicate(timeout=LIMIT_S)
+    assert found not in processes.children(os.getpid())
+    assert processes.children(found.pid) == []
+    assert processes.environment(found) == {}
