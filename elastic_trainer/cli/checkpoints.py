@@ -164,6 +164,8 @@ def progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
+# ---- list
+
 FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "created", "metrics", "best", "size")
 _BAD = {Soundness.DAMAGED, Soundness.UNREADABLE}
 
@@ -367,6 +369,9 @@ _MOST = 40
 _LONGEST = 60
 
 
+# ---- diff
+
+
 def configure_diff(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.add_argument("left", metavar="A", help=CHECKPOINT)
@@ -443,6 +448,9 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+# ---- prune
+
+
 def configure_prune(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
@@ -504,6 +512,8 @@ def _policy(arguments: argparse.Namespace) -> Retention:
         keep_best=arguments.keep_best or 1,
     )
 
+
+# ---- export
 
 SAFETENSORS, TORCH, HUGGINGFACE = "safetensors", "torch", "huggingface"
 _CONFIG = "config.json"
@@ -634,6 +644,8 @@ def _contents(done: Brought) -> str:
     return f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
 
 
+# ---- save
+
 DocumentT = TypeVar("DocumentT", bound=Document)
 LIMIT_S = 600.0
 _LOOK_S = 0.2
@@ -761,6 +773,8 @@ def _withdraw(store: Store, keys: RunKeys, asked: SaveRequest) -> None:
         guard = unchanged(keys.save, there.mod_revision)
         store.transact([guard], [Delete(keys.save)], deadline=Deadline.after(connection.CONNECT_S))
 
+
+# ---- all actions
 
 ACTIONS = {
     "list": (configure_list, run_list, "the checkpoints of a directory, newest first"),

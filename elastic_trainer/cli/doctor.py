@@ -145,6 +145,8 @@ def _show(found: Examination) -> None:
         print(f"versions: {', '.join(f'{name} {version}' for name, version in sorted(found.versions.items()))}")
 
 
+# ---- the checks
+
 KEEP_S = 600.0
 """Seconds that a doctor's report stays in the store for comparison."""
 

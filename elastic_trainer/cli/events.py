@@ -188,6 +188,9 @@ def _print(lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
+# ---- the report of one round
+
+
 @dataclass(frozen=True, slots=True)
 class PostMortem:
     """What happened in round ``number`` of ``run``, and the transitions of that round and of the one that followed."""

@@ -46,7 +46,11 @@ def run_init(arguments: argparse.Namespace) -> int:
     if file.suffix == ".py" and file.exists():
         return _show(file)
     for path, text in _new(file).items():
-        _write(path, text)
+        try:
+            with path.open("x", encoding="utf-8") as new:
+                new.write(text)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}", hint="check the directory") from error
         print(f"wrote {path}")
     way = f"python {file}" if file.suffix == ".py" else f"python -m elastic_trainer.training {file}"
     print(f"try it: {way}")
@@ -95,13 +99,7 @@ def _new(file: Path) -> dict[Path, str]:
     return texts
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}", hint="check the directory") from error
-
+# ---- what a Session takes over, by line
 
 WIDTH = 90
 """Columns that are shown of a line of the script."""

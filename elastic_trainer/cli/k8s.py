@@ -280,6 +280,8 @@ def may_fail(pods: int, least: int) -> int:
     return max(0, pods - least)
 
 
+# ---- manifests from templates
+
 SOURCE_DIRECTORY: Final = "/etc/elastic-trainer"
 OUR_FILES: Final = frozenset(
     f"{name}.yaml" for name in ("job", "checkpoints", "disruption", "network", "kustomization")
@@ -368,6 +370,8 @@ def _quantity(text: str) -> str:
 def _quoted(text: str) -> str:
     return yaml.dump(text, default_style='"', width=10**9).removesuffix("\n")
 
+
+# ---- render
 
 LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
@@ -618,6 +622,8 @@ def _say(sentence: str) -> None:
     print(f"elastic-trainer: {sentence}", file=sys.stderr)
 
 
+# ---- scale
+
 LIMIT_S = 60.0
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -693,6 +699,8 @@ def _kubectl(words: list[str]) -> str:
         raise ElasticTrainerError(f"kubectl: {said[-1] if said else f'exit code {done.returncode}'}")
     return done.stdout
 
+
+# ---- all actions
 
 ACTIONS = {
     "render": (configure_render, run_render, "print all manifests of one run, or write a folder of them"),

@@ -123,6 +123,9 @@ def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Callable[[arg
     return parser, loaded
 
 
+# ---- what commands share
+
+
 def ensure_torch() -> None:
     """ConfigError unless torch is installed, without loading it: for commands whose processes use it."""
     if find_spec("torch") is None:
@@ -175,6 +178,8 @@ def key_values(text: str) -> dict[str, str]:
         options[name.strip()] = value.strip()
     return options
 
+
+# ---- completion
 
 SHELLS = ("bash", "zsh", "tcsh")
 

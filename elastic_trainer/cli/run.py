@@ -136,6 +136,8 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
+# ---- local
+
 ALL_THERE_S = 60.0
 """How long the first round waits for the nodes that are started together, where no more than these may come."""
 _LOCAL_EXAMPLE = "example: elastic-trainer local --nodes 1:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
@@ -240,6 +242,8 @@ def patient(conf: Mapping[str, str]) -> dict[str, str]:
     return {"last_call": f"{ALL_THERE_S:g}", **conf}
 
 
+# ---- drill
+
 _DRILL_EXAMPLE = "example: elastic-trainer drill worker-kill --repeats 5"
 
 
@@ -284,6 +288,9 @@ def run_drill(arguments: argparse.Namespace) -> int:
     else:
         show(report, console())
     return 0 if report.ok else EXIT_FAILURE
+
+
+# ---- plot
 
 
 def configure_plot(parser: argparse.ArgumentParser) -> None:

@@ -182,6 +182,8 @@ def view_of(reading: StoreReading, name: str | None, *, wide: bool = False) -> R
     return list_view(value, wide=wide)
 
 
+# ---- tables
+
 MOST_RANKS = 40
 """With more, a node is one row."""
 MOST_INCIDENTS = 5

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -251,6 +252,8 @@ def _round_text(document: RoundDocument) -> str:
             return f"run closed, {document.result or 'without a result'}{because}"
 
 
+# ---- views
+
 PROGRESS_EVERY_S = 5.0
 SETTLE_S = 0.5
 """A line is printed this long after what it tells of, since news of one moment come from files and etcd one by one."""
@@ -318,7 +321,7 @@ class PlainDisplay:
         self._print(math.inf)
 
     def _print(self, until: float) -> None:
-        self._held.sort(key=by_time)
+        self._held.sort(key=BY_TIME)
         while self._held and self._held[0].t <= until:
             line = incident_line(self._held.pop(0), self._started_at)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -345,19 +348,13 @@ class LiveDisplay:
         self._live.stop()
 
 
-def by_time(incident: ShownIncident) -> float:
-    """What to sort by: news of one moment arrive in any order."""
-    return incident.t
-
-
-def stamp(seconds: float) -> str:
-    """Time since the start, in a fixed width."""
-    return f"[{seconds:7.2f} s]"
+BY_TIME = attrgetter("t")
+"""What to sort by: news of one moment arrive in any order."""
 
 
 def incident_line(incident: ShownIncident, started_at: float) -> str:
-    """One incident as one line."""
-    return f"{stamp(incident.t - started_at)} {incident.text}"
+    """One incident as one line, with the time since the start in a fixed width."""
+    return f"[{incident.t - started_at:7.2f} s] {incident.text}"
 
 
 def progress_line(picture: Picture) -> str:
@@ -396,7 +393,7 @@ def readable(line: str) -> str:
 def render(picture: Picture, now: float, width: int = 80, height: int = 24) -> RenderableType:
     """The whole view on a terminal of this size, with the newest incidents in full."""
     head = Text(f"run {picture.run}  {now - picture.started_at:.0f} s  {progress_line(picture)}", style="bold")
-    shown = sorted(picture.incidents, key=by_time)[-_SHOWN:]
+    shown = sorted(picture.incidents, key=BY_TIME)[-_SHOWN:]
     told = [Text(incident_line(each, picture.started_at), style=_KINDS[each.kind]) for each in shown]
     room = height - len(picture.nodes) - _FRAME
     while len(told) > 1 and sum(-(-text.cell_len // (width - 10)) for text in told) > room:

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -76,7 +76,7 @@ class Obstacles:
 
     def inside_step(self, session: Session) -> None:
         """Get stuck here, if that is asked for."""
-        pause(self._longer_s())
+        pause((float(self._pace.read_text()) if self._pace.exists() else 0.0) + _SLOWER_S * self._slow)
         kind = self.met(Wedge.LOCK, Wedge.LOOP, Wedge.COLLECTIVE, Wedge.SLOW)
         self._slow |= kind is Wedge.SLOW
         if kind is Wedge.LOCK:
@@ -91,10 +91,6 @@ class Obstacles:
         """``loss``, or NaN if that is asked for."""
         wanted = self._path.exists() and self._path.read_text() == Wedge.NAN
         return loss * float("nan") if wanted else loss
-
-    def _longer_s(self) -> float:
-        paced_s = float(self._pace.read_text()) if self._pace.exists() else 0.0
-        return paced_s + _SLOWER_S * self._slow
 
 
 class Rows(TensorDataset):
@@ -145,6 +141,8 @@ def _place(path: Path, text: str) -> None:
     begun.write_text(text)
     begun.rename(path)
 
+
+# ---- the job
 
 STOP_FILE, DIGESTS, CHECKPOINTS = "stop", "digests", "checkpoints"
 STACKS_SIGNAL = signal.SIGUSR1
@@ -223,16 +221,14 @@ class Digests:
         return session.rank % (within if self._sharded == Sharded.GROUP else session.world_size)
 
     def _digest(self) -> str:
-        hasher = xxhash.xxh3_128()
-        for tensor in self._tensors():
-            hasher.update(cast("Any", local(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-        return hasher.hexdigest()
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.state_dict().values()
+        tensors = list(self._model.state_dict().values())
         kept: dict[int, dict[str, Any]] = self._optimizer.state_dict()["state"]
         for number in sorted(kept):
-            yield from (value for _, value in sorted(kept[number].items()) if isinstance(value, torch.Tensor))
+            tensors += [value for _, value in sorted(kept[number].items()) if isinstance(value, torch.Tensor)]
+        hasher = xxhash.xxh3_128()
+        for tensor in tensors:
+            hasher.update(cast("Any", local(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        return hasher.hexdigest()
 
 
 class Beside(Protocol):
@@ -253,7 +249,8 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
     model = _model(options.width, options.reduction)
-    data: torch.utils.data.TensorDataset = _data(options.samples)
+    rows = torch.randn(options.samples, FEATURES, generator=torch.Generator().manual_seed(1))
+    data: TensorDataset = TensorDataset(rows, torch.arange(options.samples) % CLASSES)
     obstacles = Obstacles(options.directory, worker_environment().node)
     if options.wedges:
         data = Rows(data, obstacles)
@@ -320,13 +317,6 @@ def _shard(model: nn.Module, session: Session, over: str) -> None:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-
-
-def _data(samples: int) -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(
-        torch.randn(samples, FEATURES, generator=generator), torch.arange(samples) % CLASSES
-    )
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:

@@ -179,6 +179,9 @@ def recovery(injected: Injected, lines: Sequence[Line]) -> Recovery | None:
     )
 
 
+# ---- what must hold
+
+
 class JournalMoment(StrEnum):
     """When a digest was taken: every few steps, and at the end of a process."""
 

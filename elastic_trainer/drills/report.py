@@ -138,7 +138,7 @@ def summarize(
         rounds=rounds(lines, documents),
         nodes=nodes,
         faults=tuple(FaultSummary(str(each), each.node, each.step, each.t, recovery(each, lines)) for each in injected),
-        unmet=tuple(str(fault) for fault in ending.unmet),
+        unmet=tuple(map(str, ending.unmet)),
         audit=audit(lines),
         checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
         metrics={line.name: line.value for line in lines if line.name and line.value is not None},
@@ -213,6 +213,9 @@ def _failures(failed: Sequence[NodeSummary]) -> str:
     for node in failed:
         alike.setdefault(node.why, []).append(node.name)
     return "; ".join(f"node{'s' * (len(names) > 1)} {' and '.join(names)} {why}" for why, names in alike.items())
+
+
+# ---- drills
 
 
 @dataclass(frozen=True, slots=True)

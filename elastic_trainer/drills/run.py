@@ -165,6 +165,8 @@ def named(name: str) -> Drill:
     return drill
 
 
+# ---- playing one
+
 Say = Callable[[str], None]
 
 

@@ -193,12 +193,10 @@ class Stage:
             return None
         if standing.least_steps() < steps:
             return None
-        return standing if all(self._alive(name, pid) for name, pid in standing.pids.items()) else None
-
-    def _alive(self, name: str, pid: int) -> bool:
-        """Whether the process that stepped is there still: of one just killed nothing has been written yet."""
-        worker = self.worker(name)
-        return worker is not None and worker.pid == pid and processes.alive(worker)
+        # Of a process that was just killed nothing has been written yet.
+        workers = [(self.worker(name), pid) for name, pid in standing.pids.items()]
+        there = all(each is not None and each.pid == pid and processes.alive(each) for each, pid in workers)
+        return standing if there else None
 
     def resumed(self, pids: Collection[int], t: float, round_: int, what: str) -> float:
         """When all of ``pids`` had committed a step after ``t`` in ``round_`` or later, once they have five."""

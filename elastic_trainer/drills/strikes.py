@@ -84,6 +84,8 @@ def restarted(stage: Stage, survivors: Mapping[str, int]) -> list[str]:
     return problems
 
 
+# ---- workers and nodes
+
 MOST_APART_S = 0.05
 _TRIES = 3
 
@@ -301,6 +303,8 @@ def _draining(stage: Stage, number: int) -> bool:
     return any(each.state is RoundState.DRAINING and each.number >= number for each in stage.history)
 
 
+# ---- networks
+
 HELD_S = 7.0
 """How long the node stays cut off once the others train on: until its lease has ended too, or it would end amid the
 return."""
@@ -350,6 +354,8 @@ def _left_out(stage: Stage, number: int) -> str | None:
     return next((each.left_out for each in stage.history if each.number > number and each.left_out), None)
 
 
+# ---- a busy machine
+
 LOOPS = 8
 _LOOP = "while True: pass"
 
@@ -393,6 +399,8 @@ def busy_loops() -> Iterator[None]:
             stack.callback(loop.kill)
         yield
 
+
+# ---- etcd
 
 LEFT_S = 1.5
 """How long etcd stays away once a worker has been killed without it."""
@@ -513,6 +521,9 @@ def _leads(stage: Stage, but: int) -> int | None:
     except StoreUnavailableError:
         return None
     return index + 1 if index != but else None
+
+
+# ---- shards
 
 
 def group_kill(stage: Stage, repeat: int) -> Effect:

@@ -67,17 +67,16 @@ def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_without_flags(os.environ),
+            env={
+                name: value for name, value in os.environ.items() if not name.startswith("ETCD_")
+            },  # no flags of others
             start_new_session=True,  # its owner handles Ctrl-C
         )
 
     return _SPAWNER.submit(start).result()
 
 
-def _without_flags(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without ETCD_* variables, which etcd would read as flags."""
-    return {name: value for name, value in environment.items() if not name.startswith("ETCD_")}
-
+# ---- servers
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0

@@ -65,6 +65,8 @@ def is_free(port: int) -> bool:
         return True
 
 
+# ---- hosts
+
 PROGRAMS = ("ip", "nsenter")
 BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"
 ABOVE, BELOW, IPV6 = HUBS = "192.168.0.1/16", "10.213.0.1/16", "fd99::1/64"

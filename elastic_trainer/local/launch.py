@@ -99,7 +99,8 @@ def launch(
         failed = [node for node in cluster.nodes if node.exit_code() != 0]
     if failed:
         raise _failure(directory, nprocs, failed[0])
-    results = [_result(result_file(directory, number)) for number in range(nprocs)]
+    files = [result_file(directory, number) for number in range(nprocs)]
+    results = [cloudpickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     shutil.rmtree(directory, ignore_errors=True)
     return results
 
@@ -128,10 +129,6 @@ def _follow(cluster: LocalCluster, tails: Sequence[FileTail]) -> None:
                 print(line, flush=True)  # also works with a notebook's own stdout
         if not ended:
             pause(_POLL_S)
-
-
-def _result(file: Path) -> Any:
-    return cloudpickle.loads(file.read_bytes()) if file.exists() else None
 
 
 def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:

@@ -232,6 +232,9 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
     return "; ".join(parts)
 
 
+# ---- files that grow
+
+
 class FileTail:
     """Reads the new complete lines of one file; the file need not exist yet."""
 

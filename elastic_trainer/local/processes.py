@@ -86,12 +86,8 @@ def marked(marks: Mapping[str, str]) -> list[psutil.Process]:
     Includes orphans.
     """
     me = psutil.Process().pid
-    return [process for process in psutil.process_iter() if process.pid != me and _carries(process, marks)]
-
-
-def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
-    found = environment(process)
-    return bool(found) and all(found.get(name) == value for name, value in marks.items()) and alive(process)
+    started = ((process, environment(process)) for process in psutil.process_iter() if process.pid != me)
+    return [process for process, found in started if found and marks.items() <= found.items() and alive(process)]
 
 
 def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:

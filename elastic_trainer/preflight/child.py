@@ -150,6 +150,8 @@ def findings_of(
     return found
 
 
+# ---- in the child
+
 _REPRIEVE_S = 10.0
 """Extra seconds, so that the parent acts first and can report what happened."""
 

@@ -65,7 +65,8 @@ class PeerComparison:
             pause(min(_LOOK_S, waiting.remaining_s()), clock=self._clock)
         reports = published(self._store, self._keys, self._soon())
         peers = [each for each in reports if each.report.node != self._node]
-        return report_in(self._store, self._keys, self._node, self._soon()), peers
+        mine = self._store.get(self._keys.preflight_node(self._node), self._soon()).first
+        return _read(mine) if mine is not None else None, peers
 
     def _neighbors(self) -> list[Neighbor]:
         """The nodes of the run and their agents' addresses."""
@@ -92,6 +93,8 @@ class PeerComparison:
     def _soon(self) -> Deadline:
         return Deadline.after(STORE_S, self._clock)
 
+
+# ---- etcd
 
 ENDPOINT_S, ENDPOINT_SHARE = 4.0, 0.1
 """Time limit of one endpoint, in seconds, and as a share of the time for all checks; the longer one holds."""
@@ -154,6 +157,8 @@ def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
     )
 
 
+# ---- reports
+
 COMPARED = ("matmul.", "memory.", "disk.write", "disk.read")
 """Name prefixes of findings whose values nodes compare: higher is better."""
 MOST_COMPARED = 64
@@ -188,12 +193,6 @@ def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Publishe
     found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
     reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
     return tuple(report for report in reports if report is not None)
-
-
-def report_in(store: Store, keys: RunKeys, node: str, deadline: Deadline) -> Published | None:
-    """The report of ``node``."""
-    item = store.get(keys.preflight_node(node), deadline).first
-    return _read(item) if item is not None else None
 
 
 def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:

@@ -85,6 +85,8 @@ def _compute(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[
     return findings_of("compute", "elastic_trainer.preflight.compute", words, deadline, doing, versions)
 
 
+# ---- this machine
+
 SHARED_MEMORY = Path("/dev/shm")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _SHM_HINT = "docker run --shm-size, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
@@ -150,6 +152,8 @@ def processors(workers: int, threads: int | None, quota: Path = CPU_QUOTA) -> Fi
         return Finding("cpu", Status.WARN, text, float(wanted), "threads", cores, hint)
     return Finding("cpu", Status.OK, text, float(wanted), "threads", cores)
 
+
+# ---- GPUs
 
 _TOOL = "nvidia-smi"
 _FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active"
@@ -227,6 +231,8 @@ def _judged(name: str, model: str, errors: int | None, reasons: int | None) -> F
     unknown = "" if errors is not None else ", memory errors are not counted"
     return Finding(name, Status.OK, f"{model}{unknown}", None if errors is None else 0.0, "errors", 0.0)
 
+
+# ---- network
 
 CONNECT_S = 2.0
 AT_ONCE = 32

@@ -81,6 +81,8 @@ def size_text(size: float) -> str:
     return f"{amount(size)} {unit}"
 
 
+# ---- limits
+
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 NODE_CHECKS_S: Final = 120.0

@@ -74,6 +74,8 @@ def judged_clocks(name: str, offsets: dict[str, float], limits: FitLimits, prefi
     return found.but(Status.WARN, _CLOCK_HINT, f"the clock of {node} is {prefix}{abs(worst):.3g} s {side} this node's")
 
 
+# ---- pairs
+
 SIZES: Final = (4096, MIB, 16 * MIB)
 """Bytes of the all-reduces, from latency-bound to bandwidth-bound; the largest is judged."""
 MOST_TURNS: Final = 31
@@ -205,6 +207,8 @@ def _times(measured: Measured) -> str:
     parts = [f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items())]
     return ", ".join(parts)
 
+
+# ---- reports
 
 MUST_AGREE: Final = ("torch", "cuda", "nccl")
 SHOULD_AGREE: Final = ("elastic_trainer", "python", "driver")

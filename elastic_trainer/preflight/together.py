@@ -124,6 +124,8 @@ def _as_measured(values: Mapping[str, Any]) -> Measured:
     return Measured(seconds, str(values.get("error", "")))
 
 
+# ---- meeting
+
 TTL_S = 5.0
 LOOK_S = 0.25
 _FEW = 64
@@ -184,7 +186,8 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         present = _read(items)
         if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
             return meeting
-        waiting = _waiting([each for _, each in present])
+        taken = {member.node for _, each in present for member in each.members}
+        waiting = [each for _, each in present if each.place.node not in taken]  # who is in no meeting yet
         for other in waiting:
             if other.count != mine.count:
                 raise ConfigError(
@@ -228,9 +231,3 @@ def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
         if any(member.node == node for member in each.members):
             return Meeting(each.members, each.nonce)
     return None
-
-
-def _waiting(present: Sequence[Attendance]) -> list[Attendance]:
-    """The nodes that are not in a meeting yet."""
-    taken = {member.node for each in present for member in each.members}
-    return [each for each in present if each.place.node not in taken]

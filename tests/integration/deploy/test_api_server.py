@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import yaml
 
-from elastic_trainer.cli import k8s as rendering
-from elastic_trainer.cli.k8s import values
-from elastic_trainer.cli.main import main, whole_parser
+from elastic_trainer.cli.main import main
+from tests.integration.deploy.test_render import SCRIPT, asked, objects_of
 from tests.support.deployment import ROOT
 from tests.support.manifests import RENDERED, Manifest, of_kind, rendered
 from tests.support.requirements import needs, outside
@@ -53,16 +52,8 @@ def refusals(objects: Sequence[Manifest], namespace: str) -> list[str]:
             continue
         if "namespace" in each["metadata"]:
             each["metadata"]["namespace"] = namespace
-        words = (
-            "apply",
-            "--server-side",
-            "--dry-run=server",
-            "--validate=strict",
-            f"--namespace={namespace}",
-            "-f",
-            "-",
-        )
-        done = kubectl(*words, text=yaml.safe_dump(each))
+        words = ("apply", "--server-side", "--dry-run=server", "--validate=strict", f"--namespace={namespace}")
+        done = kubectl(*words, "-f", "-", text=yaml.safe_dump(each))
         if done.returncode != 0 or "would violate PodSecurity" in done.stderr:
             said.append(f"{each['kind']} {each['metadata']['name']}: {done.stderr.strip()}")
     return said
@@ -70,10 +61,7 @@ def refusals(objects: Sequence[Manifest], namespace: str) -> list[str]:
 
 def run_of(*words: str) -> list[Manifest]:
     """What ``elastic-trainer k8s render`` prints."""
-    parser, _ = whole_parser(["k8s"])
-    given = ["--name", "kube-test", "--image", "elastic-trainer:latest", *words]
-    asked = values(parser.parse_args(["k8s", "render", *given, "--", "elastic_trainer/jobs/scripts/session_script.py"]))
-    return list(yaml.safe_load_all(rendering.stream(asked)))
+    return objects_of(asked("--name", "kube-test", "--image", "elastic-trainer:latest", *words, "--", SCRIPT))
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
-from elastic_trainer.cli import k8s as rendering
 from elastic_trainer.cli.k8s import KubernetesRun
-from tests.integration.deploy.test_render import GIVEN, asked, by_name, runs
+from tests.integration.deploy.test_render import GIVEN, asked, by_name, objects_of, runs
 from tests.support.helmchart import CHART, chart_files, chart_values, helm
 from tests.support.manifests import Manifest
 
@@ -55,7 +54,7 @@ def test_chart_and_render_make_the_same_objects(tmp_path: Path, run: KubernetesR
     """Runs of all sizes and kinds; render's objects are judged by Kubernetes' schemas and Pod Security elsewhere."""
     run = run.model_copy(update={"namespace": run.namespace or "team"})
     release = made(chart_values(run), tmp_path, str(run.namespace))
-    assert unordered(release) == unordered(list(yaml.safe_load_all(rendering.stream(run))))
+    assert unordered(release) == unordered(objects_of(run))
 
 
 @pytest.mark.parametrize("more", [[], ["--gpus", "8"], ["--nproc-per-node", "3"], ["--memory", "4Gi"], ["--cpu", "4"]])
@@ -67,7 +66,7 @@ def test_what_is_not_said_is_what_render_takes(more: list[str], tmp_path: Path) 
         name, kind = names.get(option, ("", str))
         values |= {name: kind(text)} if name else {option.strip("-"): {"request": text}}
     run = asked(*GIVEN, "--namespace", "team", *more, "--", "/app/train.py")
-    assert unordered(made(values, tmp_path)) == unordered(list(yaml.safe_load_all(rendering.stream(run))))
+    assert unordered(made(values, tmp_path)) == unordered(objects_of(run))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_the_recovery_that_is_not_said_follows_from_the_script(text: str, sessio
     args = ["/etc/elastic-trainer/train.py"]
     values = {**LEAST, "minNodes": 2, "maxNodes": 8, "args": args, "source": {"key": "train.py", "text": text}}
     release = unordered(made(values, tmp_path))
-    assert release == unordered(list(yaml.safe_load_all(rendering.stream(run))))
+    assert release == unordered(objects_of(run))
     assert ("recovery=in_place" in json.dumps([*release.values()])) is session
 
 
