@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_trainer.checkpoint.tensors import whole as whole
+    from elastic_trainer.data.sampler import Batch as Batch
+    from elastic_trainer.data.sources import MapDataset as MapDataset
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
     from elastic_trainer.data.sources import Streams
     from elastic_trainer.data.tar_shards import TarShards as TarShards
@@ -19,12 +22,20 @@ if TYPE_CHECKING:
     from elastic_trainer.local.launch import launch as launch
     from elastic_trainer.worker.session import Session as Session
     from elastic_trainer.worker.steps.engine import Step as Step
+    from elastic_trainer.worker.steps.options import CheckOptions as CheckOptions
+    from elastic_trainer.worker.steps.options import GroupOptions as GroupOptions
+    from elastic_trainer.worker.steps.options import SavingOptions as SavingOptions
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Batch": "elastic_trainer.data.sampler",
+    "CheckOptions": "elastic_trainer.worker.steps.options",
     "Datasets": "elastic_trainer.jobs.task",
     "Exhibits": "elastic_trainer.jobs.task",
+    "GroupOptions": "elastic_trainer.worker.steps.options",
+    "SavingOptions": "elastic_trainer.worker.steps.options",
+    "MapDataset": "elastic_trainer.data.sources",
     "Section": "elastic_trainer.jobs.config",
     "SeekableStream": "elastic_trainer.data.sources",
     "Streams": "elastic_trainer.data.sources",
@@ -35,12 +46,18 @@ _LAZY = {
     "launch": "elastic_trainer.local.launch",
     "Task": "elastic_trainer.jobs.task",
     "Trainer": "elastic_trainer.jobs.trainer",
+    "whole": "elastic_trainer.checkpoint.tensors",
 }
 
 __all__ = [
+    "Batch",
+    "CheckOptions",
     "Datasets",
     "Exhibits",
+    "GroupOptions",
+    "MapDataset",
     "RunLog",
+    "SavingOptions",
     "Section",
     "SeekableStream",
     "Session",
@@ -51,6 +68,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "launch",
+    "whole",
 ]
 
 

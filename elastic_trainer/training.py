@@ -12,6 +12,7 @@ from elastic_trainer.jobs.main import main
 if __name__ == "__main__":
     sys.exit(main())
 
+from elastic_trainer.checkpoint import sharded
 from elastic_trainer.jobs import config, curves, loggers, reporting, task, trainer
 
 _HOMES = {
@@ -20,7 +21,7 @@ _HOMES = {
     "loading": config,
     "loggers": loggers,
     "run_log": reporting,
-    "sharding": task,
+    "sharding": sharded,
     "task": task,
     "trainer": trainer,
 }

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -637,3 +638,21 @@ def build(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, tor
     return {
         each.name: torch.from_numpy(data[each.name]).view(dtypes[each.dtype]).reshape(each.shape) for each in placed
     }
+
+
+@contextmanager
+def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What to fill with the first values of ``parameter``: itself, or if it is a shard the whole, of which a part is
+    kept. Every rank draws the same numbers, from torch's generator."""
+    if not is_sharded(parameter):
+        yield parameter
+        return
+    import torch
+
+    filled = torch.empty(parameter.shape, dtype=parameter.dtype)
+    yield filled
+    offset, shape = box_of(parameter)
+    for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
+        filled = filled.narrow(dimension, first, length)
+    with torch.no_grad():
+        local(parameter).copy_(filled)

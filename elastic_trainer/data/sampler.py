@@ -87,6 +87,13 @@ class Batch:
         self.micro_batches = micro_batches or (self,)
         self.used = False
 
+    @classmethod
+    def first(cls, dataset: Any, count: int, device: torch.device) -> Batch:
+        """The first ``count`` samples of ``dataset``, or all if it has fewer, on ``device``: for a look at them."""
+        fetch = Fetcher(dataset, device)
+        ids = np.arange(min(count, fetch.length))
+        return cls(fetch, ids, ids)
+
     @property
     def data(self) -> Any:
         if not self._fetched:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from elastic_trainer.checkpoint.retention import BestMode
-from elastic_trainer.checkpoint.storage import is_url
+from elastic_trainer.checkpoint import BestMode
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.settings import Frozen
 
@@ -99,7 +98,7 @@ class CheckpointConfig(Section):
     @property
     def files(self) -> Path:
         """Where curves, logs and exports go: beside the checkpoints, or for a URL to a directory named after it."""
-        if is_url(self.directory):
+        if "://" in self.directory:
             return Path("runs", self.directory.rstrip("/").rpartition("/")[2])
         return Path(self.directory)
 

@@ -17,9 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_trainer.checkpoint.storage.posix import beside
 from elastic_trainer.errors import DataError, StorageError
-from elastic_trainer.jobs.files import storage_errors
+from elastic_trainer.jobs.files import beside, storage_errors
 from elastic_trainer.settings import cache_directory
 from elastic_trainer.telemetry.logs import logger
 
@@ -204,7 +203,7 @@ def _made(final: Path) -> Path:
     train, test = split(shipped_digits(), TEST_SIZE, seed=0)
     with storage_errors(root, hint="set data.cache to a directory that can be written"):
         root.mkdir(parents=True, exist_ok=True)
-        begun = beside(final, folder=True)
+        begun = beside(final)
         try:
             _write(train, begun / "train")
             _write(test, begun / "test")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint.retention import BestMode
-from elastic_trainer.checkpoint.storage.posix import beside
+from elastic_trainer.checkpoint import BestMode
 from elastic_trainer.errors import StorageError
 
 STEPS_FILE = "steps.jsonl"
@@ -26,6 +26,11 @@ STEPS_FILE = "steps.jsonl"
 def finite(value: float | None) -> float | None:
     """``value``, or None if JSON cannot express it (NaN, infinity)."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def beside(path: Path) -> Path:
+    """A name for what is to replace ``path``: hidden, in the same directory, that of no other process."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 @contextmanager
@@ -42,7 +47,7 @@ def write_atomically(path: Path, text: str) -> None:
     with storage_errors(path):
         temporary = beside(path)
         try:
-            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

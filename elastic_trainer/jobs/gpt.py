@@ -20,13 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from elastic_trainer.data.sampler import Batch
+from elastic_trainer import Batch, whole
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.jobs.config import Section
 from elastic_trainer.jobs.corpus import Corpus, TextOptions, load_corpus
-from elastic_trainer.jobs.task import Datasets, Exhibits, Task, build_optimizer, decay_groups, whole
+from elastic_trainer.jobs.task import Datasets, Exhibits, Task, build_optimizer, decay_groups
 from elastic_trainer.jobs.texts import Tokenizer
-from elastic_trainer.worker.collectives import evaluating
 
 _INITIAL_STD = 0.02
 
@@ -152,11 +151,14 @@ def written(model: Transformer, tokenizer: Tokenizer, prompt: str, manner: Manne
 
 
 def continued(model: Transformer, ids: Sequence[int], vocabulary: int, manner: Manner) -> list[int]:
-    """``ids`` (at least one) and as many more as ``manner`` says, all below ``vocabulary``."""
+    """``ids`` (at least one) and as many more as ``manner`` says, all below ``vocabulary``.
+
+    ``model`` is in evaluation mode.
+    """
     generator = torch.Generator().manual_seed(manner.seed)
     device = model.tokens.weight.device
     result = list(ids)
-    with evaluating(model), torch.no_grad():
+    with torch.no_grad():
         for _ in range(manner.tokens):
             seen = torch.tensor([result[-model.context :]], device=device)
             scores = model.forward(seen)[0, -1, :vocabulary]  # not model(): its lengths differ, it would be recompiled

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Entry, Retention
-from elastic_trainer.checkpoint.storage import is_url
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, last_line
 from elastic_trainer.jobs.config import CheckpointConfig, load_job
 from elastic_trainer.jobs.corpus import tokenizer_of
 from elastic_trainer.jobs.gpt import Gpt, Manner, Transformer, written
@@ -22,7 +21,6 @@ from elastic_trainer.jobs.task import find_task
 from elastic_trainer.jobs.texts import Tokenizer
 from elastic_trainer.jobs.trainer import CONFIG_FILE
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.state.training_state import check_module
 
 _AVERAGED = "module."
 
@@ -88,7 +86,7 @@ def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
     """The state in the newest or the best checkpoint; changes nothing in the directory."""
-    place = config.directory if is_url(config.directory) else directory
+    place = config.directory if "://" in config.directory else directory
     manager = CheckpointManager(place, Retention(metric=config.metric, mode=config.mode))
     entry: Entry | None = manager.best() if best else manager.newest()
     if entry is None:
@@ -114,9 +112,13 @@ def _model(task: Gpt, vocabulary: int, state: Mapping[str, Any]) -> Transformer:
     if state.get("average") is not None:
         averaged: Mapping[str, Any] = state["average"]
         parameters = {name.removeprefix(_AVERAGED): averaged[name] for name in averaged if name.startswith(_AVERAGED)}
-    check_module(model, parameters)
-    model.load_state_dict(dict(parameters))
-    return model
+    try:
+        model.load_state_dict(dict(parameters))
+    except RuntimeError as error:  # names what is missing, and what has another shape
+        raise CheckpointError(
+            f"the checkpoint is not of this model: {last_line(error)}", hint="give the model's options of the run"
+        ) from error
+    return model.eval()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elastic_trainer.data.sampler import Batch
+from elastic_trainer import Batch
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.jobs.config import Section
 from elastic_trainer.jobs.digits import shipped_digits, split

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from elastic_trainer.data.sampler import Batch
+from elastic_trainer import Batch
 from elastic_trainer.jobs.config import Section
 from elastic_trainer.jobs.digits import CLASSES, SIDE, Digits, idx_digits, shipped_digits, split
 from elastic_trainer.jobs.task import Datasets, Task

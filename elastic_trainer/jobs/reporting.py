@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from elastic_trainer import Session
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.jobs.config import LoggingConfig
@@ -27,7 +28,6 @@ from elastic_trainer.jobs.files import STEPS_FILE, finite
 from elastic_trainer.jobs.loggers import Loggers, Opening, check_loggers
 from elastic_trainer.jobs.task import Exhibits
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.session import Session
 
 _WINDOW_S = 10.0
 _SHORTEST_S = 1e-3

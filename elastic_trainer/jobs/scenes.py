@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from elastic_trainer.data.seeds import key
 from elastic_trainer.errors import DataError
 from elastic_trainer.jobs.digits import Digits
 from elastic_trainer.jobs.images import as_bytes, read_image
@@ -199,6 +198,17 @@ _PURPOSE = 7
 Box = tuple[int, int, int, int]
 
 
+def _mixed(*parts: int) -> int:
+    """64 bits that depend on all ``parts`` and their order (the SplitMix64 finalizer, chained)."""
+    mask, state = (1 << 64) - 1, 0
+    for part in parts:
+        state = (state + (part & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state
+
+
 class DigitScenes:
     """Scene ``i`` of ``count``: one to three of ``digits``, drawn and placed as (seed, i) says, ink apart from ink.
 
@@ -216,7 +226,7 @@ class DigitScenes:
         return self._count
 
     def scene(self, index: int) -> Scene:
-        draws = np.random.Generator(np.random.PCG64(key(_PURPOSE, self._seed, index)))
+        draws = np.random.Generator(np.random.PCG64(_mixed(_PURPOSE, self._seed, index)))
         canvas = np.zeros((CANVAS, CANVAS), dtype=np.uint8)
         taken: list[Box] = []
         points, areas = [], []

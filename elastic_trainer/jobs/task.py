@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from elastic_trainer.checkpoint.tensors import box_of, local
-from elastic_trainer.data.sources import MapDataset, SeekableStream
+from elastic_trainer import MapDataset, SeekableStream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.jobs.config import (
     READY_MADE,
@@ -153,22 +150,6 @@ def rate_factor(config: SchedulerConfig, step: int, length: RunLength) -> float:
             span = max(1, length.steps - config.warmup_steps)
             progress = min(1.0, (step - config.warmup_steps) / span)
             return config.floor + (1.0 - config.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-@contextmanager
-def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What to fill with the first values of ``parameter``: itself, or if it is a shard the whole, of which a part is
-    kept. Every rank draws the same numbers, from torch's generator."""
-    if not isinstance(parameter, DTensor):
-        yield parameter
-        return
-    filled = torch.empty(parameter.shape, dtype=parameter.dtype)
-    yield filled
-    offset, shape = box_of(parameter)
-    for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
-        filled = filled.narrow(dimension, first, length)
-    with torch.no_grad():
-        local(parameter).copy_(filled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,39 +12,28 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import nn
 
-from elastic_trainer.checkpoint.retention import Retention
-from elastic_trainer.checkpoint.storage import checked
-from elastic_trainer.checkpoint.storage.posix import beside
+from elastic_trainer import Batch, CheckOptions, GroupOptions, MapDataset, SavingOptions, SeekableStream, Session
+from elastic_trainer.checkpoint import Retention
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.sampler import Batch, Fetcher
-from elastic_trainer.data.sources import MapDataset, checked_length, is_stream
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.jobs.config import JobConfig, Precision, as_yaml, did_you_mean
-from elastic_trainer.jobs.files import HISTORY_FILE as FILE_NAME
-from elastic_trainer.jobs.files import History, make_writable, write_atomically
+from elastic_trainer.jobs.files import HISTORY_FILE, History, beside, make_writable, write_atomically
 from elastic_trainer.jobs.loggers import check_loggers
 from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
 from elastic_trainer.jobs.task import Exhibits, Task, epochs_done, evaluation_due, lengths, run_length
-from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.collectives import evaluating
-from elastic_trainer.worker.comm.placement import Hardware, choose
-from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import LaterLoss
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, OnChanged, SavingOptions
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -71,9 +60,19 @@ def arithmetic(precision: Precision, device: torch.device) -> Arithmetic:
     """What ``precision`` means on ``device``; ConfigError where the device cannot compute that way."""
     if precision is Precision.FP16 and device.type != "cuda":
         raise ConfigError("precision fp16 needs a CUDA device", hint="set precision=bf16 or precision=fp32 on the CPU")
-    if precision is Precision.BF16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    without = device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
+    if precision is Precision.BF16 and without:
         raise ConfigError("this CUDA device cannot compute in bf16", hint="set precision=fp16 or precision=fp32")
     return Arithmetic(device.type, _DTYPES.get(precision))
+
+
+def _expected(asked: str) -> torch.device:
+    """The device that the session will choose. If there is none of this type, the session says so."""
+    if asked != "auto":
+        return torch.device(asked)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 _SHOWN = 5
@@ -149,9 +148,8 @@ def evaluate(
 
 def measurable(task: Task, model: torch.nn.Module, dataset: MapDataset) -> list[str]:
     """The names of the task's metrics, found by measuring one sample with ``model`` where it is (on the CPU)."""
-    first = np.arange(1)
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first))
+        measured = task.metrics(model, Batch.first(dataset, 1, torch.device("cpu")))
     # One sample may hold nothing to count.
     means = {name: float(total) / (float(count) or 1.0) for name, (total, count) in measured.items()}
     return sorted({**means, **task.implied_metrics(means)})
@@ -161,9 +159,20 @@ def exhibited(
     task: Task, model: torch.nn.Module, dataset: MapDataset, device: torch.device, how: Arithmetic
 ) -> Exhibits:
     """What ``task`` shows of the first samples of ``dataset``."""
-    first = np.arange(min(EXHIBITED, checked_length(dataset)))
     with evaluating(model), torch.no_grad(), how.autocast():
-        return task.exhibits(model, Batch(Fetcher(dataset, device), first, first))
+        return task.exhibits(model, Batch.first(dataset, EXHIBITED, device))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, then for each submodule the mode that it had."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
 
 
 def check_metric(wanted: str | None, known: Iterable[str]) -> None:
@@ -192,6 +201,7 @@ def export(module: nn.Module, path: Path, step: int, notes: Mapping[str, object]
     before = _identity(path)
     try:
         temporary = beside(path)
+        temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         try:
             save_model(module, str(temporary), {key: str(value) for key, value in notes.items()})
@@ -245,19 +255,15 @@ class Trainer:
     """
 
     def __init__(self, task: type[Task], config: JobConfig) -> None:
-        environment = worker_environment()
         self.task = task(config)
         self.config = self.task.config
-        self._checkpoints = checked(config.checkpoint.directory)
         self.directory = config.checkpoint.files
-        placement = choose(
-            config.device, environment.local_rank, environment.world_size, Hardware.present(), config.backend
-        )
-        self.arithmetic = arithmetic(config.precision, placement.device)
+        self.arithmetic = arithmetic(config.precision, _expected(config.device))
         self.data = self.task.datasets()
-        checked_length(self.data.test)
+        for each in (self.data.test, self.data.train):
+            Batch.first(each, 1, torch.device("cpu"))  # DataError for what is no data set, or has no length
         self.identity = TaskIdentity(self.task.identity())
-        self.length = run_length(self.config, checked_length(self.data.train))
+        self.length = run_length(self.config, len(self.data.train))
         self.mesh = self.task.mesh()
         torch.manual_seed(config.seed)
         with torch.device("meta") if self.mesh else nullcontext():
@@ -269,6 +275,8 @@ class Trainer:
         if config.compile and not self.mesh:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
         check_loggers(config.logging.names)
+        self._session = self._unopened()
+        environment = self._session.environment
         if environment.rank == 0 and not environment.midway:
             make_writable(self.directory)
 
@@ -291,7 +299,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one; what came of it."""
         began = SYSTEM.monotonic()
-        with self._session() as session:
+        with self._session as session:
             run = Run(self, session)
             try:
                 run.train()
@@ -299,10 +307,11 @@ class Trainer:
                 run.close()
             return {**run.report(), "seconds": round(SYSTEM.monotonic() - began, 3)}
 
-    def _session(self) -> Session:
+    def _unopened(self) -> Session:
+        """The session with its settings checked; it meets the others when it is opened."""
         checkpoint = self.config.checkpoint
         return Session(
-            checkpoint_dir=self._checkpoints,
+            checkpoint_dir=checkpoint.directory,
             seed=self.config.seed,
             device=self.config.device,
             checkpoint_every_steps=checkpoint.every_steps,
@@ -323,7 +332,7 @@ class Trainer:
                 on_difference=self.config.on_difference,
                 audit_every=self.config.audit_every,
                 on_mismatch=self.config.on_mismatch,
-                on_changed=OnChanged.RAISE,
+                on_changed="raise",
             ),
             group=GroupOptions(backend=self.config.backend),
         )
@@ -380,7 +389,7 @@ class Run:
                 self.history.settle()  # the loss of an earlier step: read at once, all ranks would wait for all
                 if looks and step.committed:
                     seen = self._moment(), self._lr, batch.global_size
-                    self.history.await_loss(partial(self._looked, step.later_loss(), *seen))
+                    self.history.await_loss(partial(self._looked, step.later_loss().read, *seen))
             if step.committed:
                 self._show(batch)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
@@ -418,7 +427,7 @@ class Run:
                 self.job.data.train,
                 global_batch_size=self.config.samples_per_step,
                 micro_batch_size=self.config.micro_batch,
-                shuffle=not is_stream(self.job.data.train),
+                shuffle=not isinstance(self.job.data.train, SeekableStream),
                 workers=self.config.workers,
                 prefetch=self.config.prefetch,
                 pin_memory=self.config.pin_memory,
@@ -441,9 +450,9 @@ class Run:
     def _finished(self) -> bool:
         return self.job.length.finished(self.session.cursor, self.session.step_number)
 
-    def _looked(self, later: LaterLoss, moment: ProgressMoment, lr: float, samples: int) -> None:
+    def _looked(self, later: Callable[[], float | None], moment: ProgressMoment, lr: float, samples: int) -> None:
         """The global loss of the step that ended at ``moment`` should be there by now."""
-        loss = later.read()
+        loss = later()
         if loss is None:
             return
         self._loss = loss
@@ -576,7 +585,7 @@ class Run:
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}
-        with _logged(FILE_NAME):
+        with _logged(HISTORY_FILE):
             self.history.write(self.job.directory, notes)
 
 

@@ -44,7 +44,7 @@ def test_a_loss_is_counted_a_step_later_unless_the_ranks_have_changed_since(know
     run, told = _run(), list[tuple[int, float]]()
     run._loss = 0.9
     run.reporter = SimpleNamespace(looked=lambda moment, loss, lr: told.append((moment, loss)))
-    run.history.await_loss(partial(run._looked, SimpleNamespace(read=lambda: known), 10, 0.1, 32))
+    run.history.await_loss(partial(run._looked, lambda: known, 10, 0.1, 32))
     assert run.history.add(11, 0, 0, 0.1, {}).train_loss == known
     assert told == ([] if known is None else [(10, 0.5)])
     assert run._loss == (known or 0.9)
