@@ -25,6 +25,7 @@ from elastic_trainer.cli.main import console
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.membership.documents import Incident
+from elastic_trainer.monitor.attention import UNHEARD_S
 from elastic_trainer.monitor.reading import Pacing, Reader, StoreReading
 from elastic_trainer.monitor.snapshot import (
     Listing,
@@ -189,8 +190,6 @@ MOST_RANKS = 40
 MOST_INCIDENTS = 5
 LEAST_WRAPPED = 20
 """Characters that a column takes at least whose texts may wrap."""
-SILENT_S = 20.0
-"""So is a node that wrote nothing for this long: it writes every five seconds."""
 _WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
 STYLES = {
     "gathering": "yellow",
@@ -399,7 +398,7 @@ def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
     for node in run.nodes:
         found = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
         for position, (cells, marks) in enumerate(found):
-            silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
+            silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > UNHEARD_S else []
             who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
             texts = (Text(cell) for cell in cells)  # written by others: no markup

@@ -1,17 +1,18 @@
-"""The concerns of a run that need attention, in a few words each, the worst first. Pure.
+"""What needs attention in a run: one list of reasons, the worst first. Pure.
 
-The list of runs, ``status`` and the API show them; the page of a run has more detail.
+The list of runs and ``status`` show the words of each reason, the page of a run its sentence, ``/api`` both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.monitor import state
-from elastic_trainer.monitor.state import Observed, RunDocuments
-from elastic_trainer.wording import counted, duration
+from elastic_trainer.monitor.state import Observed, RunDocuments, Stall
+from elastic_trainer.wording import counted, duration, fixed
 
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
@@ -25,48 +26,60 @@ LOOP_S: Final = 900.0
 OLD_S: Final = 24 * 3600.0
 """A run that failed longer ago needs no attention: it stays among the ended runs until it is forgotten."""
 ORDER: Final = ("bad", "warn")
+_DOING: Final = {"repeated": "repeating lost steps", "data": "waiting for data"}
 
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """``look``: bad (the run does not train, or its state is at risk) or warn.
-
-    ``whole``: whether the page of a run has no more to say of it than these words.
-    """
+    """``look``: bad (the run does not train, or its state is at risk) or warn. ``sentence`` says it in full."""
 
     look: str
     words: str
-    whole: bool = False
+    sentence: str
 
 
-def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concern, ...]:
-    """All concerns; ``slow``: the number of stragglers."""
+def concerns(documents: RunDocuments, seen: Observed) -> tuple[Concern, ...]:
+    """All concerns; none of a run that has succeeded or was stopped."""
     if seen.state == state.FAILED:
-        return (Concern("bad", "failed"),) if (seen.over_s or 0.0) <= OLD_S else ()
+        return (Concern("bad", "failed", "The run has failed."),) if (seen.over_s or 0.0) <= OLD_S else ()
     if seen.state in (state.SUCCEEDED, state.STOPPED):
         return ()
-    found = [*_membership(documents, seen), *_ranks(documents, slow), *_saves(documents, seen), *_loop(documents, seen)]
-    if documents.unreadable:
-        found.append(Concern("warn", "keys of another version"))
+    found = [*_nodes(documents, seen), *_ranks(documents), *_saves(documents, seen), *_loop(documents, seen)]
+    if keys := documents.unreadable:
+        sentence = f"{counted(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}."
+        found.append(Concern("warn", "keys of another version", sentence))
     return tuple(sorted(found, key=lambda each: ORDER.index(each.look)))
 
 
-def _membership(documents: RunDocuments, seen: Observed) -> list[Concern]:
+def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
+    """Nodes that are too few, gone, lost or silent, and rounds that do not come."""
     if seen.state == state.ABANDONED:
-        return [Concern("bad", "abandoned: its last node gave up")]
-    live, round_ = len(documents.live), documents.round
+        left = documents.departure
+        why = f"{left.node} was the last and gave up: {left.reason} (exit code {left.exit_code})" if left else "left"
+        return [Concern("bad", "abandoned: its last node gave up", f"Node {why}. Start nodes to continue.")]
+    live, round_ = documents.live, documents.round
     least = documents.spec.min_nodes if documents.spec is not None else 1
+    members = round_.members if round_ is not None and round_.state is not RoundState.DRAINING else ()
+    gone = [each.node for each in members if each.node not in live]
+    lost = [name for name in state.lost_nodes(documents) if name not in gone]
+    without = f" Gone: {listed(_heard([*gone, *lost], seen))}." if gone or lost else ""
     found = []
-    if live < least:
+    if len(live) < least:
         look = "bad" if round_ is not None else "warn"  # before the first round nodes are still starting
-        found.append(Concern(look, f"{live} of {counted(least, 'node')} needed"))
-    elif seen.state in (state.GATHERING, state.RECOVERING) and _lasted(seen) > REGROUP_S:
-        found.append(Concern("bad", "no round comes"))
-    elif lost := state.lost_nodes(documents):
-        found.append(Concern("warn", f"{len(lost)} lost, not replaced"))
-    silent = sum(1 for name in documents.live if seen.now - seen.arrived.get(name, seen.now) > UNHEARD_S)
-    if silent:
-        found.append(Concern("warn", f"{silent} silent"))
+        sentence = f"{counted(len(live), 'node is', 'nodes are')} present, training needs {least:,}.{without}"
+        found.append(Concern(look, f"{len(live)} of {counted(least, 'node')} needed", sentence))
+    elif seen.state in (state.GATHERING, state.RECOVERING) and (lasted_s := _lasted(seen)) > REGROUP_S:
+        found.append(Concern("bad", "no round comes", f"No round has formed for {duration(lasted_s)}.{without}"))
+    elif gone:
+        sentence = f"{counted(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone, seen))}."
+        found.append(Concern("bad", f"{len(gone)} gone", sentence))
+    elif lost:
+        sentence = f"{counted(len(lost), 'node was', 'nodes were')} lost and not replaced: {listed(lost)}."
+        found.append(Concern("warn", f"{len(lost)} lost, not replaced", sentence))
+    there = [name for name, node in live.items() if node.record.state is not NodeState.DONE]
+    if silent := [name for name in there if seen.now - seen.arrived.get(name, seen.now) > UNHEARD_S]:
+        sentence = f"{counted(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent, seen))}."
+        found.append(Concern("warn", f"{len(silent)} silent", sentence))
     return found
 
 
@@ -76,37 +89,79 @@ def _lasted(seen: Observed) -> float:
     return seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
 
 
-def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
-    stalls, first = state.stalls(documents), state.members(documents)
-    awaited = [
-        f"{first[node].first_rank + local} on {node}"
-        for (node, local), how in stalls.items()
-        if how is state.Stall.AWAITED
+def _heard(names: Iterable[str], seen: Observed) -> list[str]:
+    return [
+        f"{name} (heard {duration(seen.now - seen.arrived[name])} ago)" if name in seen.arrived else name
+        for name in names
     ]
-    still = sum(how is state.Stall.STILL for how in stalls.values())
-    found = [Concern("bad", f"{still} standing still")] if still else []
+
+
+def _ranks(documents: RunDocuments) -> list[Concern]:
+    """Ranks that make no progress, and those that compute slowly."""
+    members, stalls = state.members(documents), state.stalls(documents)
+    judgment = state.straggling(documents)
+    awaited, still, slow = [], [], []
+    for node, health in documents.health.items():
+        member = members.get(node)
+        for rank in health.ranks if member is not None else ():
+            if member is None or rank.local_rank >= member.local_world_size:
+                continue
+            number, stall = member.first_rank + rank.local_rank, stalls.get((node, rank.local_rank))
+            place = f"rank {number} on {node}"
+            told = f"{place} ({_DOING.get(str(rank.phase), rank.phase)}, for {duration(rank.still_s)})"
+            if stall is Stall.AWAITED:
+                awaited.append((place, told))
+            elif stall is Stall.STILL:
+                still.append(told)
+            elif stall is None and number in judgment.ranks:
+                times = judgment.slowdown(rank.compute_s)
+                slow.append(place if times is None else f"{place} ({fixed(times, 1)} times as long)")
+    found = []
+    if still:
+        sentence = f"{counted(len(still), 'rank makes', 'ranks make')} no progress: {listed(still)}."
+        found.append(Concern("bad", f"{len(still)} standing still", sentence))
     if awaited:
-        others = f" and {len(awaited) - 1} more hold" if len(awaited) > 1 else " holds"
-        found.append(Concern("bad", f"rank {awaited[0]}{others} up the others"))
-    return [*found, Concern("warn", f"{slow} slow")] if slow else found
+        holds = "holds" if len(awaited) == 1 else f"and {len(awaited) - 1} more hold"
+        who = counted(len(awaited), "rank makes", "ranks make")
+        them = "it" if len(awaited) == 1 else "them"
+        sentence = f"{who} no progress, the others wait for {them}: {listed([told for _, told in awaited])}."
+        found.append(Concern("bad", f"{awaited[0][0]} {holds} up the others", sentence))
+    if slow:
+        sentence = f"{counted(len(slow), 'rank is', 'ranks are')} slow: {listed(slow)}."
+        found.append(Concern("warn", f"{len(slow)} slow", sentence))
+    return found
+
+
+def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:
+    """Failed saves count until one succeeds."""
+    every_s = state.save_interval_s(documents)
+    late = bool(every_s) and seen.saved_s is not None and seen.saved_s > OVERDUE * every_s
+    if failing := documents.saves_failing:
+        look = "bad" if late or documents.saved is None else "warn"
+        return [_whole(look, "the last save failed" if failing == 1 else f"the last {failing} saves failed")]
+    if not late or seen.saved_s is None or seen.state != state.TRAINING:
+        return []
+    sentence = f"The last checkpoint is {duration(seen.saved_s)} old; one is due every {duration(every_s)}."
+    return [Concern("warn", "checkpoint late", sentence)]
 
 
 def _loop(documents: RunDocuments, seen: Observed) -> list[Concern]:
-    """Walls are those of nodes: good enough for a span of minutes."""
+    """Rounds that break again and again. Walls are those of nodes: good enough for a span of minutes."""
     broke = [e for e in documents.journal if e.state is RoundState.BROKEN and seen.wall - e.wall < LOOP_S]
     if len(broke) < LOOP:
         return []
     ends = [each.step for each in documents.happened if each.kind == "round" and not each.planned][:LOOP]
     stuck = len(ends) == LOOP and max(ends) == min(ends) >= (state.current_step(documents) or 0)
     words = f"{len(broke)} rounds broke in the last {duration(LOOP_S)}{', without a new step between' if stuck else ''}"
-    return [Concern("bad" if stuck else "warn", words, True)]
+    return [_whole("bad" if stuck else "warn", words)]
 
 
-def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:
-    """Failed saves count until one succeeds."""
-    every = max((each.save_interval_s for each in documents.health.values()), default=0.0)
-    late = bool(every) and seen.saved_s is not None and seen.saved_s > OVERDUE * every
-    if failing := documents.saves_failing:
-        look = "bad" if late or documents.saved is None else "warn"
-        return [Concern(look, "the last save failed" if failing == 1 else f"the last {failing} saves failed", True)]
-    return [Concern("warn", "checkpoint late")] if late and seen.state == state.TRAINING else []
+def _whole(look: str, words: str) -> Concern:
+    """One of which there is no more to say than its words."""
+    return Concern(look, words, f"{words[:1].upper()}{words[1:]}.")
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """``a, b, c, d and 12 more``."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -19,7 +19,6 @@ from prometheus_client.utils import floatToGoString
 
 from elastic_trainer.monitor import state
 from elastic_trainer.monitor.reading import FORGET_S, RunReading, StoreReading
-from elastic_trainer.monitor.snapshot import save_interval_s, straggling
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
 
@@ -76,11 +75,11 @@ def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
         families.ROUND.name: {(): documents.round.number if documents.round is not None else 0},
         families.RUN_STATE.name: {(each,): each == seen.state for each in families.RUN_STATES},
         families.RENDEZVOUS_START.name: {(): seen.gathering_since_wall},
-        families.CHECKPOINT_INTERVAL.name: {(): save_interval_s(documents)},
+        families.CHECKPOINT_INTERVAL.name: {(): state.save_interval_s(documents)},
         families.NODES_LOST.name: {(): len(state.lost_nodes(documents))},
         families.NODES_SPARE.name: {(): len(state.spares(documents))},
         families.SHARD_GROUPS.name: {(): state.shard_groups(documents)},
-        families.STRAGGLERS.name: {(): len(straggling(documents).ranks)},
+        families.STRAGGLERS.name: {(): len(state.straggling(documents).ranks)},
     }
     if documents.closed and (ended := state.ended_by(documents)) is not None:
         told[families.RUN_ENDED.name] = {(seen.state,): ended.wall}

@@ -22,7 +22,7 @@ from elastic_trainer.membership.documents import (
     RoundState,
     goodput,
 )
-from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
+from elastic_trainer.membership.stragglers import Stragglers
 from elastic_trainer.monitor import state
 from elastic_trainer.monitor.attention import ORDER, Concern, concerns
 from elastic_trainer.monitor.state import Curves, Observed, RunDocuments
@@ -225,7 +225,7 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         lost=tuple(state.lost_nodes(documents)),
         departure=_departure(documents),
         last=last_round(documents, seen),
-        attention=concerns(documents, seen, len(straggling(documents).ranks)),
+        attention=concerns(documents, seen),
         wall=seen.wall,
         store=store,
     )
@@ -250,7 +250,6 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     """The row of a run in the list."""
     spec = documents.spec
     last = documents.last_fault
-    slow = len(straggling(documents).ranks)
     return RunSummary(
         run=documents.run,
         state=seen.state,
@@ -265,10 +264,10 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
         recovery=str(spec.recovery) if spec is not None else None,
         goodput=goodput(documents.counters),
         samples_per_s=seen.samples_per_s,
-        stragglers=slow,
+        stragglers=len(state.straggling(documents).ranks),
         last_incident=incident(last) if last is not None else None,
         last=last_round(documents, seen),
-        attention=concerns(documents, seen, slow),
+        attention=concerns(documents, seen),
     )
 
 
@@ -293,18 +292,10 @@ def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | No
         age_s=seen.saved_s,
         bytes=saved.bytes,
         duration_s=saved.duration_s,
-        interval_s=save_interval_s(documents),
+        interval_s=state.save_interval_s(documents),
         saved=int(counters.get("save.ok", 0)),
         failed=int(counters.get("save.failed", 0)),
     )
-
-
-def save_interval_s(documents: RunDocuments) -> float:
-    """Configured interval between checkpoints; 0: not by time."""
-    first = documents.first_health
-    if first is not None and first.save_interval_s:
-        return first.save_interval_s
-    return max((each.save_interval_s for each in documents.health.values()), default=0.0)
 
 
 def rounds(journal: Sequence[JournalEntry]) -> tuple[RoundStatus, ...]:
@@ -323,23 +314,10 @@ def incident(each: Incident) -> Mapping[str, Any]:
     return {**told, "total_s": each.total_s, "outcome": each.outcome, "planned": each.planned}
 
 
-def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | None = None) -> Stragglers:
-    """The stragglers of the newest round."""
-    taking_part = members if members is not None else state.members(documents)
-    told = (_numbered(member, documents.health.get(name)) for name, member in taking_part.items())
-    return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
-
-
-def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
-    """The ranks of a node's health document, with their numbers in the newest round."""
-    ranks = health.ranks if health is not None else ()
-    return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
-
-
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The present nodes and missing members of the newest round, by rank, then those without a rank."""
     taking_part = state.members(documents)
-    judgment, places = straggling(documents, taking_part), _places(documents)
+    judgment, places = state.straggling(documents), _places(documents)
     live, stalls = documents.live, state.stalls(documents)
     found = [
         NodeStatus(

@@ -32,6 +32,7 @@ from elastic_trainer.membership.documents import (
     Spec,
     added_up,
 )
+from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
 
 
 @dataclass(frozen=True)
@@ -328,6 +329,26 @@ def _at_hand(documents: RunDocuments) -> dict[tuple[str, int], RankHealth]:
         for rank in told.ranks
         if rank.local_rank < member.local_world_size
     }
+
+
+def save_interval_s(documents: RunDocuments) -> float:
+    """Configured interval between checkpoints; 0: not by time."""
+    first = documents.first_health
+    if first is not None and first.save_interval_s:
+        return first.save_interval_s
+    return max((each.save_interval_s for each in documents.health.values()), default=0.0)
+
+
+def straggling(documents: RunDocuments) -> Stragglers:
+    """The stragglers of the newest round."""
+    told = (_numbered(member, documents.health.get(name)) for name, member in members(documents).items())
+    return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
+
+
+def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
+    """The ranks of a node's health document, with their numbers in the newest round."""
+    ranks = health.ranks if health is not None else ()
+    return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
 
 
 LIMIT = 1000

@@ -101,6 +101,11 @@ def curves(points: int = 600, span_s: float = 10_800.0, until: float = WALL) -> 
     }
 
 
+def concern(look: str, words: str, sentence: str) -> Json:
+    """What needs attention."""
+    return {"look": look, "words": words, "sentence": sentence}
+
+
 def healthy(**changes: Any) -> Json:
     """Six ranks on three nodes; a node was lost and came back, a worker died, nothing of it hurt much."""
     journal = [
@@ -213,6 +218,7 @@ def recovering() -> Json:
             ranks=[rank(n, phase="starting", rank=None, step=None, step_s=None) for n in (6, 7)],
         ),
     ]
+    run["attention"] = [concern("bad", "1 gone", "1 node is gone: node-2 (heard 21 s ago).")]
     run["rounds"].append(transition(7, "broken", WALL - 14, 6, "node-2 was lost"))
     run["incidents"].insert(
         0,
@@ -243,7 +249,10 @@ def straggling() -> Json:
         rank(3, still_s=74.0, phase_s=74.2, stall="still"),
     ]
     run["checkpoint"] |= {"age_s": 1_910.0, "failed": 2}
-    run["attention"] = [{"look": "warn", "words": "the last 2 saves failed", "whole": True}]
+    run["attention"] = [
+        concern("bad", "1 standing still", "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s)."),
+        concern("warn", "the last 2 saves failed", "The last 2 saves failed."),
+    ]
     run["incidents"].insert(
         0,
         incident(

@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from elastic_trainer import wording
-from elastic_trainer.monitor.attention import OVERDUE, UNHEARD_S
+from elastic_trainer.monitor.attention import UNHEARD_S, listed
 from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.telemetry.families import GAUGES, Unit
 from elastic_trainer.wording import counted, fixed, whole
@@ -102,12 +102,6 @@ def size(value: Any) -> str:
             return f"{fixed(known, 0 if unit == 'B' or known >= 99.5 else 1)} {unit}"
         known /= 1000
     return f"{fixed(known, 1)} TB"
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """``a, b, c, d and 12 more``."""
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def named(kind: str, value: Any) -> Mapping[str, str]:
@@ -696,14 +690,13 @@ def _lost(incidents: Sequence[Json]) -> Figure:
 
 
 def attention(snapshot: Json) -> list[Note]:
-    """What needs attention now, the worst first; empty once the run has ended."""
-    if text(snapshot.get("state")) in ENDED:
-        return []
-    every = snapshot.get("nodes") or ()
-    found = [*_missing(snapshot, every), *_slow(every), *_late(snapshot.get("checkpoint") or {})]
-    found += [*_judged(snapshot), *_unreadable(snapshot), *_aside(every)]
-    order = {"bad": 0, "warn": 1, "busy": 2}
-    return sorted(found, key=lambda note: order[note.look])
+    """What needs attention now, the worst first, and then which nodes come, leave or wait."""
+    told = [
+        (each.get("look"), text(each.get("sentence")) or text(each.get("words")))
+        for each in snapshot.get("attention") or ()
+    ]
+    found = [Note(look if look in ("bad", "warn") else "warn", words) for look, words in told]
+    return found if text(snapshot.get("state")) in ENDED else found + _aside(snapshot.get("nodes") or ())
 
 
 def calm(snapshot: Json) -> str:
@@ -729,97 +722,6 @@ def worst(look: str, attention: Sequence[Note]) -> str:
 def goodput(snapshot: Json) -> str:
     """The share of time in new steps; empty if unknown."""
     return "" if number(snapshot.get("goodput")) is None else percent(snapshot.get("goodput"))
-
-
-def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
-    there = sum(1 for node in every if text(node.get("state")) not in ("gone", "done"))
-    least = number(snapshot.get("min_nodes"))
-    found = []
-    if least is not None and there < least:
-        found.append(Note("bad", f"{counted(there, 'node is', 'nodes are')} present, training needs {count(least)}."))
-    left = snapshot.get("departure")
-    if left and text(snapshot.get("state")) == "abandoned":
-        why = f"{text(left.get('reason'))} (exit code {count(left.get('exit_code'))})"
-        found.append(
-            Note("bad", f"Node {text(left.get('node'))} was the last and gave up: {why}. Start nodes to continue.")
-        )
-    lost = [text(name) for name in snapshot.get("lost") or () if text(name) not in {n.get("node") for n in every}]
-    if lost:
-        found.append(
-            Note("warn", f"{counted(len(lost), 'node was', 'nodes were')} lost and not replaced: {listed(lost)}.")
-        )
-    gone = [node for node in every if text(node.get("state")) == "gone"]
-    if gone:
-        look = "bad" if any(node.get("in_round") for node in gone) else "warn"
-        found.append(Note(look, f"{counted(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone))}."))
-    silent = [node for node in every if unheard(node)]
-    if silent:
-        found.append(Note("warn", f"{counted(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent))}."))
-    return found
-
-
-def _heard(of: Sequence[Json]) -> list[str]:
-    return [f"{text(node.get('node'))} (heard {ago(node.get('age_s'))})" for node in of]
-
-
-def _slow(every: Sequence[Json]) -> list[Note]:
-    ranks = [
-        (text(node.get("node")), rank)
-        for node in every
-        if text(node.get("state")) != "gone"
-        for rank in node.get("ranks") or ()
-    ]
-    found = []
-    for stall, one, many in (
-        (
-            "awaited",
-            "rank makes no progress, the others wait for it",
-            "ranks make no progress, the others wait for them",
-        ),
-        ("still", "rank makes no progress", "ranks make no progress"),
-    ):
-        told = [
-            f"rank {count(rank.get('rank'))} on {node} ({named('phases', rank.get('phase'))['label']}, for"
-            f" {duration(rank.get('still_s'))})"
-            for node, rank in ranks
-            if text(rank.get("stall")) == stall
-        ]
-        if told:
-            found.append(Note("bad", f"{counted(len(told), one, many)}: {listed(told)}."))
-    slow = [(node, rank) for node, rank in ranks if rank.get("straggler") and not rank.get("stall")]
-    if slow:
-        told = [f"rank {count(r.get('rank'))} on {node}{_ratio(r)}" for node, r in slow]
-        found.append(Note("warn", f"{counted(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))
-    return found
-
-
-def _ratio(rank: Json) -> str:
-    slowdown = number(rank.get("slowdown"))
-    return "" if slowdown is None else f" ({fixed(slowdown, 1)} times as long)"
-
-
-def _late(saved: Json) -> list[Note]:
-    age, every = number(saved.get("age_s")), number(saved.get("interval_s"))
-    if age is None or not every or age <= OVERDUE * every:
-        return []
-    return [Note("warn", f"The last checkpoint is {duration(age)} old; one is due every {duration(every)}.")]
-
-
-def _judged(snapshot: Json) -> list[Note]:
-    """What the list of runs says as well, in the same words."""
-    told = (
-        (each.get("look"), text(each.get("words"))) for each in snapshot.get("attention") or () if each.get("whole")
-    )
-    return [
-        Note(look if look in ("bad", "warn") else "warn", f"{words[:1].upper()}{words[1:]}.") for look, words in told
-    ]
-
-
-def _unreadable(snapshot: Json) -> list[Note]:
-    keys = [text(key) for key in snapshot.get("unreadable") or ()]
-    if not keys:
-        return []
-    return [Note("warn", f"{counted(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}.")]
 
 
 def _aside(every: Sequence[Json]) -> list[Note]:

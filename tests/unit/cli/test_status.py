@@ -57,7 +57,7 @@ def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
     }
     told["n0"] = told["n0"].model_copy(update={"saved": Saved(step=8, wall=1.0, bytes=2**21, duration_s=0.05)})
     documents = run(health=told, incidents=(incident(1, reason="worker 0 died"),))
-    seen = Observed(now=100.0, state="training", state_since=40.0, saved_s=12.0, arrived={"n1": 70.0}, steps_per_s=4.0)
+    seen = Observed(now=100.0, state="training", state_since=40.0, saved_s=12.0, arrived={"n1": 60.0}, steps_per_s=4.0)
     text = printed(run_view(snapshot(documents, seen)))
     for part in (
         "run r  training for 1 min  round 1: all are there",
@@ -66,7 +66,7 @@ def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
         "checkpoint of step 8, 12 s ago, 2 MiB in 50 ms",
         "no step for 33 s",
         "straggler x5",
-        "silent for 30 s",
+        "silent for 40 s",
         "worker_lost, round 1 -> 2",
         "worker 0 died [n1]",
     ):

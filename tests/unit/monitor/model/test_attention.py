@@ -10,10 +10,17 @@ import pytest
 from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Saved, Spec
 from elastic_trainer.monitor.attention import concerns
 from elastic_trainer.monitor.snapshot import StoreStatus, listing, summary
-from elastic_trainer.monitor.state import Observer
+from elastic_trainer.monitor.state import Observer, RunDocuments
 from tests.support.monitored import entry, health, incident, rank, run
 
 TWO = Spec(min_nodes=2, max_nodes=4)
+
+
+def without(documents: RunDocuments, node: str) -> RunDocuments:
+    """The same once the key of ``node`` has expired."""
+    return replace(documents, nodes={name: each for name, each in documents.nodes.items() if name != node})
+
+
 GAVE_UP = Departure(wall=1.0, node="n0", planned=False, reason="no peer", exit_code=1)
 NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, saves_failing=2)}
 LATE = {"n0": health("n0", [rank(0)], saves_failing=1, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
@@ -48,7 +55,72 @@ HUNG = {
 def test_what_needs_attention(documents: Any, found: list[tuple[str, str]]) -> None:
     """In a few words, with how bad it is."""
     seen = Observer().look(documents, 100.0, 1000.0)
-    assert [(each.look, each.words) for each in concerns(documents, seen, slow=0)] == found
+    assert [(each.look, each.words) for each in concerns(documents, seen)] == found
+
+
+SLOW = {
+    "n0": health("n0", [rank(0), rank(1, 1, compute_s=0.23)]),
+    "n1": health("n1", [rank(2), rank(3, 1, phase="data", still_s=74.0)]),
+}
+AT_ONCE = [entry(1, nodes=("n0", "n1", "n2"), world_size=6), entry(2, RoundState.BROKEN), entry(3, nodes=("n0", "n1"))]
+
+
+@pytest.mark.parametrize(
+    ("documents", "sentences"),
+    [
+        (run(1, spec=TWO), ["1 node is present, training needs 2."]),
+        (
+            run(0, spec=TWO, departure=GAVE_UP),
+            ["Node n0 was the last and gave up: no peer (exit code 1). Start nodes to continue."],
+        ),
+        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), ["The run has failed."]),
+        (without(run(3), "n2"), ["1 node is gone: n2 (heard 21 s ago)."]),
+        (without(run(2, spec=TWO), "n1"), ["1 node is present, training needs 2. Gone: n1."]),
+        (run(2, journal=tuple(AT_ONCE)), ["1 node was lost and not replaced: n2."]),
+        (
+            run(2, health=SLOW),
+            [
+                "1 rank makes no progress: rank 3 on n1 (waiting for data, for 1 min 14 s).",
+                "1 rank is slow: rank 1 on n0 (2.3 times as long).",
+            ],
+        ),
+        (
+            run(2, health=HUNG),
+            ["1 rank makes no progress, the others wait for it: rank 1 on n0 (training, for 6.0 s)."],
+        ),
+        (run(2, health=LATE), ["The last save failed."]),
+        (
+            run(2, health={"n0": LATE["n0"].model_copy(update={"saves_failing": 0})}),
+            ["The last checkpoint is 1 min 40 s old; one is due every 5.0 s."],
+        ),
+        (replace(run(2), unreadable=("/p/r/spec",)), ["1 document is of another version: /p/r/spec."]),
+    ],
+    ids=[
+        "few",
+        "abandoned",
+        "failed",
+        "gone",
+        "gone and few",
+        "lost",
+        "slow",
+        "held up",
+        "unsaved",
+        "late",
+        "unreadable",
+    ],
+)
+def test_each_reason_has_a_sentence(documents: Any, sentences: list[str]) -> None:
+    """The page of a run names nodes, ranks and times."""
+    seen = replace(Observer().look(documents, 100.0, 1000.0), arrived={"n2": 79.0})
+    assert [each.sentence for each in concerns(documents, seen)] == sentences
+
+
+@pytest.mark.parametrize(("age_s", "words"), [(29.0, []), (31.0, ["1 silent"])])
+def test_a_silent_node_needs_attention(age_s: float, words: list[str]) -> None:
+    """One that is still there, and whose reports have stopped."""
+    documents = run(2)
+    seen = replace(Observer().look(documents, 100.0, 1000.0), arrived={"n0": 100.0, "n1": 100.0 - age_s})
+    assert [each.words for each in concerns(documents, seen)] == words
 
 
 @pytest.mark.parametrize(("hours", "found"), [(1, 1), (25, 0)])
@@ -59,7 +131,7 @@ def test_a_run_that_failed_long_ago_is_no_news(hours: int, found: int) -> None:
     observer.look(run(2), 0.0, 1000.0)
     observer.look(failed, 1.0, 1001.0)
     seen = observer.look(failed, 1.0 + hours * 3600.0, 1001.0 + hours * 3600.0)
-    assert len(concerns(failed, seen, slow=0)) == found
+    assert len(concerns(failed, seen)) == found
 
 
 def test_sick_runs_come_first() -> None:
@@ -107,6 +179,6 @@ def test_a_run_that_breaks_again_and_again_needs_attention(
         journal=tuple(entry(number, RoundState.BROKEN, wall=wall) for number, wall in enumerate(walls)),
         incidents=tuple(incident(number, step=step) for number, step in enumerate(steps)),
     )
-    found = concerns(documents, Observer().look(documents, 100.0, 1000.0), slow=0)
+    found = concerns(documents, Observer().look(documents, 100.0, 1000.0))
     words = "3 rounds broke in the last 15 min" + (", without a new step between" if look == "bad" else "")
     assert [(each.look, each.words) for each in found] == ([(look, words)] if look else [])

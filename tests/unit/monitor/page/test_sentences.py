@@ -12,7 +12,6 @@ from tests.unit.monitor.page.test_pages import part, words
 
 AWAY = {"connected": False, "age_s": 43.0}
 LEFT = {"node": "n1", "planned": True, "reason": "SIGTERM", "exit_code": 143, "wall": 1.0}
-GAVE_UP = LEFT | {"planned": False, "reason": "fewer than 2 nodes were ready within 600 s", "exit_code": 1}
 NOBODY: dict[str, Any] = {"nodes": [], "world_size": 0}
 
 
@@ -25,14 +24,12 @@ def ended(**more: Any) -> dict[str, Any]:
 STATES = [
     # what is there, the part of the page, what it says, what it must not say
     ({}, "Needs attention", "Nothing: no node is missing", "Unknown"),
-    ({"lost": ["node-9"]}, "Needs attention", "1 node was lost and not replaced: node-9.", "no node is missing"),
     ({"store": AWAY}, "Needs attention", "Unknown: the monitor cannot reach the store.", "no node is missing"),
     ({"state": "stopped", "departure": LEFT, **NOBODY}, "Needs attention", "Stopped on request (SIGTERM).", "needs"),
-    ({"state": "abandoned", "departure": GAVE_UP, **NOBODY}, "Needs attention",
-     "Node n1 was the last and gave up: fewer than 2 nodes were ready within 600 s (exit code 1).", "is forming"),
     ({"state": "gathering", "min_nodes": 1}, "Needs attention", "nodes are joining", "no node is missing"),
     ({"state": "recovering"}, "Needs attention", "the next round is forming", "no node is missing"),
-    ({"attention": [{"look": "bad", "words": "3 rounds broke in the last 15 min", "whole": True}]}, "Needs attention",
+    ({"attention": [{"look": "bad", "words": "3 rounds broke in the last 15 min",
+      "sentence": "3 rounds broke in the last 15 min."}]}, "Needs attention",
      "3 rounds broke in the last 15 min.", "Nothing"),
     ({"state": "succeeded"}, "Needs attention", "The run has ended.", "missing"),
     ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "stood still"),
@@ -59,10 +56,9 @@ def test_a_run_that_has_ended_still_says_who_trained_and_how_long() -> None:
 
 
 def test_the_rank_that_the_others_wait_for_is_told_from_its_victims() -> None:
-    """In the list of what needs attention, in the strip of its node, and in its own row."""
+    """In the strip of its node, and in its own row."""
     ranks = [snapshots.rank(0, still_s=42.0, stall="awaited"), snapshots.rank(1, still_s=42.0, stall="waits")]
     html = page.run_page(snapshots.healthy(nodes=[snapshots.node(0, ranks=ranks)], step_s=None))
-    assert "the others wait for it: rank 0 on node-0 (training, for 42 s)." in words(part(html, "Needs attention"))
     shown = words(part(html, "Nodes and ranks"))
     assert "no step for 42 s, the others wait for it" in shown
     assert "waits for 42 s" in shown
