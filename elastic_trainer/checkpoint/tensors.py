@@ -651,7 +651,8 @@ def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
     filled = torch.empty(parameter.shape, dtype=parameter.dtype)
     yield filled
-    offset, shape = box_of(parameter)
+    shard: Any = parameter
+    offset, shape = box_of(shard)
     for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
         filled = filled.narrow(dimension, first, length)
     with torch.no_grad():

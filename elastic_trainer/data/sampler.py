@@ -1,8 +1,13 @@
-"""Draws one rank's part of a global batch from a data set and puts it on the device.
+"""One rank's part of each global batch, on its device: drawn from a data set, or by the script's own DataLoader.
+
+A DataLoader fetches ahead of use, so what it has fetched says nothing about what was trained on. The position in the
+data therefore stays the session's. When the ranks change, what was fetched ahead for the old ones is thrown away, and
+the same DataLoader, with the same processes, goes on with this rank's new part.
 
 *Runs in* the worker's main thread.
 *Fails by* DataError for a data set that cannot be planned (no length, empty), whose samples do not have the asked part,
-or whose bad samples are too many; what the data set itself raises passes through, with the sample number as a note.
+or whose bad samples are too many, and when a process of a DataLoader dies; ConfigError for a DataLoader that would give
+other samples; what the data set raises passes through, with the sample number as a note.
 """
 
 from __future__ import annotations

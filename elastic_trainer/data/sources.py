@@ -1,6 +1,14 @@
-"""What samples come from: map-style data sets, and streams that can go to a position.
+"""What samples come from: map-style data sets, streams that can go to a position, streams that keep their own state.
 
-*Fails by* DataError for what is neither, or has no length, or is empty.
+Streams with a state can only be read on. So the job reads a fixed number of them in turns, whatever its ranks: a global
+batch of G samples has the next G / streams samples of each. Any rank can therefore say which sample of which stream
+lies at a position, and get it by reading that stream up to there. Every ``state_every`` steps the ranks exchange the
+states of the streams they read, and keep them with the training state: a rank that takes over a stream reads on there.
+
+*Runs in* the worker's main thread. *Owns* the open streams of this rank.
+*Fails by* DataError for what is no data set, has no length or is empty, and when more of an epoch is bad than allowed;
+ConfigError for a stream without a state, or another global batch than before; what a stream raises passes through.
+*Invariant*: the states in :meth:`Streams.state_dict` are alike on all ranks, and none is ahead of what is committed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Samples in tar files (the webdataset convention) as a map-style data set: shuffled, resumed and divided exactly.
+"""Samples in tar files as a map-style data set: shuffled, resumed and divided exactly.
 
-*Runs in* any process; each opens the files for itself.
-*Owns* at most :data:`MOST_OPEN` file descriptors per process.
-*Fails by* DataError for a shard or sample that cannot be read.
+Files ``key.ext`` in a row with one key are a sample (the webdataset convention). The headers of a shard are read once;
+an index of them can be kept in a small file, valid while the shard's size and time stay.
+
+*Runs in* any process; each opens the files for itself. *Owns* at most :data:`MOST_OPEN` descriptors per process.
+*Fails by* DataError for a shard that is missing, empty, compressed or cut off, and a sample that cannot be read. A
+cache that cannot be read or written is only a loss of time.
+*Invariant*: a cache file that is used is whole (it begins with its digest), and of the present state of its shard.
 """
 
 from __future__ import annotations

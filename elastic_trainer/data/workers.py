@@ -1,12 +1,18 @@
-"""Data worker processes that fetch ahead: torch's DataLoader over the requests that are still to come.
+"""Reads samples, here or ahead of use in data worker processes: torch's DataLoader over the requests still to come.
 
 The next request is usually what the stream delivers next. If not (the ranks changed, the position moved), the stream
 begins anew there; requests under way are abandoned between two samples. The position in the data is not here: fetching
 ahead changes only when samples are read. What was delivered of the present global batch is kept for a repeated step.
 
-*Runs in* the worker's main thread. *Owns* the data worker processes, from the first request to ``close``.
-*Fails by* what the data set raises, with the worker's trace as a note; DataWorkerError when a worker process dies.
-*Invariant*: no data worker process outlives this one, or ``close``.
+A forked child holds its parent's sockets: peers would not notice the parent's death. It holds the parent's handlers and
+wakeup descriptor: a signal to the child would look like one to the parent. torchrun and Slurm send SIGTERM to all
+processes of a job, and a terminal that closes sends SIGHUP; the parent needs its data workers until the ranks have
+agreed to stop: so data workers ignore such signals, and end with the parent.
+
+*Runs in* the worker's main thread, and in data worker processes. *Owns* those, from the first request to ``close``.
+*Fails by* what the data set raises, with the sample's number or the worker's trace as a note; DataError when no sample
+is left; DataWorkerError when a worker process dies.
+*Invariant*: no data worker process outlives this one (on Linux at once), or ``close``.
 """
 
 from __future__ import annotations

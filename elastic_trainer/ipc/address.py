@@ -1,9 +1,9 @@
-"""The address of this host at which other hosts reach it, and a name for this process.
+"""The address of this host at which other hosts reach it, ports that listen only there, and a name for this process.
 
 The route to etcd, or to rank 0, shows it. Where that runs on this machine the route is the loopback, and on another
 machine a loopback address leads to that machine itself: then the default route or an interface has to show it.
 
-*Runs in* any thread. *Fails by* nothing: a machine without a network has its loopback address alone.
+*Runs in* any thread. *Fails by* OSError if no port is free; a machine without a network has its loopback address alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A unix socket between a node's agent and its workers: lines in both directions, only for peers of the same user.
+"""What a node's agent and its workers say to each other: typed messages, one JSON object per line of a unix socket.
+
+Every message about a round carries the round's number: messages may overtake each other, and none may undo a later one.
 
 *Runs in* the agent (one thread accepts, one reads each worker) and in each worker (its control thread reads).
 *Owns* the socket and its private directory; the next agent removes the directory of a killed one.
-*Fails by* ChannelClosedError when the other end is gone.
+*Fails by* ChannelClosedError when the other end is gone, MessageError for a line that is no message of this version.
 """
 
 from __future__ import annotations

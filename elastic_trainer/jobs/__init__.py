@@ -1,4 +1,7 @@
-"""Ready jobs on real data: each a task class and a job file of the same name. Loaded on first use."""
+"""Jobs: the trainer of job files, and ready-made tasks, each a task class and a job file of the same name.
+
+Built on the public API of elastic_trainer alone. Tasks are loaded on first use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a job may say: the frozen, validated configuration behind one YAML file."""
+"""What a job may say: the validated configuration behind one YAML file, and how it is read, with overrides.
+
+*Fails by* ConfigError: one sentence that names the file, the line or the key, and what to do. Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
 """From the section ``data:`` of a language model's job to a tokenizer and the samples of both parts.
 
-*Fails by* DataError: one sentence that names the file or the key.
+Sample i of a long row of tokens is context + 1 tokens from i * context on. Its last ``context`` tokens are the targets,
+so each token but the first is a target in exactly one sample. A rest shorter than the context is left out at the end of
+each part: all samples have one size, a mean over samples is a mean over tokens, and a compiled model sees one shape.
+
+*Fails by* DataError: one sentence that names the file or the key; SampleError when a token is read that the vocabulary
+does not have.
 """
 
 from __future__ import annotations

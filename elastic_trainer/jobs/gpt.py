@@ -1,7 +1,13 @@
 """A language model of GPT-2's kind: from a toy on Shakespeare's works to the 124 million parameters of the original.
 
-Batches and budgets may be given in tokens. All samples have as many targets (see token_stream), so the mean loss over a
-batch is a mean over tokens, and the gradient is the same however the batch is divided.
+A decoder-only transformer: pre-LayerNorm, GELU, learned positions, tied embeddings. Shapes in comments: n sequences, t
+tokens, h heads, w width. Sources: Radford et al. 2019 (GPT-2: LayerNorm before each part and at the end, residual
+projections scaled down at the beginning), Vaswani et al. 2017 (attention), Press & Wolf 2017 (one matrix for tokens in
+and out).
+
+Batches and budgets may be given in tokens. All samples have as many targets (see corpus), so the mean loss over a batch
+is a mean over tokens, and the gradient is the same however the batch is divided. Texts are written a token at a time,
+drawn from a generator of their own, never from the global one.
 """
 
 from __future__ import annotations

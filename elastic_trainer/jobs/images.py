@@ -1,4 +1,7 @@
-"""Images in folders, one folder for each class, and reading a single one.
+"""Images in folders, one folder for each class, and what a network sees of one: a random part, in a test its middle.
+
+Random numbers come from Python's generator, which the session keys by (seed, epoch, sample): the same image looks the
+same on whatever rank it is drawn, and after a restart.
 
 *Fails by* DataError for folders that hold no data set, SampleError for an image that cannot be read (StorageReadError
 where that is the storage's fault).

@@ -1,7 +1,14 @@
 """Key points of all things in a picture at once, from a multi-resolution network; out of the box, those of digits.
 
-Bottom-up: heat maps say where points are, tags which of them belong together. Nothing here knows of ranks or devices.
-The names of the points belong to the identity of the run, since the network knows them by number.
+Bottom-up: heat maps say where points are, tags, which are alike within an instance, which of them belong together
+(Newell, Huang, Deng, "Associative Embedding", 2016, https://arxiv.org/abs/1611.05424; grouping takes the closest pair
+first instead of an optimal assignment). The network keeps high resolution: parallel branches, each at half the
+resolution of the one before, fused often (Sun et al., 2019, https://arxiv.org/abs/1902.09212; with a map of tags beside
+each heat map as in Cheng et al., 2019, https://arxiv.org/abs/1908.10357). Blocks are those of the residual networks.
+
+Shapes: n pictures, m instances, k kinds of points, maps of h by w. A point is (x, y, visible) in pixels of the picture,
+the middle of the first pixel being (0.5, 0.5); a cell of the map covers ``stride`` pixels. Nothing here knows of ranks
+or devices. The names of the points belong to the identity of the run, since the network knows them by number.
 """
 
 from __future__ import annotations

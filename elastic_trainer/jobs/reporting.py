@@ -1,6 +1,23 @@
 """Everything that rank 0 reports about a run: progress on the terminal, ``steps.jsonl``, loggers.
 
-*Runs in* every rank, main thread; only rank 0 reports, and rank 0 may move.
+``steps.jsonl`` says what a run did. Unlike ``metrics.jsonl`` it is not part of the state: a run that falls back to a
+checkpoint writes its steps again, and both tries stay. One JSON object a line, of a ``kind``:
+
+- ``loss``: step, epoch, loss (null: not finite), lr and samples_per_s (null: not known), world_size, round, wall
+- ``evaluation``: step, epoch, metrics, world_size, round, wall
+- ``round``: a change of the ranks; step, world_size, round, reason, wall
+
+:class:`RunLog` reports the run of a script with a Session as a job reports its own::
+
+    log = RunLog(session, "runs/a")
+    log.loss(step.loss)                                     # whenever the script looks at it
+    log.evaluated(session.evaluate(model, test, 250, hits))
+    log.close()
+
+*Runs in* every rank, main thread; only rank 0 reports, and rank 0 may move. *Owns* the bar and, while it shows,
+standard error; the files, until ``close``.
+*Fails by* ConfigError for a URL, and for a logger that is not known or not installed. Later by nothing: lines that the
+disk refuses are lost, and the first is logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Pictures with key points, as they are stored and as a network sees them: scaled, turned, moved, perhaps mirrored.
 
-Random numbers come from Python's generator, which the session keys by (seed, epoch, sample). Points are (x, y, visible)
-in pixels, the middle of the first pixel being (0.5, 0.5).
+They come from COCO's annotation files (https://cocodataset.org/#format-data), or are drawn on demand: one to three real
+digits, with key points that follow from their strokes. Random numbers come from Python's generator, which the session
+keys by (seed, epoch, sample). Points are (x, y, visible) in pixels, the middle of the first pixel being (0.5, 0.5).
+
+*Fails by* DataError, with one sentence that names the file and the entry; SampleError for an image that cannot be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a user writes: a model, data, a loss and metrics, and nothing about ranks, failures or checkpoints."""
+"""What a user writes: a model, data, a loss and metrics, and nothing about ranks, failures or checkpoints.
+
+With it what follows from a task's configuration: the length of its run, its optimizer and learning rate schedule.
+"""
 
 from __future__ import annotations
 

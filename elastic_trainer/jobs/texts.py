@@ -1,8 +1,9 @@
-"""GPT-2's tokens: byte pair encoding with the ``vocab.json`` and ``merges.txt`` that OpenAI published.
+"""Texts, and their token ids: bytes, the characters of the training text, or GPT-2's.
 
-The package tokenizers (extra ``text``) reads, encodes and decodes; here is checked that the files fit together.
+GPT-2's byte pair encoding reads the ``vocab.json`` and ``merges.txt`` that OpenAI published. The package tokenizers
+(extra ``text``) encodes and decodes; here is checked that the files fit together.
 
-*Fails by* DataError for files that are missing or do not fit together, and where tokenizers is not installed.
+*Fails by* DataError: one sentence that names the file or the key. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The training loop: read it in a sitting.
+"""The training loop: read it in a sitting. Before it, what it needs: precision, identity, evaluation, export.
 
-*Runs in* each worker process, main thread. *Owns* the files beside the checkpoints: ``config.yaml``, ``metrics.jsonl``.
+*Runs in* each worker process, main thread. *Owns* the files beside the checkpoints: ``config.yaml``, ``metrics.jsonl``,
+and the exported models, which are whole at any moment after they first appeared (``safetensors.torch.load_model`` reads
+them back). A rank 0 that froze while it wrote one, and was replaced since, does not overwrite a newer model.
 *Fails by* ConfigError, DataError and StorageError before the training begins, and whatever the task raises. Once it is
 under way, files that cannot be written are logged.
 *Invariant*: what follows a checkpoint depends on the checkpoint, the configuration and the data alone, so a run that
-was interrupted ends like one that was not.
+was interrupted ends like one that was not. A job never takes over a state whose numbers (class indices, say) mean
+other things to it.
 """
 
 from __future__ import annotations

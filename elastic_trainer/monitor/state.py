@@ -1,7 +1,8 @@
-"""A monitor's observations of a run over time: since when its state lasts, its rates, its curves.
+"""What is known of a run: its decoded documents, its state, and a monitor's observations over time. Pure.
 
 All durations are on this monitor's clock: nodes' clocks are never compared. What happened before the monitor started is
-unknown, and reported as such.
+unknown, and reported as such. Curves have at most a thousand points however long the run takes: when they are full,
+every second point is dropped, and from then on points are taken half as often.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""structlog set-up: lines for people, or JSON if the environment says so; one for each transition.
+"""Logs (structlog: lines for people, or JSON if the environment says so), and how a process ends with one sentence.
 
-*Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
+*Runs in* every process, once at its start; the hook in the main thread of a worker, when it ends.
+*Owns* structlog's process-wide configuration, and a link of the chain at ``sys.excepthook``.
 *Fails by* nothing: lines are dropped when the output's reader is gone. An error there would end the writing thread,
 possibly the one that has to exit the process.
 """

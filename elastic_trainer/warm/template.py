@@ -1,13 +1,19 @@
 """The template: imports modules once, then forks a process for each request of its owner.
 
+A fork inherits modules that were imported with the template's environment, interpreter options and working directory. A
+command fits if all of these that a module may have read during its import are equal. A module is refused if its import
+reads a variable that differs between workers, starts a thread or a process, leaves a file or a device (such as CUDA)
+open, uses a global random number generator, changes the working directory, or loads the user's own code.
+
 A request is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe by
 which the owner starts it. An empty object is answered when the named modules are imported. A process between template
 and fork exits at once, so that the fork becomes a child of the owner, which can wait for it and read its exit code like
-that of any other child.
+that of any other child. The fork runs its script or module as ``python`` would, and sends the names that it imports.
 
-*Runs in* its own process, with one thread. *Owns* no file.
-*Fails by* exiting; its owner then starts programs cold. *Invariant*: it dies with the thread of its owner that started
-it.
+*Runs in* its own process, with one thread, and in forks of it. *Owns* ``os.environ``'s class in the template;
+``__main__``, ``sys.argv`` and the first entry of ``sys.path`` in a fork.
+*Fails by* exiting; its owner then starts programs cold. A fork exits as the interpreter would, without frames of this
+module in its traces. *Invariant*: the template dies with the thread of its owner that started it.
 """
 
 from __future__ import annotations

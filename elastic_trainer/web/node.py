@@ -1,7 +1,10 @@
 """A node's endpoint: ``/metrics``, ``/healthz`` and ``/readyz``, optionally with a token and TLS.
 
-*Runs in* the agent of a node; in a worker that has no agent.
-*Owns* the server. *Fails by* ConfigError when it cannot listen, or cannot use a file that it needs.
+The metrics are those of its ranks, from their pages at the time of the scrape, and of its store. Ranks that have ended
+are missing from the next scrape on, since only the pages hold values.
+
+*Runs in* the agent of a node; in a worker that has no agent. *Owns* the server.
+*Fails by* ConfigError when it cannot listen, or cannot use a file that it needs.
 """
 
 from __future__ import annotations

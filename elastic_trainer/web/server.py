@@ -1,8 +1,10 @@
 """An HTTP server: reads requests, sends answers and streams, all within bounds.
 
-A connection without a request costs a descriptor but no thread: one thread waits for the requests of all connections,
-and starts a thread for each complete one. It answers a kubelet's probes itself, so that no other client of this port
-can make a healthy process look dead.
+From the bottom up: requests and answers as values; who may read (a token, or on a loopback port an address, since web
+pages reach it through names that resolve to 127.0.0.1); HTTP/1.1, bytes in and bytes out, which no input makes raise;
+and the server. A connection without a request costs it a descriptor but no thread: one thread waits for the requests of
+all connections, and starts a thread for each complete one. It answers a kubelet's probes itself, so that no other
+client of this port can make a healthy process look dead.
 
 *Runs in* its own thread (``http``), and one for each answer in progress, at most 64.
 *Owns* the listening socket and all connections.
