@@ -497,7 +497,9 @@ class Workers:
 
     def get(self, request: SampleRequest) -> Drawn:
         """The samples of ``request``, not yet on the device."""
-        self._keep_only(request)
+        if self._kept_of != (batch := (request.epoch, request.batch_start)):  # what is left of another global batch
+            self._kept.clear()
+            self._kept_of = batch
         kept = self._kept.get(request.place)
         if kept is not None and versions(kept[0].data) == kept[1]:
             return kept[0]
@@ -524,31 +526,21 @@ class Workers:
 
     # ---- what lies behind
 
-    def _keep_only(self, request: SampleRequest) -> None:
-        """Forget what was delivered of another global batch."""
-        batch = request.epoch, request.batch_start
-        if batch != self._kept_of:
-            self._kept.clear()
-            self._kept_of = batch
-
     def _delivered(self, request: SampleRequest) -> Drawn:
-        if not self._coming(request):
-            self._aim(request)
+        course = self._upcoming.course
+        if not any(task.course == course and alike(task.request, request) for task in self._upcoming.sent):
+            self._aim(request)  # no worker is at it, or has been
         while True:
             task, value = self._next()
             if task.course == self._upcoming.course and alike(task.request, request):
                 break
         if isinstance(value, Failure):
-            self._aim_again()
+            self._upcoming.aim(iter(()))  # the same request again gets a new answer
+            self._tasks.begin(self._upcoming.course)
             raise value.exception()
         if value is None:
             raise DataWorkerError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
         return value
-
-    def _coming(self, request: SampleRequest) -> bool:
-        """Whether workers are at ``request``, or have been."""
-        course = self._upcoming.course
-        return any(task.course == course and alike(task.request, request) for task in self._upcoming.sent)
 
     def _aim(self, request: SampleRequest) -> None:
         """Go on from ``request``, whatever was expected to come next."""
@@ -558,11 +550,6 @@ class Workers:
             self._start()
         elif not self._upcoming.sent:
             self._go_on()
-
-    def _aim_again(self) -> None:
-        """A request failed: the same one again gets a new answer."""
-        self._upcoming.aim(iter(()))
-        self._tasks.begin(self._upcoming.course)
 
     def _next(self) -> tuple[FetchTask, Drawn | Failure | None]:
         began, logged = SYSTEM.monotonic(), False

@@ -113,14 +113,12 @@ def _interfaces() -> Iterator[str]:
             each.address
             for family in (socket.AF_INET, socket.AF_INET6)
             for each in found
-            if each.family == family and not is_loopback(each.address) and not _of_one_link(each.address)
+            if each.family == family
+            and not is_loopback(each.address)
+            and not ipaddress.ip_address(each.address.partition("%")[0]).is_link_local
         ]
         if usable and name in states and states[name].isup:
             yield usable[0]
-
-
-def _of_one_link(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_link_local
 
 
 _BACKLOG = 512

@@ -209,7 +209,8 @@ def export(module: nn.Module, path: Path, step: int, notes: Mapping[str, object]
         try:
             save_model(module, str(temporary), {key: str(value) for key, value in notes.items()})
             temporary.chmod(mode)
-            _make_durable(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             if _identity(path) != before and (there := exported_step(path)) is not None and there >= step:
                 logs.logger().warning("model.exported_by_another", path=str(path), step=step, there=there)
                 return False
@@ -240,11 +241,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _make_durable(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 CONFIG_FILE = "config.yaml"
@@ -437,18 +433,14 @@ class Run:
                 bad_samples=self.config.bad_samples,
                 max_bad_fraction=self.config.max_bad_fraction,
             )
-            self._name_config()
+            if self.session.is_rank0 and not self._named:  # it fits what is resumed: a refused job leaves no trace
+                with _logged(CONFIG_FILE):
+                    write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
+            self._named = True
             for batch in batches:
                 if self._finished():
                     return
                 yield batch
-
-    def _name_config(self) -> None:
-        """Write the configuration once it fits what is resumed: a job that is refused leaves no trace."""
-        if self.session.is_rank0 and not self._named:
-            with _logged(CONFIG_FILE):
-                write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
-        self._named = True
 
     def _finished(self) -> bool:
         return self.job.length.finished(self.session.cursor, self.session.step_number)

@@ -247,11 +247,13 @@ class MonitorSite:
             case ["update"]:
                 return self._answer(JSON, self._board.body("update", lambda: page.message(self._board.runs_update())))
             case ["runs", run, *_] | ["api", "runs", run, *_] if run not in self._board.reading.runs:
-                return self._no_run(run)
+                names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
+                return text(404, f"there is no run {run[:128]!r}; there are: {names}")
             case ["runs", run]:
                 return self._answer(HTML, self._run_page(run, page.Choice.of(request.query)))
             case ["runs", run, "update"]:
-                return self._answer(JSON, self._run_update(run, page.Choice.of(request.query)))
+                found = self._board.run_update(run, page.Choice.of(request.query))
+                return self._answer(JSON, Body.of(page.message(found)) if found is not None else None)
             case ["runs", run, "stream"]:
                 choice = page.Choice.of(request.query)
                 return Stream(run, lambda: updates(self._board, run, choice))
@@ -281,10 +283,6 @@ class MonitorSite:
             return text(503, f"the store was last read {unread_s:.0f} s ago")
         return text(200, "ready")
 
-    def _no_run(self, run: str) -> Answer:
-        names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
-        return text(404, f"there is no run {run[:128]!r}; there are: {names}")
-
     def _answer(self, kind: str, body: Body | None) -> Answer:
         return text(404, "not found") if body is None else Answer(200, kind, body, NO_STORE)
 
@@ -301,10 +299,6 @@ class MonitorSite:
     def _written(self, run: str, choice: page.Choice) -> bytes | None:
         found = self._board.snapshot(run)
         return None if found is None else page.run_page(as_values(found), choice).encode()
-
-    def _run_update(self, run: str, choice: page.Choice) -> Body | None:
-        update = self._board.run_update(run, choice)
-        return None if update is None else Body.of(page.message(update))
 
     def _targets(self) -> Answer:
         reading = self._board.reading

@@ -312,11 +312,11 @@ def stalls(documents: RunDocuments) -> Mapping[tuple[str, int], Stall]:
     size = documents.round.world_size if documents.round is not None else 0
     if held_up(documents) and len(ranks) == size and 0 < len(awaited) < size:
         return {place: Stall.AWAITED if place in awaited else Stall.WAITS for place in ranks}
-    return {place: Stall.STILL for place, rank in ranks.items() if _stands_still(rank)}
-
-
-def _stands_still(rank: RankHealth) -> bool:
-    return rank.phase in AT_WORK and rank.still_s > max(STILL_S, STILL_STEPS * rank.step_s)
+    return {
+        place: Stall.STILL
+        for place, rank in ranks.items()
+        if rank.phase in AT_WORK and rank.still_s > max(STILL_S, STILL_STEPS * rank.step_s)
+    }
 
 
 def _at_hand(documents: RunDocuments) -> dict[tuple[str, int], RankHealth]:
@@ -342,14 +342,15 @@ def save_interval_s(documents: RunDocuments) -> float:
 
 def straggling(documents: RunDocuments) -> Stragglers:
     """The stragglers of the newest round."""
-    told = (_numbered(member, documents.health.get(name)) for name, member in members(documents).items())
-    return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
-
-
-def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
-    """The ranks of a node's health document, with their numbers in the newest round."""
-    ranks = health.ranks if health is not None else ()
-    return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
+    return find_stragglers(
+        {
+            member.first_rank + rank.local_rank: rank.compute_s
+            for name, member in members(documents).items()
+            if name in documents.health
+            for rank in documents.health[name].ranks
+            if rank.local_rank < member.local_world_size
+        }
+    )
 
 
 LIMIT = 1000
