@@ -1,18 +1,19 @@
-"""Which state a run is in, and what is the newest step and loss."""
+"""The state of a run, and what a monitor observes of it over time."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Departure, JournalEntry, RoundState, RunResult, Spec
+from elastic_trainer.membership.documents import Departure, JournalEntry, RoundState, RunResult, Saved, Spec
 from elastic_trainer.monitor import state
-from elastic_trainer.monitor.state import RunDocuments
+from elastic_trainer.monitor.state import Observer, Point, Rate, Recorder, RunDocuments
 from elastic_trainer.telemetry.families import RUN_STATES
-from tests.support.monitored import health, rank, record, run
+from tests.support.monitored import entry, health, rank, record, run
 
 
 def left(*, planned: bool) -> Departure:
@@ -168,3 +169,141 @@ def test_who_holds_up_the_others_is_known_after_three_steps(
     assert list(state.stalls(run(3, 1, health=told)).values()) == expected
     ended = run(3, 1, health=told, state=RoundState.BROKEN)
     assert state.stalls(ended) == {}
+
+
+def test_the_time_in_a_state_is_known_once_it_has_been_seen_to_begin() -> None:
+    """What was so at the first look may have been so for long."""
+    observer = Observer()
+    assert observer.look(run(), 10.0, 0.0).state_since is None
+    assert observer.look(run(), 20.0, 0.0).state_since is None
+    assert observer.look(run(state=RoundState.BROKEN), 30.0, 0.0).state_since == 30.0
+    seen = observer.look(run(state=RoundState.BROKEN), 40.0, 0.0)
+    assert (seen.state, seen.state_since) == ("recovering", 30.0)
+    assert observer.look(run(round_={"number": 2}), 50.0, 0.0).state_since == 50.0
+    assert observer.look(run(round_={"number": 4}), 60.0, 0.0).state_since == 60.0  # what was between was too short
+
+
+def test_an_age_begins_anew_with_each_document_that_arrives() -> None:
+    """Only a new document is a sign of life, not the same one read again. Of the first ones nobody knows."""
+    observer, first = Observer(), {"n0": health("n0"), "n1": health("n1")}
+    assert observer.look(run(health=first), 10.0, 0.0).arrived == {}
+    second = {**first, "n0": health("n0")}
+    assert observer.look(run(health=second), 15.0, 0.0).arrived == {"n0": 15.0, "n1": 10.0}
+    assert observer.look(run(health={"n0": second["n0"]}), 20.0, 0.0).arrived == {"n0": 15.0}
+
+
+def test_rates_are_taken_between_changes() -> None:
+    """Nodes tell every few seconds: looks between that show no change are none of a standstill."""
+    rate = Rate(window_s=30.0)
+    rates = []
+    for now in range(100):
+        rate.note(float(now), float(now // 5 * 500))
+        rates.append(rate.per_s())
+    assert rates[4] is None
+    assert {round(each) for each in rates[5:] if each is not None} == {100}
+
+
+def test_a_count_that_rests_has_the_rate_0_and_one_that_shrinks_begins_anew() -> None:
+    """After the window; a reset is not a negative rate."""
+    rate = Rate(window_s=30.0)
+    rate.note(0.0, 5.0)
+    rate.note(1.0, 10.0)
+    assert rate.per_s() == 5.0
+    rate.note(40.0, 10.0)
+    assert rate.per_s() == 0.0
+    rate.note(41.0, 3.0)
+    assert rate.per_s() is None
+    rate.note(42.0, 4.0)
+    assert rate.per_s() == 1.0
+    rate.note(43.0, None)
+    assert rate.per_s() is None
+
+
+def test_the_samples_of_a_run_have_a_rate() -> None:
+    """From what all nodes have counted."""
+    observer = Observer()
+    for second in range(4):
+        seen = observer.look(run(health={"n0": health("n0", counters={"samples": 64.0 * second})}), float(second), 0.0)
+    assert seen.samples_per_s == pytest.approx(64.0)
+
+
+def test_gathering_begins_when_the_round_ended() -> None:
+    """By the transition that ended it; where there was none, at this monitor's first look. 0 while ranks train."""
+    observer = Observer()
+    assert observer.look(run(), 1.0, 5001.0).gathering_since_wall == 0.0
+    broken = run(state=RoundState.BROKEN, journal=(entry(1), entry(1, RoundState.BROKEN, 4999.5)))
+    assert observer.look(broken, 2.0, 5002.0).gathering_since_wall == 4999.5
+    assert observer.look(run(state=RoundState.DRAINING), 3.0, 5003.0).gathering_since_wall == 0.0
+    assert observer.look(run(0), 4.0, 5004.0).gathering_since_wall == 5004.0
+    assert observer.look(run(0), 5.0, 5005.0).gathering_since_wall == 5004.0
+
+
+def test_the_age_of_a_checkpoint_goes_on_from_when_it_was_seen() -> None:
+    """One that was there at the first look is as old as its node's clock says, which is all there is."""
+    observer = Observer()
+    first = run(health={"n0": health("n0", saved=Saved(step=1, wall=4990.0))})
+    assert observer.look(first, 10.0, 5000.0).saved_s == 10.0
+    assert observer.look(first, 15.0, 5005.0).saved_s == 15.0
+    second = run(health={"n0": health("n0", saved=Saved(step=2, wall=9999.0))})
+    assert observer.look(second, 16.0, 5006.0).saved_s == 0.0
+    assert observer.look(run(), 17.0, 5007.0).saved_s is None
+
+
+def test_a_run_is_over_since_it_closed_or_was_left_by_all() -> None:
+    """One that was over before the first look, since its last transition."""
+    observer = Observer()
+    assert observer.look(run(), 10.0, 5000.0).over_s is None
+    assert observer.look(run(0), 20.0, 5010.0).over_s == 0.0
+    assert observer.look(run(0), 25.0, 5015.0).over_s == 5.0
+    assert observer.look(run(), 30.0, 5020.0).over_s is None
+    old = run(state=RoundState.CLOSED, journal=(entry(1, RoundState.CLOSED, 1000.0),))
+    assert Observer().look(old, 10.0, 5000.0).over_s == 4000.0
+
+
+def test_the_curves_are_those_of_what_was_seen() -> None:
+    """A point a second at first, and one at each change of the ranks."""
+    observer = Observer()
+    told = {"n0": health("n0", [rank(0, step=3, step_s=0.2), rank(1, 1, step=3, step_s=0.4)], loss=0.7)}
+    observer.look(run(health=told), 1.0, 5000.0)
+    observer.look(run(health=told), 1.5, 5000.5)
+    curves = observer.look(run(1, health=told), 1.7, 5000.7).curves
+    assert curves.wall == [5000.0, 5000.7]
+    assert (curves.step, curves.loss, curves.world_size) == ([3, 3], [0.7, 0.7], [4, 2])
+    assert curves.step_s == [pytest.approx(0.3)] * 2
+
+
+def test_a_long_course_is_thinned_over_its_whole_length() -> None:
+    """Never more than the limit, from the first point to the last, at about equal distances, in order."""
+    recorder = Recorder(limit=100)
+    for second in range(100_000):
+        recorder.note(Point(float(second), second, 1.0, 0.1, 4))
+        if second % 997 == 0:
+            assert len(recorder.curves().wall) <= 100
+    wall = recorder.curves().wall
+    assert len(wall) >= 50
+    assert wall == sorted(wall)
+    assert wall[0] == 0.0
+    assert wall[-1] > 97_000
+    gaps = [later - earlier for earlier, later in pairwise(wall)]
+    assert max(gaps) <= 4 * sorted(gaps)[len(gaps) // 2]
+
+
+def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
+    """From three median steps on: what was measured before says nothing of the present."""
+    observer, waits = Observer(), {"waits": True}
+    for second, still_s in enumerate((0.1, 4.0, 42.0, 0.1)):
+        told = {
+            "n0": health("n0", [rank(0, still_s=still_s), rank(1, 1, still_s=still_s, **waits)], {"samples": second})
+        }
+        seen = observer.look(run(1, health=told), 100.0 + second, 1000.0 + second)
+        assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
+    assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
+
+
+def test_a_run_that_has_ended_keeps_its_rate() -> None:
+    """It would be 0 half a minute later."""
+    observer = Observer()
+    for second in range(3):
+        observer.look(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
+    ended = run(0, state=RoundState.CLOSED, health={"n0": health("n0", counters={"samples": 20.0})})
+    assert [observer.look(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]

@@ -1,0 +1,481 @@
+"""The pages as the server writes them, read by a strict parser: words, sentences, files, updates."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.model import Cause, Phase
+from elastic_trainer.monitor import page
+from elastic_trainer.monitor.page import edits, view
+from elastic_trainer.monitor.page.view import NAMES, NONE, TIMES
+from elastic_trainer.telemetry.families import NODE_STATES, RUN_STATES
+from tests.support import snapshots
+
+Element = ElementTree.Element
+
+
+def parsed(html: str) -> Element:
+    """The page; fails if it is not well-formed."""
+    return ElementTree.fromstring(html)
+
+
+def words(element: Element | None) -> str:
+    return "" if element is None else " ".join("".join(element.itertext()).split())
+
+
+def part(html: str, name: str) -> Element:
+    """The section that has the heading ``name``."""
+    return next(each for each in parsed(html).iter("section") if words(each.find("h2")) == name)
+
+
+def table(html: str, name: str) -> list[list[str]]:
+    """The rows of the first table in a section."""
+    rows = part(html, name).findall(".//table")[0].findall("tbody/tr")
+    return [[words(cell) for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("make", [*snapshots.SMALL.values(), snapshots.large], ids=lambda make: make.__name__)
+def test_every_page_is_well_formed_and_safe(make: Callable[[], Any]) -> None:
+    """Whatever the snapshot holds: no script but the page's own, no handler, no style that the policy would refuse."""
+    root = parsed(page.run_page(make()))
+    scripts = list(root.iter("script"))
+    assert [script.get("src") for script in scripts] == ["../static/page.js"]
+    assert words(scripts[0]) == ""
+    for element in root.iter():
+        assert not [name for name in element.attrib if name.startswith("on") or name == "style"]
+        assert not str(element.get("href", "")).lower().startswith("javascript")
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+def test_hostile_names_are_text() -> None:
+    """Names, reasons and states with markup in them are read as they are written."""
+    html = page.run_page(snapshots.hostile())
+    assert "<script>alert" not in html
+    assert snapshots.HOSTILE in words(part(html, "Nodes and ranks"))
+    assert snapshots.HOSTILE in words(part(html, "Incidents"))
+    assert words(parsed(html).find("head/title")).startswith("</title><script>")
+
+
+def test_the_name_of_a_run_is_quoted_in_its_link() -> None:
+    """A name cannot lead out of ``runs/``."""
+    html = page.runs_page({"runs": [{"run": "../../a b/<c>", "state": "training"}]})
+    assert [link.get("href") for link in parsed(html).iter("a") if link.get("class") is None] == [
+        "runs/..%2F..%2Fa%20b%2F%3Cc%3E"
+    ]
+
+
+def test_the_first_lines_say_how_the_run_is() -> None:
+    """State, since when, who is missing, what happened last and what was lost, in words."""
+    html = page.run_page(snapshots.recovering())
+    said = words(parsed(html).find(".//section[@class='verdict']"))
+    assert "Recovering for 14 s" in said
+    assert "node-2 was lost" in said
+    look = words(part(html, "Needs attention"))
+    assert "1 node is gone: node-2 (heard 21 s ago)." in look
+    assert "node-3 is warming up." in look
+    last = words(part(html, "Last incident"))
+    assert "Node lost 14 s ago" in last
+    assert "node-2, ranks 4, 5" in last
+
+
+def test_what_was_lost_is_said() -> None:
+    """Steps lost, or that none was, and how long training stood still, from the last step on."""
+    run = snapshots.healthy()
+    said = "No step was lost. Training stood still for 810 ms: 80 ms until it was noticed, 310 ms to regroup, 420 ms to"
+    assert said in words(part(page.run_page(run), "Last incident"))
+    run["incidents"] = run["incidents"][2:]
+    said = "12 steps were lost. Training stood still for 8.2 s: 6.1 s until it was noticed, 1.4 s to regroup, 700 ms to"
+    assert said in words(part(page.run_page(run), "Last incident"))
+
+
+def test_the_sentences_of_what_needs_attention_are_shown() -> None:
+    """In the order in which the snapshot has them, and the node that they are of is the first."""
+    look = part(page.run_page(snapshots.straggling()), "Needs attention")
+    assert [words(item) for item in look.iter("li")] == [
+        "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s).",
+        "The last 2 saves failed.",
+    ]
+    assert table(page.run_page(snapshots.straggling()), "Nodes and ranks")[0][0].startswith("node-1")
+
+
+def test_nothing_needs_a_look_when_all_is_well_or_over() -> None:
+    """A calm run says so, and an ended one has nothing to look at."""
+    assert "Nothing: no node is missing, no rank is slow." in words(
+        part(page.run_page(snapshots.healthy()), "Needs attention")
+    )
+    ended = snapshots.recovering() | {"state": "succeeded", "attention": []}
+    assert "The run has ended." in words(part(page.run_page(ended), "Needs attention"))
+
+
+def test_the_journal_becomes_rounds() -> None:
+    """A round has a line for each of its transitions; the page has one row, with what began it and what ended it."""
+    rows = table(page.run_page(snapshots.healthy()), "Rounds")
+    assert [row[0] for row in rows] == ["7", "6", "5", "4"]
+    assert rows[0][1:4] == ["active", "21 min ago", "21 min"]
+    assert rows[1][1] == "broken"
+    assert rows[1][6] == "3 nodes are readyworker 3 of node-1 ended with signal 9"
+    assert rows[2][1:4] == ["followed by the next", "2 h 14 min ago", "1 h 9 min"]
+
+
+def test_incidents_have_their_durations() -> None:
+    """Who, which rounds, how many ranks, what was lost, how long. A planned change is none."""
+    newest, lost = table(page.run_page(snapshots.healthy()), "Incidents")
+    assert newest[1].startswith("Worker lost: node-1, rank 3")
+    assert newest[2:6] == ["6 → 7", "6", "0", "810 ms"]
+    assert lost[4] == "12"
+    assert lost[6] == "6.1 s 1.4 s 700 ms"
+
+
+def test_a_monitor_that_came_later_goes_by_the_journal() -> None:
+    """It has not seen the state begin, but the journal tells when."""
+    said = words(parsed(page.run_page(snapshots.healthy(state_s=None))).find(".//section[@class='verdict']"))
+    assert "Training for 21 min" in said
+
+
+def test_an_empty_run_says_what_is_not_there() -> None:
+    """No heading stands above nothing."""
+    html = page.run_page(snapshots.empty())
+    assert "No node is there." in words(part(html, "Nodes and ranks"))
+    assert "No step has been seen yet." in words(part(html, "Course"))
+    for name in ("Time of all ranks", "Checkpoints", "Incidents", "Rounds"):
+        assert len(words(part(html, name))) > len(name) + 5
+
+
+def test_an_unreached_store_is_named() -> None:
+    """Old data is never shown as if it were new."""
+    html = page.run_page(snapshots.healthy(store={"connected": False, "age_s": 43.0}))
+    assert "cannot reach the store: this page is 43 s old." in words(parsed(html).find(".//header"))
+
+
+def test_without_scripts_the_page_renews_itself() -> None:
+    """Only there: the script does better."""
+    root = parsed(page.run_page(snapshots.healthy()))
+    metas = [meta for meta in root.iter("meta") if meta.get("http-equiv") == "refresh"]
+    assert [meta.get("content") for meta in metas] == ["10"]
+    assert metas == root.findall("head/noscript/meta")
+
+
+def test_headers_have_a_scope_and_headings_an_order() -> None:
+    """Screen readers tell by these which number belongs to what."""
+    for html in (page.run_page(snapshots.straggling()), page.runs_page(snapshots.listing())):
+        root = parsed(html)
+        assert all(header.get("scope") in ("col", "row") for header in root.iter("th"))
+        assert len(list(root.iter("h1"))) == 1
+        assert [
+            landmark for landmark in ("header", "main", "nav", "footer") if root.find(f".//{landmark}") is None
+        ] == []
+
+
+def test_the_list_shows_every_run() -> None:
+    """State with its duration, place and the last incident."""
+    rows = [[words(cell) for cell in row] for row in parsed(page.runs_page(snapshots.listing())).findall(".//tbody/tr")]
+    assert rows[0] == [
+        "gpt-small-07",
+        "Training for 21 min",
+        "nothing",
+        "48,210",
+        "2.087",
+        "6",
+        "3 of 2 to 4",
+        "96.8 %",
+        "Worker lost 21 min ago",
+    ]
+    sick = snapshots.listing()
+    sick["runs"][1]["attention"] = []
+    sick["runs"][2]["attention"] = [{"look": "bad", "words": "1 standing still"}, {"look": "warn", "words": "1 slow"}]
+    html = page.runs_page(sick)
+    assert "1 standing still, 1 slow" in html
+    assert "<title>(1) Runs, elastic-trainer</title>" in html
+    assert [row.get("class") for row in parsed(html).findall(".//tbody/tr")].count("sick look-bad") == 1
+    assert "6 runs: 3 training" in html
+
+
+def test_an_empty_list_says_so() -> None:
+    """Nothing registered is a state of its own."""
+    assert "A run appears here as soon as" in page.runs_page({"runs": []})
+
+
+def test_512_nodes_are_written_quickly_and_small() -> None:
+    """The bounds are ten times of what it takes: they find what grows with the square of the nodes."""
+    run = snapshots.large()
+    page.run_page(run)
+    began = time.process_time()
+    html = page.run_page(run)
+    assert time.process_time() - began < 2.0
+    assert len(html) < 1_000_000
+    assert len(table(html, "Nodes and ranks")) == 24
+    html = page.run_page(run, page.Choice(every=True))
+    assert len(html) < 1_000_000
+    assert len(table(html, "Nodes and ranks")) == 512
+
+
+def test_every_word_of_the_contract_has_a_name() -> None:
+    """States, phases and causes that the package knows are shown in words, with an icon that exists."""
+    assert set(NAMES["states"]) == set(RUN_STATES)
+    assert set(NAMES["nodes"]) == {*NODE_STATES, "gone"}
+    assert set(NAMES["phases"]) == {str(phase) for phase in Phase}
+    assert set(NAMES["causes"]) == {str(cause) for cause in Cause}
+    marks = [phase["mark"] for phase in NAMES["phases"].values()]
+    assert len(set(marks)) == len(marks)
+    sprite = ElementTree.fromstring((page.static("icons.svg") or (b"", ""))[0])
+    looks = {each["look"] for kind in NAMES.values() for each in kind.values() if "look" in each}
+    assert looks <= {symbol.get("id") for symbol in sprite}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, NONE),
+        (-3, "0 s"),
+        (0, "0 s"),
+        (0.00125, "1.3 ms"),
+        (0.0099, "9.9 ms"),
+        (0.83, "830 ms"),
+        (0.9996, "1.0 s"),
+        (8.25, "8.3 s"),
+        (43.4, "43 s"),
+        (59.6, "1 min"),
+        (75, "1 min 15 s"),
+        (600, "10 min"),
+        (1910, "31 min"),
+        (3599.7, "1 h"),
+        (8040, "2 h 14 min"),
+        (86_400 * 3 + 3600 * 4, "3 d 4 h"),
+        (float("nan"), NONE),
+        (True, NONE),
+        ("5", NONE),
+    ],
+)
+def test_durations_have_the_units_that_matter(seconds: Any, said: str) -> None:
+    """Two units at most, and no more digits than one reads."""
+    assert view.duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (2.08714, "2.087"),
+        (0.0123456, "0.0123"),
+        (0.0000123, "1.23e-5"),
+        (123456.7, "1.23e+5"),
+        (1e-12, "1.00e-12"),
+        (345.67, "345.7"),
+        (-0.5, "-0.5000"),
+        (0, "0.0000"),
+        (None, NONE),
+    ],
+)
+def test_losses_keep_about_four_digits(value: Any, said: str) -> None:
+    """Large and tiny ones are written with a power of ten."""
+    assert view.measure(value) == said
+
+
+def test_counts_sizes_shares_and_ratios() -> None:
+    """Each in its usual form; null is a dash."""
+    assert view.count(1234567.5) == "1,234,568"
+    assert view.size(1_483_000_000) == "1.5 GB"
+    assert view.size(999.4) == "999 B"
+    assert view.percent(0.9685) == "96.9 %"
+    assert view.times(2.31) == f"2.31{TIMES}"
+    assert {view.count(None), view.size(None), view.percent(None), view.times(None), view.ago(None)} == {NONE}
+
+
+def test_names_that_nobody_knows_are_shown_as_they_are() -> None:
+    """A newer node may tell of a phase that this monitor has never heard of."""
+    assert view.named("phases", "warming_the_cache") == {
+        "key": "other",
+        "label": "warming the cache",
+        "look": "other",
+        "mark": "?",
+    }
+    assert view.named("phases", None)["label"] == "not known"
+
+
+def test_nodes_sort_as_people_count() -> None:
+    """node-10 comes after node-2."""
+    assert sorted(["node-10", "node-2", "a"], key=view.natural) == ["a", "node-2", "node-10"]
+
+
+def test_times_that_are_none_have_no_stamp() -> None:
+    """Neither null nor a year that no calendar has breaks the page."""
+    assert view.stamp(1_789_000_000.9) == ("2026-09-10T00:26:40Z", "2026-09-10 00:26:40 UTC")
+    assert view.stamp(None) == view.stamp(1e300) == ("", "")
+
+
+STATIC = files("elastic_trainer.monitor.page").joinpath("static")
+FILES = sorted(each.name for each in STATIC.iterdir())
+
+
+def test_no_name_leads_out_of_the_folder() -> None:
+    """Only the names of the files themselves are served."""
+    outside = ("../words.py", "../static/page.css", "/etc/passwd", "page.css/..", "%2e%2e/words.py", "..", ".", "")
+    assert [name for name in (*outside, "PAGE.CSS", "x\0y") if page.static(name) is not None] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_have_a_type_that_browsers_accept(name: str) -> None:
+    """With ``nosniff`` a module of another type is refused. Names are flat, as the server wants them."""
+    found = page.static(name)
+    assert found is not None
+    content, kind = found
+    assert content == STATIC.joinpath(name).read_bytes()
+    wanted = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "json": "application/json"}
+    assert kind == wanted.get(name.rpartition(".")[2], kind)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".js", ".css", ".svg"))])
+def test_nothing_comes_from_elsewhere(name: str) -> None:
+    """No file of the page refers to another host; imports are files of the folder."""
+    content = STATIC.joinpath(name).read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", content)) - {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xhtml",
+        "http://www.w3.org/1998/Math/MathML",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert not addresses
+    imported = set(re.findall(r"from \"\./([^\"]+)\"", content))
+    assert imported <= set(FILES)
+
+
+texts = st.lists(st.sampled_from("abc"), max_size=12)
+
+
+def after(before: Sequence[str], changes: Sequence[tuple[int, int, Sequence[str]]]) -> list[str]:
+    """What the browser makes of it."""
+    lines = list(before)
+    for start, removed, put in changes:
+        lines[start : start + removed] = put
+    return lines
+
+
+@given(texts, texts)
+def test_edits_make_one_text_the_other(before: list[str], now: list[str]) -> None:
+    """Whatever the two are."""
+    assert after(before, edits(before, now)) == now
+
+
+def test_an_update_carries_what_has_changed() -> None:
+    """A run of 64 ranks that has made a step: a small part of its snapshot, which readers were sent before."""
+    before, run = page.run_update(snapshots.large(8)), snapshots.large(8, turn=1)
+    now = page.run_update(run)
+    told = page.message(now, before)
+    assert after(before.view, json.loads(told)["view"]) == list(now.view)
+    assert len(told) < len(json.dumps(run)) / 10
+
+
+def test_the_first_update_is_the_whole_page() -> None:
+    """Whatever the browser has."""
+    now = page.run_update(snapshots.healthy())
+    told = json.loads(page.message(now))
+    assert told["full"]
+    assert after((), told["view"]) == list(now.view)
+    assert after((), told["course"]) == list(now.course)
+
+
+@pytest.mark.parametrize(
+    ("query", "choice"),
+    [
+        ("", page.Choice()),
+        ("turned=a&turned=b&turn=b&turn=c", page.Choice(turned=frozenset("ac"))),
+        ("all=&all=1&find=+node-4", page.Choice(every=True, find="node-4")),
+        ("all=1&all=0", page.Choice()),
+        ("find=" + "x" * 200, page.Choice(find="x" * 100)),
+    ],
+)
+def test_a_choice_is_that_of_the_form(query: str, choice: page.Choice) -> None:
+    """Of two values the button's counts; a node that is turned twice is as it was."""
+    assert page.Choice.of(query) == choice
+
+
+AWAY = {"connected": False, "age_s": 43.0}
+LEFT = {"node": "n1", "planned": True, "reason": "SIGTERM", "exit_code": 143, "wall": 1.0}
+NOBODY: dict[str, Any] = {"nodes": [], "world_size": 0}
+
+
+def ended(**more: Any) -> dict[str, Any]:
+    """A run whose last round broke, and was followed by none."""
+    values = {"round": 1, "next_round": None, "detect_s": 30.0, "regroup_s": 1.0, "resume_s": 0.0} | more
+    return {"incidents": [snapshots.incident(1.0, "worker_lost", **values)]}
+
+
+STATES = [
+    # what is there, the part of the page, what it says, what it must not say
+    ({}, "Needs attention", "Nothing: no node is missing", "Unknown"),
+    ({"store": AWAY}, "Needs attention", "Unknown: the monitor cannot reach the store.", "no node is missing"),
+    ({"state": "stopped", "departure": LEFT, **NOBODY}, "Needs attention", "Stopped on request (SIGTERM).", "needs"),
+    ({"state": "gathering", "min_nodes": 1}, "Needs attention", "nodes are joining", "no node is missing"),
+    ({"state": "recovering"}, "Needs attention", "the next round is forming", "no node is missing"),
+    ({"attention": [{"look": "bad", "words": "3 rounds broke in the last 15 min",
+      "sentence": "3 rounds broke in the last 15 min."}]}, "Needs attention",
+     "3 rounds broke in the last 15 min.", "Nothing"),
+    ({"state": "succeeded"}, "Needs attention", "The run has ended.", "missing"),
+    ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "stood still"),
+    ({"state": "failed", **ended()}, "Last incident", "Worker lost", "was lost"),
+    ({"state": "recovering", **ended(open=True)}, "Last incident", "Worker lost", "did not continue"),
+    (ended(next_round=2), "Last incident", "No step was lost. Training stood still for 31 s: 30 s until", "did not"),
+    (ended(next_round=2, detect_s=0.0), "Last incident", "Nobody knows since when training stood still", "still for"),
+    (ended(next_round=2, resumed=False), "Last incident", "No step of round 2 is known", "was lost"),
+    (ended(next_round=2, before_s=29.0), "Last incident", "1 min: 29 s in rounds without a step, 30 s", "did not"),
+    (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "No step"),
+    (ended(next_round=2, steps_lost=1), "Last incident", "1 step was lost.", "1 steps"),
+]  # fmt: skip
+
+
+def test_a_run_that_has_ended_still_says_who_trained_and_how_long() -> None:
+    """Not that nothing runs, which everybody knows of a run that has ended."""
+    last = {"number": 7, "world_size": 6, "nodes": 1, "duration_s": 3720.0}
+    assert "3 nodes, 1 node needed." in page.run_page(snapshots.healthy(min_nodes=1, max_nodes=1))
+    html = page.run_page(snapshots.healthy(state="succeeded", last=last, **NOBODY))
+    assert "Round 7 was the last: 6 ranks on 1 node, 2 to 4 nodes allowed. It took 1 h 2 min from" in html
+    assert "at the end" in html
+    row = {"run": "r", "state": "succeeded", "last": last, "world_size": 0, "nodes": 0, "min_nodes": 1, "max_nodes": 4}
+    assert "1 of 1 to 4" in page.runs_page({"runs": [row]})
+
+
+def test_the_rank_that_the_others_wait_for_is_told_from_its_victims() -> None:
+    """In the strip of its node, and in its own row."""
+    ranks = [snapshots.rank(0, still_s=42.0, stall="awaited"), snapshots.rank(1, still_s=42.0, stall="waits")]
+    html = page.run_page(snapshots.healthy(nodes=[snapshots.node(0, ranks=ranks)], step_s=None))
+    shown = words(part(html, "Nodes and ranks"))
+    assert "no step for 42 s, the others wait for it" in shown
+    assert "waits for 42 s" in shown
+    assert "1 training, held up: the others wait for it, 1 waiting for others" in shown
+
+
+@pytest.mark.parametrize(("there", "name", "said", "unsaid"), STATES, ids=range(len(STATES)))
+def test_each_state_has_its_sentence(there: dict[str, Any], name: str, said: str, unsaid: str) -> None:
+    """The table of states."""
+    shown = words(part(page.run_page(snapshots.healthy(**there)), name))
+    assert said in shown
+    assert unsaid not in shown
+
+
+def test_a_state_that_is_old_is_called_so() -> None:
+    """While the store does not answer nothing is shown as if it were so now."""
+    html = page.run_page(snapshots.healthy(store=AWAY))
+    assert "Training when last seen" in html
+    assert "look-good" not in html.partition("</section>")[0]
+    assert "not known" in page.runs_page(snapshots.listing() | {"store": AWAY})
+
+
+def test_shard_groups_and_places_are_named() -> None:
+    """In the headline, in the row of each node, and of those that wait."""
+    nodes = [snapshots.node(0) | {"group": 0, "place": 0}, snapshots.node(1) | {"group": 0, "place": 1}]
+    spare = snapshots.node(2, in_round=False) | {"group": None, "place": 1}
+    html = page.run_page(snapshots.healthy(shard_nodes=2, min_nodes=2, max_nodes=4, nodes=[*nodes, spare]))
+    assert "2 to 4 nodes allowed in shard groups of 2" in html
+    assert "node-2 (place 1) is ready and not in the round" in html
+    assert "group 0, place 1" in html

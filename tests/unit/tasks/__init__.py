@@ -1,1 +1,0 @@
-"""The ready-made tasks: data readers and the functions around the network."""

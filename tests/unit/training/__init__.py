@@ -1,1 +1,0 @@
-"""The training package: pure parts and parts that need one process only."""
