@@ -6,6 +6,9 @@ assignment; a reader detects a half-written record by the checksum and reads aga
 readers zeroes, and with a lock a dead worker could block its agent.) Three bytes outside the records hold the worker's
 present activity: a single byte is always written whole, and costs almost nothing.
 
+The stacks of a hung worker go to a file beside its page: the agent asks for them by a signal, and the worker's handler
+in C writes them, even while the interpreter lock is held, but not while the process is stopped.
+
 *Runs in* a worker's main thread (writes), and in the agent (reads).
 *Owns* one file of 8 KiB that the worker creates and the agent removes; it outlives the worker, so no count is lost.
 *Fails by* OSError from :meth:`PageWriter.create`; an unreadable page is None.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import http.client
 import json
 import random
@@ -91,24 +90,6 @@ def test_every_answer_carries_the_headers_that_keep_it_safe(monitor: Monitor) ->
         assert "Python" not in str(response.getheader("Server"))
 
 
-def test_large_answers_are_compressed_for_whoever_takes_that(monitor: Monitor) -> None:
-    """The content is the same."""
-    plain, content = get(monitor, "/api/runs/r")
-    zipped, packed = get(monitor, "/api/runs/r", Accept_Encoding="br, gzip;q=0.5")
-    refused, _ = get(monitor, "/api/runs/r", Accept_Encoding="gzip;q=0")
-    assert (plain.getheader("Content-Encoding"), refused.getheader("Content-Encoding")) == (None, None)
-    assert zipped.getheader("Content-Encoding") == "gzip"
-    assert zipped.getheader("Vary") == plain.getheader("Vary") == "Accept-Encoding"
-    assert json.loads(gzip.decompress(packed)).keys() == json.loads(content).keys()
-
-
-def test_head_is_get_without_content(monitor: Monitor) -> None:
-    """With the length that it would have."""
-    response, content = get(monitor, "/static/page.css", "HEAD")
-    assert (response.status, content) == (200, b"")
-    assert int(str(response.getheader("Content-Length"))) > 0
-
-
 def test_several_requests_share_a_connection(monitor: Monitor) -> None:
     """As Prometheus and browsers do it; a refused method with a body does not spoil what follows."""
     connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
@@ -122,23 +103,6 @@ def test_several_requests_share_a_connection(monitor: Monitor) -> None:
     assert (response.status, response.getheader("Connection")) == (405, "close")
     assert b"metrics" not in response.read()
     connection.close()
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"BREW / HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"],
-)
-def test_what_is_no_request_ends_its_own_connection_only(monitor: Monitor, sent: bytes) -> None:
-    """TLS on a plain port, a method that nobody knows, nonsense."""
-    with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as connection:
-        connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        while piece := connection.recv(65536):
-            answer += piece
-    assert b"Traceback" not in answer
-    assert not answer.startswith(b"HTTP/1.1 200")
-    assert get(monitor, "/healthz")[0].status == 200
 
 
 def test_a_client_that_never_completes_its_request_is_cut_off(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +315,32 @@ def test_a_longer_run_follows_its_longer_schedule_and_says_so(tmp_path: Path) ->
     assert (said["name"], said["before"], said["now"]) == ("scheduler.steps", "4", "8")
     with pytest.raises(ConfigError, match=r"'scheduler\.floor' is 0\.1 here and was 0\.0"):
         trained(8, 6, floor=0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "name"),
+    [
+        ("training.config", "jobs.config", "JobConfig"),
+        ("training.loading", "jobs.config", "load_job"),
+        ("training.loggers", "jobs.loggers", "register_logger"),
+        ("training.sharding", "checkpoint.sharded", "whole"),
+        ("training.trainer", "jobs.trainer", "Trainer"),
+        ("tasks.vision.digits", "jobs.digits", "Digits"),
+        ("tasks.language.corpus", "jobs.corpus", "load_corpus"),
+        ("tasks.language.gpt", "jobs.gpt", "token_losses"),
+        ("tasks.language.transformer", "jobs.gpt", "Transformer"),
+    ],
+)
+def test_earlier_names_of_modules_give_the_same_objects(before: str, now: str, name: str) -> None:
+    """Not copies, of which a job would not take one for the other."""
+    old, new = (import_module(f"elastic_trainer.{module}") for module in (before, now))
+    assert getattr(old, name) is getattr(new, name)
+
+
+@pytest.mark.parametrize("name", ["training", "tasks.language.gpt_sample", "tasks.scripts.ddp_script_elastic"])
+def test_earlier_names_of_programs_can_be_run(name: str) -> None:
+    """``python -m`` finds them."""
+    import_module("elastic_trainer.tasks")
+    spec = find_spec(f"elastic_trainer.{name}")
+    assert spec is not None
+    assert spec.origin is not None

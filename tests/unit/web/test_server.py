@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 
 import pytest
 from hypothesis import given
@@ -136,6 +137,11 @@ def test_an_answer_has_its_length_and_only_who_takes_it_gets_it_compressed() -> 
     answer = Answer(200, "text/plain", Body.of(b"x" * 2000))
     zipped = rendered(answer, Request("GET", "/", {"accept-encoding": "gzip"}), lasts=True)
     assert (b"Content-Encoding: gzip\r\n" in zipped, b"Connection: close" in zipped) == (True, False)
+    assert gzip.decompress(zipped.partition(b"\r\n\r\n")[2]) == b"x" * 2000
+    for accepted in ("br, gzip;q=0.5", "*", "br", "gzip;q=0", ""):
+        found = rendered(answer, Request("GET", "/", {"accept-encoding": accepted}), lasts=True)
+        assert (b"Content-Encoding: gzip" in found) == (accepted in ("br, gzip;q=0.5", "*"))
+        assert b"Vary: Accept-Encoding" in found
     whole = rendered(answer, Request("GET", "/"), lasts=False)
     assert whole.endswith(b"\r\n\r\n" + b"x" * 2000)
     assert b"Content-Length: 2000\r\n" in whole
