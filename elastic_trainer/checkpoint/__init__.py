@@ -1,21 +1,24 @@
 """Checkpoints that exist completely or not at all, and are verified at every read. Imports no torch.
 
-Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
-image, commit, storage; by several processes: sharing, sharded, joint; beside training: arena, snapshot, background.
-Back: reading, parts, goals, live, inventory. What stays: retention, janitor. Who saves: claim. All together: manager.
+A state becomes files and back (codec, tensors), with checksums of all bytes (manifest); it is copied into memory
+(memory), written beside training (background) and committed, by one process or several (commit), to a directory or
+bucket (storage). Back: reading. Which checkpoints there are, and which stay: manager, retention; names: layout.
 """
 
 from elastic_trainer.checkpoint.background import BackgroundSaves, Save
-from elastic_trainer.checkpoint.commit import Event, EventSink, Owner, Transition
+from elastic_trainer.checkpoint.commit import Owner
 from elastic_trainer.checkpoint.layout import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.manager import (
     CheckpointManager,
     Committed,
     Description,
     Entry,
+    Event,
+    EventSink,
     Loaded,
     SaveInfo,
     Soundness,
+    Transition,
     describe,
 )
 from elastic_trainer.checkpoint.manifest import Manifest

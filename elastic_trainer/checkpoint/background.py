@@ -367,7 +367,7 @@ class BackgroundSaves:
         try:
             if save.purpose is SnapshotPurpose.CO_WRITE:
                 refused = save.error is not None
-                self._manager.help(image, save.manifest, save.turn, save.stop, refused=refused)
+                self._manager.write_share(image, save.manifest, save.turn, save.stop, refused=refused)
             else:
                 save.committed = self._manager.commit(image, save.manifest, save.stop)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it

@@ -1,9 +1,24 @@
-"""Commits a checkpoint atomically.
+"""Commits a checkpoint atomically: one process publishes it, others that hold the same state may write files of it.
 
-*Runs in* the saving process. *Owns* one temporary directory until its publication or removal.
-*Fails by* StorageError; the temporary directory is removed and every other checkpoint is unchanged.
-*Invariant*: whenever the process dies, each committed name holds a complete checkpoint. Data reach the disk before the
-manifest, the manifest before the name, and a name never replaces another.
+The publisher writes into a temporary entry of the storage and lets it appear under its name. If others can help, it
+first leaves an offer there. They look for the offer of the round and step that they hold; whoever marks a file as taken
+writes it, and leaves its record. The publisher waits for the records of all files. A file that does not come in time it
+writes itself, if it holds the same bytes; the shards of another rank it does not, so then nothing is published.
+
+====================  ================================================================
+``offer.json``        the manifest of what is being written; without files if each writer has its own shards
+``taken-FILE``        somebody writes FILE
+``record-FILE``       a manifest with the one record of FILE, which is durable
+``failed-FILE``       whoever took FILE could not write it
+====================  ================================================================
+
+*Runs in* the threads that save, and in an agent that rescues a state. *Owns* one temporary entry until its publication
+or removal (the publisher), and the lock of the directory (:class:`Claim`).
+*Fails by* StorageError or DamagedError: the entry is removed and every other checkpoint is unchanged. A co-writer that
+fails only warns.
+*Invariant*: whenever a process dies, each committed name holds a complete checkpoint. Data reach the disk before the
+manifest, the manifest before the name, and a name never replaces another. All files are of one round and step, and
+bytes that the publisher holds too equal its own.
 """
 
 from __future__ import annotations
@@ -12,11 +27,10 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_trainer.checkpoint.codec import outline
@@ -35,6 +49,7 @@ from elastic_trainer.checkpoint.layout import (
     parse_temporary,
     place_of,
     temporary_name,
+    tensor_part,
     tensors_file,
     this_process,
 )
@@ -57,57 +72,25 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.telemetry.logs import logger
 
-
-class Transition(StrEnum):
-    """The transitions; the values are the names of the log lines."""
-
-    COMMITTED = "checkpoint.committed"
-    FAILED = "checkpoint.failed"
-    LOADED = "checkpoint.loaded"
-    QUARANTINED = "checkpoint.quarantined"
-    SKIPPED = "checkpoint.skipped"
-    OUTRANKED = "checkpoint.outranked"
-    REMOVED = "checkpoint.removed"
-    REMOVAL_FAILED = "checkpoint.removal_failed"
-    SWEPT = "checkpoint.swept"
-
-
-_WARNINGS = frozenset(
-    {
-        Transition.QUARANTINED,
-        Transition.SKIPPED,
-        Transition.OUTRANKED,
-        Transition.REMOVAL_FAILED,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One transition of the directory entry ``name``; ``values`` are the other keys of the log line."""
-
-    kind: Transition
-    name: str
-    reason: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-EventSink = Callable[[Event], None]
-
-
-def announce(event: Event, listener: EventSink | None) -> None:
-    """Log ``event`` and pass it to ``listener``."""
-    log = logger()
-    write = log.error if event.kind is Transition.FAILED else log.warning if event.kind in _WARNINGS else log.info
-    details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)
-    write(str(event.kind), checkpoint=event.name, **details)
-    if listener is not None:
-        listener(event)
-
-
+_HEADROOM = 4 << 20
+"""Required free space in addition to the files: for the manifest, directories and file system metadata."""
 _AGAIN_S = 0.1
 _SLOWLY_S = 1.0
 """Seconds between two looks at a lease, each of which is a request."""
+LOOK_S, SELDOM_S = 0.05, 1.0
+"""Seconds between two looks at what other writers have done, at first and after a while."""
+FIND_S, LONGEST_S = 120.0, 3600.0
+"""Seconds that a co-writer looks for an offer, and as long as the publisher is seen busy with an earlier one."""
+IDLE_S = 30.0
+"""Seconds without a write after which a writer on another machine is given up."""
+LEAST_PATIENCE_S, PATIENCE = 10.0, 3.0
+"""A co-writer may take this many times as long for its files as the publisher took for its own."""
+SHARDS_LEAST_PATIENCE_S, SHARDS_PATIENCE = 60.0, 5.0
+"""The same for shards, without which there is no checkpoint."""
+_LONGEST_NOTE = 64 << 20
+
+
+# ---- who may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +105,12 @@ class Owner:
 
 
 class Claim:
-    """The right of ``owner`` to write in ``storage``."""
+    """The right of ``owner`` to write in ``storage``, which one job has at a time.
+
+    In a directory the kernel releases the lock with the process. It is a record lock: children do not inherit it, and
+    network file systems extend it to other hosts. On file systems without locks no job is refused. In an object store
+    the lock is a lease (storage/objects.py), which a holder that died leaves behind for a while.
+    """
 
     def __init__(self, storage: Storage, owner: Owner, clock: Clock) -> None:
         self._storage, self._owner, self._clock = storage, owner, clock
@@ -138,13 +126,16 @@ class Claim:
         patience = Deadline.after(patience_s, self._clock)
         before: Holder | None = None
         while (holder := self._storage.hold(self._words, self._gives_way)) is not None:
-            if self._same_job(holder.words):
+            held_by = _parsed_words(holder.words)
+            if self._same_job(held_by):
                 return
             showed_itself = before is not None and holder.shown_at != before.shown_at
             maybe_dead = patience_s > 0 and holder.expires_in_s > 0 and not showed_itself
             if patience.expired and not maybe_dead:
+                who = f"run {held_by['run']!r}" if held_by.get("run") else "another job"
+                who += f" (process {held_by.get('pid', 'unknown')} on {held_by.get('host', 'an unknown host')})"
                 raise InUseError(
-                    f"checkpoint directory {self._storage.location} is in use by {_shown_holder(holder.words)}",
+                    f"checkpoint directory {self._storage.location} is in use by {who}",
                     hint="give each job a directory of its own, or wait until that one has ended",
                 )
             before = holder
@@ -153,151 +144,30 @@ class Claim:
     def release(self) -> None:
         self._storage.let_go()
 
-    def _same_job(self, holder: str) -> bool:
-        return self._owner.job is not None and _parsed_words(holder).get("job") == self._owner.job
+    def _same_job(self, held_by: Mapping[str, Any]) -> bool:
+        return self._owner.job is not None and held_by.get("job") == self._owner.job
 
-    def _gives_way(self, holder: str) -> bool:
+    def _gives_way(self, words: str) -> bool:
         """Whether the holder is of this job, or dead according to this machine's kernel."""
-        return self._same_job(holder) or _dead(_parsed_words(holder))
+        held_by = _parsed_words(words)
+        if self._same_job(held_by):
+            return True
+        try:
+            process = WriterIdentity(*(held_by[field] for field in ("pid", "start", "boot", "namespace", "host")))
+            return alive(process, this_process()) is False
+        except (KeyError, TypeError):  # another version's words
+            return False
 
 
-def _dead(read: Mapping[str, Any]) -> bool:
+def _parsed_words(words: str) -> dict[str, Any]:
     try:
-        process = WriterIdentity(*(read[field] for field in ("pid", "start", "boot", "namespace", "host")))
-        return alive(process, this_process()) is False
-    except (KeyError, TypeError):  # another version's words
-        return False
-
-
-def _shown_holder(holder: str) -> str:
-    read = _parsed_words(holder)
-    who = f"run {read['run']!r}" if read.get("run") else "another job"
-    return f"{who} (process {read.get('pid', 'unknown')} on {read.get('host', 'an unknown host')})"
-
-
-def _parsed_words(holder: str) -> dict[str, Any]:
-    try:
-        read = json.loads(holder)
+        read = json.loads(words)
     except ValueError:  # the holder has the lock but has not written its identity yet
         return {}
     return read if isinstance(read, dict) else {}
 
 
-ELSEWHERE_S = 86_400.0
-"""Idle time after which a writer on another machine, or in another container, counts as dead."""
-REBOOTED_S = 600.0
-"""The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """Whether a temporary directory is removed, and why."""
-
-    remove: bool
-    reason: str
-
-
-def fate(writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s: float | None) -> Fate:
-    """Judge a temporary of ``writer`` from where ``me`` stands.
-
-    ``alive`` is what the kernel says of the writer if it can be asked, ``idle_s`` the time without writes if known.
-    """
-    if writer == me:
-        return Fate(False, "it is being written by this process")
-    if alive is not None:
-        return Fate(not alive, "its writer lives" if alive else f"its writer, process {writer.pid}, is dead")
-    if idle_s is None:
-        return Fate(False, "its age is unknown")
-    limit = REBOOTED_S if writer.host == me.host and writer.boot != me.boot else ELSEWHERE_S
-    verb = "was not written to for" if idle_s > limit else "was written to within"
-    return Fate(idle_s > limit, f"its writer is on {writer.host}, and it {verb} {limit:.0f} s")
-
-
-def sweep(storage: Storage) -> Iterator[Event]:
-    """Remove leftovers; yields one event for each removed or unremovable entry."""
-    try:
-        names = storage.names()
-    except OSError:
-        return
-    for name in names:
-        if kind_of(name) is Kind.TRASH:
-            yield _remove(storage, name, "its removal was interrupted")
-        writer = parse_temporary(name)
-        if writer is not None:
-            verdict = _judge(storage, name, writer)
-            if verdict.remove:
-                yield _remove(storage, name, verdict.reason)
-
-
-def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
-    me = this_process()
-    living = alive(writer, me)
-    idle_s = _idle_s(storage, name, me) if living is None and writer != me else None
-    return fate(writer, me, living, idle_s)
-
-
-def at_work(storage: Storage, name: str, limit_s: float) -> bool:
-    """Whether the writer of the temporary ``name`` lives; on another machine, whether it has written in ``limit_s``."""
-    writer, me = parse_temporary(name), this_process()
-    living = None if writer is None else alive(writer, me)
-    if living is not None:
-        return living
-    idle_s = _idle_s(storage, name, me)
-    return idle_s is not None and idle_s <= limit_s
-
-
-def may_live(name: str) -> bool:
-    """Whether the writer of the temporary ``name`` is not known to be dead."""
-    writer = parse_temporary(name)
-    return writer is not None and alive(writer, this_process()) is not False
-
-
-def _idle_s(storage: Storage, name: str, me: WriterIdentity) -> float | None:
-    reference = temporary_name(me)
-    try:
-        storage.create(reference)
-    except StorageError:
-        return None
-    try:
-        return storage.idle_s(name, reference)
-    except OSError:
-        return None
-    finally:
-        _remove(storage, reference, "")
-
-
-def _remove(storage: Storage, name: str, reason: str) -> Event:
-    try:
-        storage.remove(name)
-    except OSError as error:
-        return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror or error}")
-    return Event(Transition.SWEPT, name, reason)
-
-
-_HEADROOM = 4 << 20
-"""Required free space in addition to the files: for the manifest, directories and file system metadata."""
-
-
-def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
-    """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in.
-
-    Raises DamagedError and commits nothing if the manifest already has records that the bytes no longer match; bytes of
-    an ``image`` with checksums are not compared again (see FileImage).
-    """
-    require_space(storage, image.size)
-    with temporary_entry(storage, manifest.name) as temporary:
-        written = tuple(write_file(storage, temporary, file) for file in image.files)
-        if manifest.files not in ((), written):
-            raise changed(manifest)
-        complete = manifest.with_files(written)
-        write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
-        storage.publish(temporary, manifest.name)
-    return complete
-
-
-def changed(manifest: Manifest) -> DamagedError:
-    """The error for files whose bytes do not match the records of ``manifest``."""
-    return DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
+# ---- one entry and its files
 
 
 def require_space(storage: Storage, size: int) -> None:
@@ -305,33 +175,10 @@ def require_space(storage: Storage, size: int) -> None:
     free = storage.free_bytes()
     if free is not None and free < size + _HEADROOM:
         raise StorageError(
-            f"checkpoint directory {storage.location} is full: the checkpoint needs {_shown(size + _HEADROOM)}, "
-            f"{_shown(free)} are free",
+            f"checkpoint directory {storage.location} is full: the checkpoint needs {(size + _HEADROOM) / 1e6:,.1f} "
+            f"MB, {free / 1e6:,.1f} MB are free",
             hint="free some space, or keep fewer checkpoints; earlier checkpoints are intact",
         )
-
-
-def check_writable(storage: Storage) -> None:
-    """Raise StorageError unless a checkpoint could be written now; leaves nothing behind and does not sync."""
-    storage.prepare()
-    require_space(storage, 0)
-    with temporary_entry(storage) as temporary:
-        write_file(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096), durable=False)
-        _discard(storage, temporary)
-
-
-def check_speed(storage: Storage, size: int) -> tuple[float, float]:
-    """Bytes per second of writing and reading ``storage``; leaves nothing behind. StorageError if not writable."""
-    with temporary_entry(storage) as temporary:
-        begun = SYSTEM.monotonic()
-        write_file(storage, temporary, from_bytes(STATE_FILE, os.urandom(size)))
-        written = SYSTEM.monotonic()
-        source = storage.source(temporary, STATE_FILE)
-        source.read_into(memoryview(bytearray(size)), 0)
-        source.close()
-        read = SYSTEM.monotonic()
-        _discard(storage, temporary)
-    return size / (written - begun), size / (read - written)
 
 
 @contextmanager
@@ -342,15 +189,14 @@ def temporary_entry(storage: Storage, name: str | None = None) -> Iterator[str]:
     try:
         yield temporary
     except BaseException:
-        _discard(storage, temporary)
+        discard_entry(storage, temporary)
         raise
 
 
-def _discard(storage: Storage, name: str) -> None:
-    try:
+def discard_entry(storage: Storage, name: str) -> None:
+    """Remove the entry; on a broken disk it stays, and is swept after this process has ended."""
+    with suppress(OSError):
         storage.remove(name)
-    except OSError:
-        return  # a broken disk, which the original error reports; the rest is swept after this process has ended
 
 
 def write_file(storage: Storage, entry: str, file: FileImage, *, durable: bool = True) -> FileRecord:
@@ -388,295 +234,131 @@ def _write_body(sink: Sink, file: FileImage) -> FileImage:
     return sums.taken()
 
 
-def _shown(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+def check_writable(storage: Storage) -> None:
+    """Raise StorageError unless a checkpoint could be written now; leaves nothing behind and does not sync."""
+    storage.prepare()
+    require_space(storage, 0)
+    with temporary_entry(storage) as temporary:
+        write_file(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096), durable=False)
+        discard_entry(storage, temporary)
 
 
-LOOK_S, SELDOM_S = 0.05, 1.0
-"""Seconds between two looks at the storage, at first and after a while."""
-FIND_S, LONGEST_S = 120.0, 3600.0
-"""Seconds that a helper looks for an offer, and as long as the saving process is seen busy with an earlier one."""
-LEAST_PATIENCE_S = 10.0
-IDLE_S = 30.0
-"""Seconds without a write after which a writer on another machine is given up."""
-PATIENCE = 3.0
-"""A helper may take this many times as long for its files as the process that saves took for its own."""
-_LONGEST_NOTE = 64 << 20
-
-
-def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
-    """Write ``image`` as the checkpoint ``manifest``, whose file records are known, together with any helpers."""
-    require_space(storage, image.size)
-    with temporary_entry(storage, manifest.name) as temporary:
-        write_file(storage, temporary, from_bytes(OFFER_FILE, seal(manifest)))
-        began = clock.monotonic()
-        mine = set(_take(storage, temporary, image.files, manifest))
-        patience = Deadline.after(max(LEAST_PATIENCE_S, PATIENCE * (clock.monotonic() - began)), clock)
-        late = []
-        for file in image.files:
-            if file.name not in mine and not _awaited(storage, temporary, file.name, patience):
-                logger().warning("checkpoint.helper_late", checkpoint=manifest.name, file=file.name)
-                late.append(file.name)
-                storage.discard(temporary, file.name)
-                _write(storage, temporary, file, manifest)
-        notes = storage.files(temporary) - {file.name for file in image.files}
-        write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(manifest)))
-        for name in notes:
-            storage.discard(temporary, name)
-        storage.publish(temporary, manifest.name)
-    helped = len(image.files) - len(mine) - len(late)
-    logger().info("checkpoint.shared", checkpoint=manifest.name, own=len(mine), helped=helped, late=len(late))
-    return manifest
-
-
-def help_write(
-    storage: Storage, image: Image, manifest: Manifest, turn: int, stop: threading.Event, clock: Clock = SYSTEM
-) -> tuple[str, ...]:
-    """Write some files of the state ``manifest``, starting at file ``turn``; the names of those written here."""
-    offer = find_offer(storage, manifest, _fits, stop, clock)
-    if offer is None:
-        return ()
-    temporary, wanted = offer
-    files = [*image.files[turn:], *image.files[:turn]]
-    same = [file for file in files if manifest.file(file.name) == wanted.file(file.name)]
-    try:
-        storage.join(temporary, wanted.name)
-        wrote = tuple(_take(storage, temporary, same, wanted))
-    except (CheckpointError, OSError) as error:
-        if storage.exists(temporary):
-            logger().warning("checkpoint.help_failed", checkpoint=wanted.name, reason=str(error))
-        return ()
-    logger().info("checkpoint.helped", checkpoint=wanted.name, files=len(wrote))
-    return wrote
-
-
-def find_offer(
-    storage: Storage,
-    mine: Manifest,
-    fits: Callable[[Manifest, Manifest], bool],
-    stop: threading.Event,
-    clock: Clock = SYSTEM,
-    passed_over: Collection[str] = (),
-) -> tuple[str, Manifest] | None:
-    """The temporary directory in which another process saves the state of ``mine``, and its offer.
-
-    While an earlier state of the round is being saved, the offer may yet come.
-    """
-    longest = Deadline.after(LONGEST_S, clock)
-    limit, pause_s = longest.at_most(FIND_S), LOOK_S
-    seen, earlier = set(passed_over), set[str]()
-    while True:
-        names = set(_names(storage))
-        for name in names - seen:
-            if not _temporary(name):
-                seen.add(name)
-                continue
-            offer = read_note(storage, name, OFFER_FILE)
-            if offer is None:
-                continue
-            if _moment(offer) == _moment(mine) and fits(offer, mine):
-                return name, offer
-            seen.add(name)
-            if (offer.run, offer.round) == (mine.run, mine.round) and offer.step < mine.step:
-                earlier.add(name)
-        if any(may_live(name) for name in earlier & names):
-            limit = longest.at_most(FIND_S)
-        if limit.expired or pause(pause_s, stop, clock):
-            return None
-        pause_s = min(SELDOM_S, 1.2 * pause_s)
-
-
-def offered(storage: Storage, draft: Manifest) -> bool:
-    """Whether another process, which seems to live, rescues the state of ``draft``."""
-    for name in _names(storage):
-        notes = [read_note(storage, name, file) for file in (OFFER_FILE, MANIFEST_FILE)] if _temporary(name) else []
-        same = (is_rescued(each.name) and _moment(each) == _moment(draft) for each in notes if each is not None)
-        if any(same) and at_work(storage, name, IDLE_S):
-            return True
-    return False
-
-
-def _temporary(name: str) -> bool:
-    return kind_of(name) is Kind.TEMPORARY
-
-
-def _moment(manifest: Manifest) -> tuple[str | None, int, int]:
-    return manifest.run, manifest.round, manifest.step
-
-
-def _names(storage: Storage) -> tuple[str, ...]:
-    try:
-        return storage.names()
-    except OSError:  # it may be back the next time
-        return ()
-
-
-def read_note(storage: Storage, temporary: str, file: str) -> Manifest | None:
-    """The manifest that a writer left in a temporary directory for others; None while there is none that is whole."""
-    try:
-        source = storage.source(temporary, file)
-    except OSError:
-        return None
-    try:
-        content = bytearray(min(source.size, _LONGEST_NOTE))
-        if not source.read_into(memoryview(content), 0):
-            return None
-        return unseal(bytes(content), json.loads(content)["manifest"]["name"])
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
-        return None
-    finally:
+def check_speed(storage: Storage, size: int) -> tuple[float, float]:
+    """Bytes per second of writing and reading ``storage``; leaves nothing behind. StorageError if not writable."""
+    with temporary_entry(storage) as temporary:
+        begun = SYSTEM.monotonic()
+        write_file(storage, temporary, from_bytes(STATE_FILE, os.urandom(size)))
+        written = SYSTEM.monotonic()
+        source = storage.source(temporary, STATE_FILE)
+        source.read_into(memoryview(bytearray(size)), 0)
         source.close()
+        read = SYSTEM.monotonic()
+        discard_entry(storage, temporary)
+    return size / (written - begun), size / (read - written)
 
 
-def _fits(offer: Manifest, mine: Manifest) -> bool:
-    return {each.name for each in offer.files} == {each.name for each in mine.files}
+# ---- the publisher
 
 
-def _take(storage: Storage, temporary: str, files: Sequence[FileImage], manifest: Manifest) -> Iterator[str]:
-    """Write the files of ``files``, in order, that no other process has taken."""
-    for file in files:
-        if storage.mark(temporary, f"taken-{file.name}"):
-            _write(storage, temporary, file, manifest)
-            storage.mark(temporary, f"done-{file.name}")
-            yield file.name
-
-
-def _write(storage: Storage, temporary: str, file: FileImage, manifest: Manifest) -> None:
-    if write_file(storage, temporary, file) != manifest.file(file.name):
-        raise changed(manifest)
-
-
-def _awaited(storage: Storage, temporary: str, file: str, patience: Deadline) -> bool:
-    """Whether a helper makes ``file`` durable in time."""
-    while f"done-{file}" not in storage.files(temporary):
-        if patience.expired:
-            return False
-        pause(LOOK_S, clock=patience.clock)
-    return True
-
-
-SHARDS_LEAST_PATIENCE_S = 60.0
-SHARDS_PATIENCE = 5.0
-"""A place may take this many times as long for its file as place 0 took for its own."""
-
-
-def commit_jointly(
+def commit(
     storage: Storage, image: Image, manifest: Manifest, stop: threading.Event | None = None, clock: Clock = SYSTEM
 ) -> Manifest:
-    """Write ``image``, the files of place 0, and publish the checkpoint when those of all other places are there.
+    """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the records of all files.
 
-    After ``stop`` it waits for no place any more: one of them is known to be gone.
+    Others may write files of a state that is in several files with known records, and of one that an agent rescues. Of
+    a sharded state ``image`` has the shards of rank 0 of the group, and the others must write theirs. After ``stop`` it
+    waits for none of them.
+
+    Raises StorageError if files cannot be written, or shards are missing; DamagedError, and commits nothing, if the
+    manifest already has records that the bytes no longer match. Bytes of an ``image`` with checksums are not compared
+    again (see FileImage).
     """
-    where = place_of(image.names)
-    if where is None or where[0] != 0:
+    group = place_of(image.names)
+    if group is not None and group[0]:
         raise StorageError(f"{manifest.name} is not committed: the shards of one place are not a checkpoint")
     require_space(storage, image.size)
     with temporary_entry(storage, manifest.name) as temporary:
-        offer = manifest.model_copy(update={"files": ()})
-        write_file(storage, temporary, from_bytes(OFFER_FILE, seal(offer)))
-        began = clock.monotonic()
-        first, *rest = (write_file(storage, temporary, file) for file in image.files)
-        if manifest.files not in ((), (first, *rest)):
-            raise changed(manifest)
-        patience = Deadline.after(max(SHARDS_LEAST_PATIENCE_S, SHARDS_PATIENCE * (clock.monotonic() - began)), clock)
-        others = [
-            _record_of(storage, temporary, offer, place, where[1], patience, stop) for place in range(1, where[1])
-        ]
-        complete = manifest.with_files((first, *rest, *others))
-        _check_whole(storage, temporary, complete, image)
-        for name in storage.files(temporary) - {each.name for each in complete.files}:
-            storage.discard(temporary, name)
+        together = group is not None or (manifest.files and (image.shared or is_rescued(manifest.name)))
+        if together:
+            records = _write_with_others(storage, temporary, image, manifest, stop, clock)
+        else:
+            records = {file.name: write_file(storage, temporary, file) for file in image.files}
+        if manifest.files not in ((), tuple(records[name] for name in image.names)):
+            raise _changed(manifest)
+        complete = manifest.with_files(tuple(records.values()))
+        if group is not None:
+            _check_whole(storage, temporary, complete, image)
+        notes = storage.files(temporary) - set(records) if together else frozenset[str]()
         write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
+        for name in notes:
+            storage.discard(temporary, name)
         storage.publish(temporary, manifest.name)
-    logger().info("checkpoint.joined", checkpoint=manifest.name, places=where[1])
     return complete
 
 
-def write_place(
-    storage: Storage,
-    image: Image,
-    manifest: Manifest,
-    stop: threading.Event,
-    clock: Clock = SYSTEM,
-    *,
-    refused: bool = False,
-) -> tuple[str, ...]:
-    """Write ``image``, the file of a place other than 0, where place 0 saves the state ``manifest``.
-
-    Returns its name; nothing where no place 0 was found in time, before ``stop``, or another replica was faster. If it
-    is ``refused``, place 0 learns that in place of the file.
-    """
-    (file,) = image.files
-    tried = set[str]()
-    while True:
-        found = find_offer(storage, manifest, lambda offer, _: not offer.files, stop, clock, tried)
-        if found is None:
-            if not tried and not stop.is_set():
-                reason = "place 0 did not begin to save it in time"
-                logger().warning("checkpoint.place_given_up", checkpoint=manifest.name, file=file.name, reason=reason)
-            return ()
-        temporary, offer = found
+def _write_with_others(
+    storage: Storage, temporary: str, image: Image, manifest: Manifest, stop: threading.Event | None, clock: Clock
+) -> dict[str, FileRecord]:
+    """Offer the state, write what nobody else has taken, and wait for the rest; the records of all files, in order."""
+    group = place_of(image.names)
+    offer = manifest if group is None else manifest.model_copy(update={"files": ()})
+    write_file(storage, temporary, from_bytes(OFFER_FILE, seal(offer)))
+    began = clock.monotonic()
+    mine = {file.name: write_file(storage, temporary, file) for file in _taken(storage, temporary, image.files)}
+    factor, least_s = (PATIENCE, LEAST_PATIENCE_S) if group is None else (SHARDS_PATIENCE, SHARDS_LEAST_PATIENCE_S)
+    patience = Deadline.after(max(least_s, factor * (clock.monotonic() - began)), clock)
+    records, late = dict[str, FileRecord](), 0
+    for file in image.files:
         try:
-            storage.join(temporary, offer.name)
-            if not storage.mark(temporary, f"taken-{file.name}"):
-                tried.add(temporary)  # one step may be saved twice
-                continue
-            if refused:
-                storage.mark(temporary, f"failed-{file.name}")
-                return ()
-            _write_recorded(storage, temporary, image, offer, manifest)
-        except (CheckpointError, OSError) as error:
-            if storage.exists(temporary):
-                logger().warning("checkpoint.place_failed", checkpoint=offer.name, file=file.name, reason=str(error))
-            return ()
-        logger().info("checkpoint.place_written", checkpoint=offer.name, file=file.name)
-        return (file.name,)
+            records[file.name] = mine.get(file.name) or _awaited(storage, temporary, offer, file.name, patience, stop)
+        except _NotWrittenError:
+            logger().warning("checkpoint.helper_late", checkpoint=offer.name, file=file.name)
+            late += 1
+            storage.discard(temporary, file.name)
+            records[file.name] = write_file(storage, temporary, file)
+    if group is None:
+        helped = len(records) - len(mine) - late
+        logger().info("checkpoint.shared", checkpoint=offer.name, own=len(mine), helped=helped, late=late)
+        return records
+    for file_name in (tensors_file(rank, group[1]) for rank in range(1, group[1])):
+        records[file_name] = _awaited(storage, temporary, offer, file_name, patience, stop)
+    logger().info("checkpoint.joined", checkpoint=offer.name, places=group[1])
+    return records
 
 
-def _write_recorded(storage: Storage, temporary: str, image: Image, offer: Manifest, mine: Manifest) -> None:
-    (file,) = image.files
-    try:
-        require_space(storage, file.size)
-        record = write_file(storage, temporary, file)
-        if mine.files not in ((), (record,)):
-            raise changed(mine)
-        note = offer.with_files((record,))
-        write_file(storage, temporary, from_bytes(f"{RECORD_PREFIX}{file.name}", seal(note)))
-    except (CheckpointError, OSError):
-        storage.mark(temporary, f"failed-{file.name}")
-        raise
+def _taken(storage: Storage, temporary: str, files: Sequence[FileImage]) -> Iterator[FileImage]:
+    """The files that no other process has taken; they are this one's to write now."""
+    return (file for file in files if storage.mark(temporary, f"taken-{file.name}"))
 
 
-def _record_of(
-    storage: Storage,
-    temporary: str,
-    offer: Manifest,
-    place: int,
-    places: int,
-    patience: Deadline,
-    stop: threading.Event | None,
+class _NotWrittenError(StorageError):
+    """Another process did not write a file."""
+
+
+def _awaited(
+    storage: Storage, temporary: str, offer: Manifest, file: str, patience: Deadline, stop: threading.Event | None
 ) -> FileRecord:
-    """The record of the file of ``place``, when it is durable; StorageError if that fails or takes too long."""
-    file, pause_s = tensors_file(place, places), LOOK_S
+    """The record of ``file``, when another process has made it durable."""
+    pause_s, record_file = LOOK_S, f"{RECORD_PREFIX}{file}"
     while True:
         there = storage.files(temporary)
-        note = read_note(storage, temporary, f"{RECORD_PREFIX}{file}") if f"{RECORD_PREFIX}{file}" in there else None
+        note = _read_note(storage, temporary, record_file) if record_file in there else None
         if note is not None and note.name == offer.name:
             return note.file(file)
+        hint = "it may have died; all nodes of a sharded job must see the same checkpoint directory"
         if f"failed-{file}" in there:
-            raise _missing(storage, place, "could not write its shards there", "its log says why")
-        if patience.expired or (stop is not None and stop.is_set()):
+            what, hint = "could not write its shards there", "its log says why"
+        elif patience.expired or (stop is not None and stop.is_set()):
             what = (
                 "did not write its shards in time" if f"taken-{file}" in there else "did not come to write its shards"
             )
-            hint = "it may have died; all nodes of a sharded job must see the same checkpoint directory"
-            raise _missing(storage, place, what, hint)
-        pause(pause_s, stop, patience.clock)
-        pause_s = min(SELDOM_S, 1.2 * pause_s)
-
-
-def _missing(storage: Storage, place: int, what: str, hint: str) -> StorageError:
-    return StorageError(f"no checkpoint was saved in {storage.location}: place {place} {what}", hint=hint)
+        else:
+            pause(pause_s, stop, patience.clock)
+            pause_s = min(SELDOM_S, 1.2 * pause_s)
+            continue
+        place, _ = tensor_part(file) or (0, 1)
+        text = f"no checkpoint was saved in {storage.location}: place {place} {what}"
+        raise _NotWrittenError(text, hint=hint)
 
 
 def _check_whole(storage: Storage, temporary: str, complete: Manifest, image: Image) -> None:
@@ -693,3 +375,177 @@ def _check_whole(storage: Storage, temporary: str, complete: Manifest, image: Im
             f"no checkpoint was saved in {storage.location}: the files of its places do not match: {error}",
             hint="all ranks of a sharded job must save the same state",
         ) from error
+
+
+def _changed(manifest: Manifest) -> DamagedError:
+    return DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
+
+
+# ---- the others
+
+
+def write_share(
+    storage: Storage,
+    image: Image,
+    manifest: Manifest,
+    turn: int,
+    stop: threading.Event,
+    clock: Clock = SYSTEM,
+    *,
+    refused: bool = False,
+) -> tuple[str, ...]:
+    """Write files of the state ``manifest`` that another process publishes, and return their names.
+
+    ``image`` is this process's shards, or all of a state that both hold: then it begins with file ``turn``, and writes
+    only files whose records equal the offered ones. It writes nothing if no offer comes in time or before ``stop``, or
+    if others were faster. If its shards are ``refused``, the publisher learns that instead.
+    """
+    shards, tried = place_of(image.names) is not None, set[str]()
+    about = {"file": image.names[0]} if shards else {}
+    while True:
+        found = _find_offer(storage, manifest, stop, clock, tried, shards=shards)
+        if found is None:
+            if shards and not tried and not stop.is_set():
+                reason = "place 0 did not begin to save it in time"
+                logger().warning("checkpoint.place_given_up", checkpoint=manifest.name, reason=reason, **about)
+            return ()
+        temporary, offer = found
+        files = [*image.files[turn:], *image.files[:turn]]
+        if not shards:
+            files = [file for file in files if manifest.file(file.name) == offer.file(file.name)]
+        wrote = []
+        try:
+            storage.join(temporary, offer.name)
+            for file in _taken(storage, temporary, files):
+                if refused:
+                    storage.mark(temporary, f"failed-{file.name}")
+                    return ()
+                _write_recorded(storage, temporary, file, offer, manifest)
+                wrote.append(file.name)
+            if OFFER_FILE not in storage.files(temporary):  # published or given up meanwhile: nobody removes the notes
+                for note in ("taken-", RECORD_PREFIX):
+                    for name in wrote:
+                        storage.discard(temporary, f"{note}{name}")
+        except (CheckpointError, OSError) as error:
+            if storage.exists(temporary):
+                event = "checkpoint.place_failed" if shards else "checkpoint.help_failed"
+                logger().warning(event, checkpoint=offer.name, reason=str(error), **about)
+            return ()
+        if wrote or not shards:
+            event = "checkpoint.place_written" if shards else "checkpoint.helped"
+            logger().info(event, checkpoint=offer.name, files=len(wrote), **about)
+            return tuple(wrote)
+        tried.add(temporary)  # another replica was faster; the step may be saved twice
+
+
+def _write_recorded(storage: Storage, temporary: str, file: FileImage, offer: Manifest, mine: Manifest) -> None:
+    try:
+        require_space(storage, file.size)
+        written = write_file(storage, temporary, file)
+        if mine.files and written not in mine.files:
+            raise _changed(mine)
+        note = offer.with_files((written,))
+        write_file(storage, temporary, from_bytes(f"{RECORD_PREFIX}{file.name}", seal(note)))
+    except (CheckpointError, OSError):
+        storage.mark(temporary, f"failed-{file.name}")
+        raise
+
+
+def _find_offer(
+    storage: Storage, mine: Manifest, stop: threading.Event, clock: Clock, passed_over: Collection[str], *, shards: bool
+) -> tuple[str, Manifest] | None:
+    """The temporary entry in which another process saves the state of ``mine``, and its offer.
+
+    While an earlier state of the round is being saved, the offer may yet come.
+    """
+    longest = Deadline.after(LONGEST_S, clock)
+    limit, pause_s = longest.at_most(FIND_S), LOOK_S
+    seen, earlier = set(passed_over), set[str]()
+    names_of_mine = {each.name for each in mine.files}
+    while True:
+        names = set(_names(storage))
+        for name in names - seen:
+            offer = _read_note(storage, name, OFFER_FILE) if kind_of(name) is Kind.TEMPORARY else None
+            if offer is None:
+                continue
+            fits = not offer.files if shards else {each.name for each in offer.files} == names_of_mine
+            if _moment(offer) == _moment(mine) and fits:
+                return name, offer
+            seen.add(name)
+            if (offer.run, offer.round) == (mine.run, mine.round) and offer.step < mine.step:
+                earlier.add(name)
+        if any(_may_live(name) for name in earlier & names):
+            limit = longest.at_most(FIND_S)
+        if limit.expired or pause(pause_s, stop, clock):
+            return None
+        pause_s = min(SELDOM_S, 1.2 * pause_s)
+
+
+def offered(storage: Storage, draft: Manifest) -> bool:
+    """Whether another process, which seems to live, rescues the state of ``draft``."""
+    for name in _names(storage):
+        if kind_of(name) is Kind.TEMPORARY:
+            notes = (_read_note(storage, name, file) for file in (OFFER_FILE, MANIFEST_FILE))
+            same = (each and is_rescued(each.name) and _moment(each) == _moment(draft) for each in notes)
+            if any(same) and _at_work(storage, name):
+                return True
+    return False
+
+
+def _moment(manifest: Manifest) -> tuple[str | None, int, int]:
+    return manifest.run, manifest.round, manifest.step
+
+
+def _names(storage: Storage) -> tuple[str, ...]:
+    try:
+        return storage.names()
+    except OSError:  # it may be back the next time
+        return ()
+
+
+def _read_note(storage: Storage, temporary: str, file: str) -> Manifest | None:
+    """The manifest that a writer left in a temporary entry for others; None while there is none that is whole."""
+    try:
+        source = storage.source(temporary, file)
+    except OSError:
+        return None
+    try:
+        content = bytearray(min(source.size, _LONGEST_NOTE))
+        if not source.read_into(memoryview(content), 0):
+            return None
+        return unseal(bytes(content), json.loads(content)["manifest"]["name"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        source.close()
+
+
+# ---- whether a writer lives
+
+
+def _may_live(temporary: str) -> bool:
+    """Whether the writer of ``temporary`` is not known to be dead."""
+    writer = parse_temporary(temporary)
+    return writer is not None and alive(writer, this_process()) is not False
+
+
+def _at_work(storage: Storage, temporary: str) -> bool:
+    """Whether the writer of ``temporary`` lives; on another machine, whether it has written in ``IDLE_S``."""
+    writer = parse_temporary(temporary)
+    living = None if writer is None else alive(writer, this_process())
+    if living is not None:
+        return living
+    quiet_s = idle_s(storage, temporary)
+    return quiet_s is not None and quiet_s <= IDLE_S
+
+
+def idle_s(storage: Storage, name: str) -> float | None:
+    """Seconds since the last write to the entry ``name``, by the storage's own clock; None if that is not known."""
+    reference = temporary_name(this_process())
+    try:
+        storage.create(reference)
+        return storage.idle_s(name, reference)
+    except (OSError, StorageError):
+        return None
+    finally:
+        discard_entry(storage, reference)

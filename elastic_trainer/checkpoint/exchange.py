@@ -1,9 +1,17 @@
-"""Reads directories of torch's distributed checkpoint (DCP) without executing any of their code.
+"""Exports checkpoints to other formats (safetensors, torch.save, a Hugging Face folder), and imports files of theirs.
 
-torch itself reads the ``.metadata`` file by pickle, which can run arbitrary code. Here the unpickler knows only the few
-classes that describe tensors and files. torch's own reader reads the tensors, with ``weights_only``.
+A session resumes from a whole state: model, optimizer with the names of its parameters, random number generators,
+position in the data. Only files exported from a checkpoint have all of these, and become one again. From any other file
+only the weights are imported, into a file of weights. Directories of torch's distributed checkpoint (DCP) are read too:
+torch itself reads their ``.metadata`` by pickle, which can run any code; the unpickler here knows only the few classes
+that describe tensors and files.
 
-*Runs in* any process, without a process group. *Fails by* ConfigError for what cannot be read.
+*Runs in* any process; torch is imported for torch's own files only. *Owns* a temporary file or folder next to the goal,
+and for an import the lock of the directory for a moment.
+*Fails by* CheckpointError for a state that the format cannot hold, ConfigError for a file that cannot be read,
+StorageError where the disk refuses or the directory is in use.
+*Invariant*: a goal appears complete, with all its data on disk, and replaces existing files only on request. No code of
+a file is run (no pickle but what ``weights_only`` allows).
 """
 
 from __future__ import annotations
@@ -40,117 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 
-METADATA = ".metadata"
-_DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
-_KNOWN = {
-    *((_DESCRIPTIONS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *((_DESCRIPTIONS, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")),
-    (_DESCRIPTIONS, "TensorProperties"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-}
-"""What only makes a value."""
-_MALFORMED = (
-    *(OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError),
-    pickle.UnpicklingError,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """``state`` as saved, with tensors on the meta device and None for other values; ``names`` in the files."""
-
-    path: Path
-    metadata: Any
-    state: dict[Any, Any]
-    names: dict[int, str]
-    """By the id of each meta tensor."""
-
-    def read(self, wanted: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        """Read the tensors for the meta tensors ``wanted``, in their order."""
-        import torch
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        metadata = self.metadata
-
-        class Reader(FileSystemReader):
-            def read_metadata(self, *_: Any, **__: Any) -> Any:
-                return metadata
-
-        try:
-            found = {self.names[id(each)]: torch.empty(each.shape, dtype=each.dtype) for each in wanted}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".* load in a single process")  # as it should
-                load(found, storage_reader=Reader(self.path), no_dist=True)
-        except CheckpointException as error:  # no Exception, and it lists those of all ranks
-            raise unreadable(self.path, next(iter(error.failures.values()))[0]) from error
-        except _MALFORMED as error:
-            raise unreadable(self.path, error) from error
-        return [found[self.names[id(each)]] for each in wanted]
-
-
-def open_folder(path: Path) -> DcpFolder:
-    """Read the description of ``path`` without its tensors."""
-    import torch
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-    try:
-        with (path / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError("its .metadata is of another type")
-        state: dict[Any, Any] = {}
-        names: dict[int, str] = {}
-        for name, each in metadata.state_dict_metadata.items():
-            tensor = None
-            if isinstance(each, TensorStorageMetadata):
-                tensor = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
-                names[id(tensor)] = name
-            _put(state, (metadata.planner_data or {}).get(name, (name,)), tensor)
-        for stored in metadata.storage_data.values():
-            if not (path / stored.relative_path).resolve().is_relative_to(path.resolve()):
-                raise ValueError(f"it names the file {stored.relative_path}, which is outside of the checkpoint")
-    except _ForbiddenError as error:
-        raise ConfigError(
-            f"{path} holds objects that only pickle can read, which may run any code: they are never loaded: {error}",
-            hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
-        ) from error
-    except _MALFORMED as error:
-        raise unreadable(path, error) from error
-    return DcpFolder(path, metadata, state, names)
-
-
-class _ForbiddenError(Exception):
-    """The pickle names a class that is more than a value."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Creates only descriptions of tensors and files."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise _ForbiddenError(f"{module}.{name}")
-
-
-def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
-
-
-def unreadable(source: Path, error: BaseException) -> ConfigError:
-    """``error`` in a sentence."""
-    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].partition(". ")[0].strip()
-    return ConfigError(f"{source} cannot be read: {reason or type(error).__name__}", hint="fetch it again")
+# ---- exporting
 
 
 NOTE = "elastic_trainer"
@@ -230,9 +128,6 @@ def _of_part(leaves: Mapping[tuple[Any, ...], Leaf], part: str, where: str) -> d
 
 def _whole(source: CheckpointSource) -> tuple[TensorEntry, ...]:
     return reading.whole_tensors(reading.read_headers(source.storage, source.manifest), source.manifest)
-
-
-# ---- targets
 
 
 def to_safetensors(source: CheckpointSource, found: Weights, goal: Path, *, force: bool) -> None:
@@ -350,9 +245,6 @@ def _part(source: CheckpointSource, part: str | None) -> Any:
     return state
 
 
-# ---- the goal
-
-
 @contextmanager
 def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]:
     """A temporary file or folder that becomes ``goal`` if the block succeeds; ConfigError if ``goal`` exists."""
@@ -407,6 +299,9 @@ def _vanish(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+# ---- importing
+
+
 Value = TypeVar("Value")
 
 KNOWN = ("model", "state_dict", "model_state_dict", "module", "weights", "params")
@@ -447,9 +342,6 @@ def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> B
     raise ConfigError(
         f"{source} is not a .pt, .pth or .safetensors file", hint="rename it to the extension of its format"
     )
-
-
-# ---- safetensors
 
 
 def _from_safetensors(
@@ -531,9 +423,6 @@ def _restored(source: Path, storage: Storage, placed: tuple[TensorEntry, ...], n
     return _committed(storage, run, info, lambda manager: image, len(placed))
 
 
-# ---- folders
-
-
 def _from_folder(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
     if (source / METADATA).is_file():
         folder = open_folder(source)
@@ -582,9 +471,6 @@ def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, 
     left_out = tuple(sorted(each.name for each in source.iterdir() if each.name not in (index.name, *names)))
     about = about if part is None and not stripped else {}
     return _weights(source, storage, found, about, stripped, left_out, force=force)
-
-
-# ---- torch
 
 
 def _from_torch(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
@@ -679,9 +565,6 @@ def _distinct(source: Path, found: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return kept, aliases
 
 
-# ---- results
-
-
 def _stripped(found: Mapping[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:
     """Without what wrappers put into names, wherever, and into all of them; and what was removed."""
     taken = [each for each in tensors.WRAPPERS if any(each in name for name in found)]
@@ -739,3 +622,119 @@ def _committed(
         manager.close()
     outranked = newest.name if newest is not None and newest.name != done.name else None
     return Brought(f"{storage.location}/{done.name}", count, done.size, done.name, info.step, outranked)
+
+
+# ---- torch's distributed checkpoints
+
+
+METADATA = ".metadata"
+_DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_DESCRIPTIONS, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_DESCRIPTIONS, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")),
+    (_DESCRIPTIONS, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+"""What only makes a value."""
+_MALFORMED = (
+    *(OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError),
+    pickle.UnpicklingError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFolder:
+    """``state`` as saved, with tensors on the meta device and None for other values; ``names`` in the files."""
+
+    path: Path
+    metadata: Any
+    state: dict[Any, Any]
+    names: dict[int, str]
+    """By the id of each meta tensor."""
+
+    def read(self, wanted: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """Read the tensors for the meta tensors ``wanted``, in their order."""
+        import torch
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        metadata = self.metadata
+
+        class Reader(FileSystemReader):
+            def read_metadata(self, *_: Any, **__: Any) -> Any:
+                return metadata
+
+        try:
+            found = {self.names[id(each)]: torch.empty(each.shape, dtype=each.dtype) for each in wanted}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* load in a single process")  # as it should
+                load(found, storage_reader=Reader(self.path), no_dist=True)
+        except CheckpointException as error:  # no Exception, and it lists those of all ranks
+            raise unreadable(self.path, next(iter(error.failures.values()))[0]) from error
+        except _MALFORMED as error:
+            raise unreadable(self.path, error) from error
+        return [found[self.names[id(each)]] for each in wanted]
+
+
+def open_folder(path: Path) -> DcpFolder:
+    """Read the description of ``path`` without its tensors."""
+    import torch
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    try:
+        with (path / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError("its .metadata is of another type")
+        state: dict[Any, Any] = {}
+        names: dict[int, str] = {}
+        for name, each in metadata.state_dict_metadata.items():
+            tensor = None
+            if isinstance(each, TensorStorageMetadata):
+                tensor = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+                names[id(tensor)] = name
+            _put(state, (metadata.planner_data or {}).get(name, (name,)), tensor)
+        for stored in metadata.storage_data.values():
+            if not (path / stored.relative_path).resolve().is_relative_to(path.resolve()):
+                raise ValueError(f"it names the file {stored.relative_path}, which is outside of the checkpoint")
+    except _ForbiddenError as error:
+        raise ConfigError(
+            f"{path} holds objects that only pickle can read, which may run any code: they are never loaded: {error}",
+            hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
+        ) from error
+    except _MALFORMED as error:
+        raise unreadable(path, error) from error
+    return DcpFolder(path, metadata, state, names)
+
+
+class _ForbiddenError(Exception):
+    """The pickle names a class that is more than a value."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Creates only descriptions of tensors and files."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise _ForbiddenError(f"{module}.{name}")
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
+def unreadable(source: Path, error: BaseException) -> ConfigError:
+    """``error`` in a sentence."""
+    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].partition(". ")[0].strip()
+    return ConfigError(f"{source} cannot be read: {reason or type(error).__name__}", hint="fetch it again")

@@ -22,20 +22,13 @@ from typing import Any
 from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.commit import (
     Claim,
-    Event,
-    EventSink,
     Owner,
-    Transition,
-    announce,
     check_writable,
     commit,
-    commit_jointly,
-    commit_shared,
-    help_write,
+    idle_s,
     offered,
     require_space,
-    sweep,
-    write_place,
+    write_share,
 )
 from elastic_trainer.checkpoint.layout import (
     CheckpointName,
@@ -43,11 +36,14 @@ from elastic_trainer.checkpoint.layout import (
     GoneError,
     Kind,
     UnreadableError,
+    WriterIdentity,
+    alive,
     kind_of,
     parse_checkpoint,
-    place_of,
+    parse_temporary,
     quarantine_name,
     quarantined,
+    this_process,
     trash_name,
 )
 from elastic_trainer.checkpoint.manifest import Image, Manifest, checked_fields
@@ -65,6 +61,69 @@ from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, b
 from elastic_trainer.checkpoint.storage import Storage, is_url, open_storage
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
+from elastic_trainer.telemetry.logs import logger
+
+CLAIM_S = 5.0
+"""Seconds that a killed process may take to die and release its lock."""
+_MOST_QUARANTINES = 1000
+"""How often one name can be quarantined (each time it must have been restored by hand)."""
+ELSEWHERE_S = 86_400.0
+"""Idle time after which a writer on another machine, or in another container, counts as dead."""
+REBOOTED_S = 600.0
+"""The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
+
+
+# ---- events
+
+
+class Transition(StrEnum):
+    """The transitions; the values are the names of the log lines."""
+
+    COMMITTED = "checkpoint.committed"
+    FAILED = "checkpoint.failed"
+    LOADED = "checkpoint.loaded"
+    QUARANTINED = "checkpoint.quarantined"
+    SKIPPED = "checkpoint.skipped"
+    OUTRANKED = "checkpoint.outranked"
+    REMOVED = "checkpoint.removed"
+    REMOVAL_FAILED = "checkpoint.removal_failed"
+    SWEPT = "checkpoint.swept"
+
+
+_WARNINGS = frozenset(
+    {
+        Transition.QUARANTINED,
+        Transition.SKIPPED,
+        Transition.OUTRANKED,
+        Transition.REMOVAL_FAILED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition of the directory entry ``name``; ``values`` are the other keys of the log line."""
+
+    kind: Transition
+    name: str
+    reason: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+EventSink = Callable[[Event], None]
+
+
+def announce(event: Event, listener: EventSink | None) -> None:
+    """Log ``event`` and pass it to ``listener``."""
+    log = logger()
+    write = log.error if event.kind is Transition.FAILED else log.warning if event.kind in _WARNINGS else log.info
+    details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)
+    write(str(event.kind), checkpoint=event.name, **details)
+    if listener is not None:
+        listener(event)
+
+
+# ---- what there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +260,65 @@ def _status(error: DamagedError | UnreadableError) -> Soundness:
     return Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE
 
 
-CLAIM_S = 5.0
-"""Seconds that a killed process may take to die and release its lock."""
-_MOST_QUARANTINES = 1000
-"""How often one name can be quarantined (each time it must have been restored by hand)."""
+# ---- what dead writers and interrupted removals left
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Whether a temporary directory is removed, and why."""
+
+    remove: bool
+    reason: str
+
+
+def fate(writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s: float | None) -> Fate:
+    """Judge a temporary of ``writer`` from where ``me`` stands.
+
+    ``alive`` is what the kernel says of the writer if it can be asked, ``idle_s`` the time without writes if known.
+    """
+    if writer == me:
+        return Fate(False, "it is being written by this process")
+    if alive is not None:
+        return Fate(not alive, "its writer lives" if alive else f"its writer, process {writer.pid}, is dead")
+    if idle_s is None:
+        return Fate(False, "its age is unknown")
+    limit = REBOOTED_S if writer.host == me.host and writer.boot != me.boot else ELSEWHERE_S
+    verb = "was not written to for" if idle_s > limit else "was written to within"
+    return Fate(idle_s > limit, f"its writer is on {writer.host}, and it {verb} {limit:.0f} s")
+
+
+def sweep(storage: Storage) -> Iterator[Event]:
+    """Remove leftovers; yields one event for each removed or unremovable entry."""
+    try:
+        names = storage.names()
+    except OSError:
+        return
+    for name in names:
+        if kind_of(name) is Kind.TRASH:
+            yield _remove(storage, name, "its removal was interrupted")
+        writer = parse_temporary(name)
+        if writer is not None:
+            verdict = _judge(storage, name, writer)
+            if verdict.remove:
+                yield _remove(storage, name, verdict.reason)
+
+
+def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
+    me = this_process()
+    living = alive(writer, me)
+    quiet_s = idle_s(storage, name) if living is None and writer != me else None
+    return fate(writer, me, living, quiet_s)
+
+
+def _remove(storage: Storage, name: str, reason: str) -> Event:
+    try:
+        storage.remove(name)
+    except OSError as error:
+        return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror or error}")
+    return Event(Transition.SWEPT, name, reason)
+
+
+# ---- saving, finding, loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,34 +430,26 @@ class CheckpointManager:
     def commit(self, image: Image, draft: Manifest, stop: threading.Event | None = None) -> Committed:
         """Write ``image`` durably under the name of ``draft``, then apply retention.
 
-        StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact. ``stop``: see joint.
+        StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact. ``stop``: see
+        :func:`commit.commit`.
         """
         result = self.write(image, draft, stop)
         self._retain(result.name)
         return result
 
     def offered(self, draft: Manifest) -> bool:
-        """Whether another process writes the state of ``draft`` with an ``offer``, and seems to live."""
+        """Whether another process, which seems to live, rescues the state of ``draft``."""
         return offered(self._storage, draft)
 
-    def write(
-        self, image: Image, draft: Manifest, stop: threading.Event | None = None, *, offer: bool = False
-    ) -> Committed:
-        """:meth:`commit` without retention: for a process that does not know the policy.
-
-        ``offer``: other processes can see that it is in progress (:meth:`offered`).
-        """
+    def write(self, image: Image, draft: Manifest, stop: threading.Event | None = None) -> Committed:
+        """:meth:`commit` without retention: for a process that does not know the policy."""
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
             self._make_room(image.size)  # before the claim, which writes a file too
             if self._claim is not None:
                 self._claim.take()
-            if place_of(image.names) is not None:
-                complete = commit_jointly(self._storage, image, draft, stop, self._clock)
-            else:
-                shared = draft.files and (image.shared or offer)
-                complete = (commit_shared if shared else commit)(self._storage, image, draft)
+            complete = commit(self._storage, image, draft, stop, self._clock)
         except CheckpointError as error:
             self._failed(draft, error)
             raise
@@ -354,13 +460,11 @@ class CheckpointManager:
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
         return result
 
-    def help(
+    def write_share(
         self, image: Image, manifest: Manifest, turn: int, stop: threading.Event, *, refused: bool = False
     ) -> tuple[str, ...]:
-        """Write files of ``image`` for a process that commits the same state; see sharing, and joint for one place."""
-        if place_of(image.names) is not None:
-            return write_place(self._storage, image, manifest, stop, self._clock, refused=refused)
-        return help_write(self._storage, image, manifest, turn, stop, self._clock)
+        """Write files of ``image`` for a process that commits the same state, as :func:`commit.write_share` does."""
+        return write_share(self._storage, image, manifest, turn, stop, self._clock, refused=refused)
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
         self._announce(Event(Transition.FAILED, draft.name, str(error), {"step": draft.step, "round": draft.round}))

@@ -1,7 +1,16 @@
-"""The manifest: the contents of a checkpoint, and the proof that it is complete.
+"""The files of a checkpoint: their bytes before they are written, the checksums of these, and the manifest.
 
-On disk it is a JSON object ``{"xxh3_128": <checksum>, "manifest": <body>}`` in one exact spelling; the checksum covers
-the body's bytes, and reading insists on the spelling, so that no changed bit of the file goes unnoticed.
+A file to be written is bytes that are fetched piece by piece, so the commit needs no tensor library, and any holder of
+the bytes (the training process, or its node's agent) can commit them. One pass takes their checksums, and looks whether
+numbers are finite while a piece is in the core's cache.
+
+The manifest lists the files, and proves that the checkpoint is complete. On disk it is a JSON object ``{"xxh3_128":
+<checksum>, "manifest": <body>}`` in one exact spelling; the checksum covers the body's bytes, and reading insists on
+the spelling, so that no changed bit of the file goes unnoticed.
+
+*Runs in* the threads that save, concurrently with training: no loop over tensors holds the interpreter lock.
+*Fails by* NonFiniteError, which names the first watched parameter with a NaN or an infinity; DamagedError and
+UnreadableError for a manifest. *Invariant*: a file gets checksums only from all of its own bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from elastic_trainer.checkpoint import layout
 from elastic_trainer.checkpoint.layout import DamagedError, UnreadableError
 from elastic_trainer.errors import CheckpointError, NonFiniteError
+
+# ---- bytes to be written
+
 
 PIECE = 1 << 20
 """Bytes read and hashed at a time: small enough to stay in a core's cache in between."""
@@ -129,6 +141,113 @@ def _joined(views: Iterable[memoryview]) -> Iterator[memoryview]:
         yield view
     if waiting:
         yield memoryview(b"".join(waiting))
+
+
+# ---- their checksums
+
+
+CHUNK = 8 << 20
+"""Bytes covered by one checksum."""
+_FLOATS = {"F64": "f8", "F32": "f4"}
+_LARGEST = {"F16": ("u2", 0x7BFF), "BF16": ("u2", 0x7F7F), "F8_E4M3": ("u1", 0x7E), "F8_E5M2": ("u1", 0x7B)}
+"""The bits of the largest finite number, for types that numpy lacks or handles slowly."""
+
+
+def checked(image: Image) -> Image:
+    """``image`` with the checksums of its files. NonFiniteError if a watched tensor is not finite."""
+    return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
+
+
+def records(image: Image) -> tuple[FileRecord, ...]:
+    """The records of the files of ``image``, as a commit would make them."""
+    return tuple(record(file) for file in checked(image).files)
+
+
+def record(file: FileImage) -> FileRecord:
+    """The record of a file whose checksums are known."""
+    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=file.checksums)
+
+
+class Checksums:
+    """Computes the checksums of ``file`` from pieces of its body, none of which spans a multiple of CHUNK."""
+
+    def __init__(self, file: FileImage) -> None:
+        self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
+        self._found = [checksum(file.head)] if file.head else []
+
+    def add(self, piece: memoryview) -> None:
+        """Add the next piece."""
+        self._digest.update(piece)
+        self._seen += len(piece)
+        if self._seen % CHUNK == 0 or self._seen == self._file.body_size:
+            self._found.append(self._digest.hexdigest())
+            self._digest.reset()
+
+    def taken(self) -> FileImage:
+        """The file with its checksums, after all pieces were added."""
+        if self._seen != self._file.body_size:
+            raise RuntimeError(f"{self._file.name}: received {self._seen} of {self._file.body_size} bytes")
+        return replace(self._file, checksums=tuple(self._found))
+
+
+def _checked(file: FileImage, watched: Iterable[WatchedTensor]) -> FileImage:
+    numbers = sorted((each for each in watched if each.file == file.name), key=lambda each: each.begin)
+    runs, at, position, sums = _runs(numbers), 0, 0, Checksums(file)
+    for piece in pieces(file.body(), PIECE):
+        sums.add(piece)
+        end = position + len(piece)
+        while at < len(runs) and runs[at].begin < end:
+            first = max(runs[at].begin, position)
+            bad = _nonfinite(piece[first - position : runs[at].end - position], runs[at].dtype)
+            if bad is not None:
+                raise not_finite(numbers[bisect_right(numbers, first + bad, key=lambda each: each.begin) - 1].label)
+            if runs[at].end > end:
+                break
+            at += 1
+        position = end
+    return sums.taken()
+
+
+def _runs(numbers: Sequence[WatchedTensor]) -> list[WatchedTensor]:
+    """Merges neighbours of one type, so that thousands of small tensors need few checks."""
+    runs: list[WatchedTensor] = []
+    for each in numbers:
+        if runs and (runs[-1].end, runs[-1].dtype) == (each.begin, each.dtype):
+            runs[-1] = replace(runs[-1], end=each.end)
+        else:
+            runs.append(each)
+    return runs
+
+
+def _nonfinite(data: memoryview, dtype: str) -> int | None:
+    """Offset of the first NaN or infinity in ``data``; examines all elements only if their sum is not finite."""
+    import numpy as np
+
+    if dtype in _FLOATS:
+        values = np.frombuffer(data, _FLOATS[dtype])
+        with np.errstate(all="ignore"):
+            if np.isfinite(values.sum()):
+                return None
+        bad = ~np.isfinite(values)
+    elif dtype in _LARGEST:
+        kind, largest = _LARGEST[dtype]
+        values = np.frombuffer(data, kind)
+        bad = (values & np.array(np.iinfo(kind).max >> 1, kind)) > largest
+    else:
+        return None
+    first = int(bad.argmax())
+    return first * values.itemsize if bad[first] else None
+
+
+def not_finite(name: str) -> NonFiniteError:
+    """The error of a state whose parameter ``name`` is not finite."""
+    return NonFiniteError(
+        f"parameter {name!r} is no longer finite; this state is not saved",
+        hint="lower the learning rate, clip gradients, or look for bad samples",
+    )
+
+
+# ---- the manifest
 
 
 FORMAT = 2
@@ -289,104 +408,3 @@ def _validated(values: Any, where: str) -> Manifest:
     if manifest.name != where:
         raise DamagedError(f"checkpoint {where}: its manifest is that of {manifest.name}")
     return manifest
-
-
-CHUNK = 8 << 20
-"""Bytes covered by one checksum."""
-_FLOATS = {"F64": "f8", "F32": "f4"}
-_LARGEST = {"F16": ("u2", 0x7BFF), "BF16": ("u2", 0x7F7F), "F8_E4M3": ("u1", 0x7E), "F8_E5M2": ("u1", 0x7B)}
-"""The bits of the largest finite number, for types that numpy lacks or handles slowly."""
-
-
-def checked(image: Image) -> Image:
-    """``image`` with the checksums of its files. NonFiniteError if a watched tensor is not finite."""
-    return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
-
-
-def records(image: Image) -> tuple[FileRecord, ...]:
-    """The records of the files of ``image``, as a commit would make them."""
-    return tuple(record(file) for file in checked(image).files)
-
-
-def record(file: FileImage) -> FileRecord:
-    """The record of a file whose checksums are known."""
-    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=file.checksums)
-
-
-class Checksums:
-    """Computes the checksums of ``file`` from pieces of its body, none of which spans a multiple of CHUNK."""
-
-    def __init__(self, file: FileImage) -> None:
-        self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
-        self._found = [checksum(file.head)] if file.head else []
-
-    def add(self, piece: memoryview) -> None:
-        """Add the next piece."""
-        self._digest.update(piece)
-        self._seen += len(piece)
-        if self._seen % CHUNK == 0 or self._seen == self._file.body_size:
-            self._found.append(self._digest.hexdigest())
-            self._digest.reset()
-
-    def taken(self) -> FileImage:
-        """The file with its checksums, after all pieces were added."""
-        if self._seen != self._file.body_size:
-            raise RuntimeError(f"{self._file.name}: received {self._seen} of {self._file.body_size} bytes")
-        return replace(self._file, checksums=tuple(self._found))
-
-
-def _checked(file: FileImage, watched: Iterable[WatchedTensor]) -> FileImage:
-    numbers = sorted((each for each in watched if each.file == file.name), key=lambda each: each.begin)
-    runs, at, position, sums = _runs(numbers), 0, 0, Checksums(file)
-    for piece in pieces(file.body(), PIECE):
-        sums.add(piece)
-        end = position + len(piece)
-        while at < len(runs) and runs[at].begin < end:
-            first = max(runs[at].begin, position)
-            bad = _nonfinite(piece[first - position : runs[at].end - position], runs[at].dtype)
-            if bad is not None:
-                raise not_finite(numbers[bisect_right(numbers, first + bad, key=lambda each: each.begin) - 1].label)
-            if runs[at].end > end:
-                break
-            at += 1
-        position = end
-    return sums.taken()
-
-
-def _runs(numbers: Sequence[WatchedTensor]) -> list[WatchedTensor]:
-    """Merges neighbours of one type, so that thousands of small tensors need few checks."""
-    runs: list[WatchedTensor] = []
-    for each in numbers:
-        if runs and (runs[-1].end, runs[-1].dtype) == (each.begin, each.dtype):
-            runs[-1] = replace(runs[-1], end=each.end)
-        else:
-            runs.append(each)
-    return runs
-
-
-def _nonfinite(data: memoryview, dtype: str) -> int | None:
-    """Offset of the first NaN or infinity in ``data``; examines all elements only if their sum is not finite."""
-    import numpy as np
-
-    if dtype in _FLOATS:
-        values = np.frombuffer(data, _FLOATS[dtype])
-        with np.errstate(all="ignore"):
-            if np.isfinite(values.sum()):
-                return None
-        bad = ~np.isfinite(values)
-    elif dtype in _LARGEST:
-        kind, largest = _LARGEST[dtype]
-        values = np.frombuffer(data, kind)
-        bad = (values & np.array(np.iinfo(kind).max >> 1, kind)) > largest
-    else:
-        return None
-    first = int(bad.argmax())
-    return first * values.itemsize if bad[first] else None
-
-
-def not_finite(name: str) -> NonFiniteError:
-    """The error of a state whose parameter ``name`` is not finite."""
-    return NonFiniteError(
-        f"parameter {name!r} is no longer finite; this state is not saved",
-        hint="lower the learning rate, clip gradients, or look for bad samples",
-    )

@@ -1,5 +1,10 @@
 """Reads a checkpoint without trust: every byte is checked against the manifest on its way into memory.
 
+A tensor is read straight into the live one at the same path of the state, if type and shape are equal, else into new
+memory; of a sharded tensor only the local shard. Bytes that are contiguous both in the file and in memory are read
+directly; the rows of all others go through a bounded buffer. Several processes can read one checkpoint in parts, each
+a chunk with its own checksum, and send them to each other.
+
 *Runs in* any reading process; short-lived threads read large files. *Owns* the files it opens.
 *Fails by* DamagedError, GoneError or UnreadableError; nothing is changed on disk.
 *Invariant*: each byte is read once, and used only after the checksum of its chunk was compared.
@@ -37,153 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOST_STAGED = 64 << 20
-"""Maximum bytes of detours at a time, unless a single slice has more."""
-
-Put = Callable[[tuple[slice, ...], Any], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTarget:
-    """The destination of the box of ``shape`` elements at ``offset`` of a tensor.
-
-    To ``memory`` from byte ``begin`` on, if that is not None. ``put`` places a part: slices within the box, and the
-    bytes as a numpy array with the dimensions of the part and one more, the bytes of an element.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    put: Put
-    memory: memoryview | None = None
-    begin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Bytes of a file from ``begin`` to ``end``, and their destination."""
-
-    begin: int
-    end: int
-    view: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class StagedCopy:
-    """``rows`` of a stored slice, whose part ``chosen`` goes to ``box`` of a goal."""
-
-    rows: Any
-    chosen: tuple[slice, ...]
-    box: tuple[slice, ...]
-    put: Put
-
-    def commit(self) -> None:
-        self.put(self.box, self.rows[self.chosen])
-
-
-def plan(
-    head_size: int, placed: Sequence[TensorEntry], held: Sequence[TensorSlice], goals: Mapping[str, ReadTarget]
-) -> Iterator[tuple[list[FileRange], list[StagedCopy]]]:
-    """The reads of a file with the slices ``held``, located at ``placed``, in batches of bounded detours.
-
-    Pieces that are adjacent both in the file and in memory form one segment: thousands of scalars are one read.
-    """
-    segments: list[FileRange] = []
-    detours: list[StagedCopy] = []
-    run: tuple[memoryview, int] | None = None  # where the last segment went, and its end there
-    for where, part in zip(placed, held, strict=True):
-        goal = goals.get(part.tensor)
-        common = None if goal is None or not where.size else _common(part, goal)
-        if goal is None or common is None:
-            run = None
-            continue
-        start = head_size + where.begin
-        here = _within(part, common, part.offset, part.shape)
-        there = _within(part, common, goal.offset, goal.shape)
-        from_, to = here.span, there.span
-        if from_ is None or to is None or goal.memory is None:
-            detour, begin, end, view = _staged(here, there, goal)
-            segments.append(FileRange(start + begin, start + end, view))
-            detours.append(detour)
-            run = None
-            if sum(each.rows.nbytes for each in detours) >= MOST_STAGED:
-                yield segments, detours
-                segments, detours = [], []
-            continue
-        begin, first, last = start + from_[0], goal.begin + to[0], goal.begin + to[1]
-        if run is not None and run[0] is goal.memory and run[1] == first and segments[-1].end == begin:
-            begin, first = segments[-1].begin, first - (segments[-1].end - segments[-1].begin)
-            segments.pop()
-        segments.append(FileRange(begin, start + from_[1], goal.memory[first:last]))
-        run = (goal.memory, last)
-    if segments:
-        yield segments, detours
-
-
-def _common(part: TensorSlice, goal: ReadTarget) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The intersection of both boxes, as an offset and a shape; None if it is empty."""
-    boxes = list(zip(part.offset, part.shape, goal.offset, goal.shape, strict=True))
-    offset = tuple(max(a, b) for a, _, b, _ in boxes)
-    shape = tuple(min(a + size, b + other) - max(a, b) for a, size, b, other in boxes)
-    return (offset, shape) if all(size > 0 for size in shape) else None
-
-
-def _within(
-    part: TensorSlice,
-    common: tuple[tuple[int, ...], tuple[int, ...]],
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> TensorSlice:
-    """The box ``common`` relative to the box of ``shape`` at ``offset``."""
-    moved = tuple(begin - other for begin, other in zip(common[0], offset, strict=True))
-    return TensorSlice(part.tensor, part.dtype, shape, moved, common[1])
-
-
-def _staged(here: TensorSlice, there: TensorSlice, goal: ReadTarget) -> tuple[StagedCopy, int, int, memoryview]:
-    """The rows of the stored slice that ``here`` needs, and their byte range in it."""
-    import numpy as np
-
-    element = ELEMENT_SIZE[here.dtype]
-    rows = here.shape[0] if here.shape else 1
-    row = math.prod(here.whole[1:]) * element
-    begin = here.offset[0] * row if here.offset else 0
-    data: Any = np.empty(rows * row, np.uint8)
-    box = tuple(slice(begin, begin + size) for begin, size in zip(there.offset, there.shape, strict=True))
-    chosen = tuple(slice(begin, begin + size) for begin, size in zip(here.offset, here.shape, strict=True))
-    chosen = (slice(None), *chosen[1:]) if chosen else ()
-    shaped = data.reshape(rows, *here.whole[1:], element) if here.shape else data
-    return StagedCopy(shaped, chosen, box, goal.put), begin, begin + rows * row, memoryview(data)
-
-
-def targets_in(slabs: Sequence[Slab]) -> dict[str, ReadTarget]:
-    """The destinations of the data of each tensor in ``slabs``."""
-    return {each.name: _target_in(slab, each) for slab in slabs for each in slab.tensors}
-
-
-def _target_in(slab: Slab, tensor: TensorEntry) -> ReadTarget:
-    begin, element = tensor.begin - slab.begin, ELEMENT_SIZE[tensor.dtype]
-    array = slab.array[begin : begin + tensor.size].reshape(*tensor.shape, element)
-
-    def put(box: tuple[slice, ...], data: Any) -> None:
-        array[box] = data
-
-    return ReadTarget((0,) * len(tensor.shape), tensor.shape, put, slab.view, begin)
-
-
-def target_of(tensor: torch.Tensor) -> ReadTarget:
-    """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
-    import torch
-
-    offset = tensors.box_of(cast("Any", tensor))[0] if tensors.is_sharded(tensor) else (0,) * tensor.dim()
-    held = tensors.local(tensor)
-
-    def put(box: tuple[slice, ...], data: Any) -> None:
-        with torch.no_grad():
-            held[box].copy_(torch.from_numpy(data.reshape(-1)).view(held.dtype).view(held[box].shape))
-
-    if held.device.type != "cpu" or not held.is_contiguous() or not held.numel():
-        return ReadTarget(offset, tuple(held.shape), put)
-    plain: Any = held.reshape(-1).view(torch.uint8).numpy()
-    return ReadTarget(offset, tuple(held.shape), put, memoryview(plain))
+# ---- into what
 
 
 StatePath = tuple[Any, ...]
@@ -240,6 +99,9 @@ def _value_at(state: Any, path: StatePath) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return state
+
+
+# ---- a checkpoint
 
 
 _LONGEST_MANIFEST = 256 << 20
@@ -329,12 +191,12 @@ def fill(storage: CheckpointFiles, outline: Outline, live: LoadInto) -> dict[str
     """The state of ``outline``; see :func:`read_state`."""
     filling = Filling(outline, live)
     for file in filling.files:
-        _fill(storage, outline.manifest.name, file, filling.goals)
+        _fill(storage, outline.manifest.name, file, filling.targets)
     return filling.state()
 
 
 class Filling:
-    """A state whose data have not arrived yet: they go to its ``goals``, in ``live`` tensors or in new ones."""
+    """A state whose data have not arrived yet: they go to its ``targets``, in ``live`` tensors or in new ones."""
 
     def __init__(self, outline: Outline, live: LoadInto) -> None:
         self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
@@ -347,7 +209,7 @@ class Filling:
         self._fresh = tensors.lay_out([each for each in found if each.name not in self._held])
         self._slabs = tensors.allocate(self._fresh)
         held = {name: target_of(each) for name, each in self._held.items() if not each.is_meta}
-        self.goals: Mapping[str, ReadTarget] = held | targets_in(self._slabs)
+        self.targets: Mapping[str, ReadTarget] = held | targets_in(self._slabs)
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""
@@ -402,23 +264,23 @@ def read_tensors(
     if wanted is not None:
         found = tensors.lay_out([each for each in found if wanted(each.name)])
     slabs = tensors.allocate(found)
-    goals: Mapping[str, ReadTarget] | None = None
+    targets: Mapping[str, ReadTarget] | None = None
     for file in files:
         if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
             begin = file.record.head_size
             segments = [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
             _read_data(storage, manifest.name, file, segments)
             continue
-        goals = targets_in(slabs) if goals is None else goals
-        _fill(storage, manifest.name, file, goals)
+        targets = targets_in(slabs) if targets is None else targets
+        _fill(storage, manifest.name, file, targets)
     return found, slabs
 
 
-def _fill(storage: CheckpointFiles, name: str, file: TensorFile, goals: Mapping[str, ReadTarget]) -> None:
-    """Read what ``file`` has for ``goals``; what takes a way round does so with a bounded amount of memory."""
-    for segments, detours in plan(file.record.head_size, file.placed, file.slices(), goals):
+def _fill(storage: CheckpointFiles, name: str, file: TensorFile, targets: Mapping[str, ReadTarget]) -> None:
+    """Read what ``file`` has for ``targets``; what takes a way round does so with a bounded amount of memory."""
+    for segments, copies in plan(file.record.head_size, file.placed, file.slices(), targets):
         _read_data(storage, name, file, segments)
-        for each in detours:
+        for each in copies:
             each.commit()
 
 
@@ -573,6 +435,161 @@ def _cannot_read(name: str, file: str, error: OSError) -> UnreadableError:
     return UnreadableError(f"checkpoint {name}: {file} cannot be read: {error.strerror or error}", hint=hint)
 
 
+# ---- from boxes in files to boxes in memory, in row-major order
+
+
+MOST_STAGED = 64 << 20
+"""Maximum bytes of copies at a time, unless a single slice has more."""
+
+Put = Callable[[tuple[slice, ...], Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """The destination of the box of ``shape`` elements at ``offset`` of a tensor.
+
+    To ``memory`` from byte ``begin`` on, if that is not None. ``put`` places a part: slices within the box, and the
+    bytes as a numpy array with the dimensions of the part and one more, the bytes of an element.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    put: Put
+    memory: memoryview | None = None
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file from ``begin`` to ``end``, and their destination."""
+
+    begin: int
+    end: int
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCopy:
+    """``rows`` of a stored slice, whose part ``chosen`` goes to ``box`` of a target."""
+
+    rows: Any
+    chosen: tuple[slice, ...]
+    box: tuple[slice, ...]
+    put: Put
+
+    def commit(self) -> None:
+        self.put(self.box, self.rows[self.chosen])
+
+
+def plan(
+    head_size: int, placed: Sequence[TensorEntry], held: Sequence[TensorSlice], targets: Mapping[str, ReadTarget]
+) -> Iterator[tuple[list[FileRange], list[StagedCopy]]]:
+    """The reads of a file with the slices ``held``, located at ``placed``, in batches of bounded copies.
+
+    Pieces that are adjacent both in the file and in memory form one segment: thousands of scalars are one read.
+    """
+    segments: list[FileRange] = []
+    copies: list[StagedCopy] = []
+    run: tuple[memoryview, int] | None = None  # where the last segment went, and its end there
+    for where, part in zip(placed, held, strict=True):
+        target = targets.get(part.tensor)
+        common = None if target is None or not where.size else _common(part, target)
+        if target is None or common is None:
+            run = None
+            continue
+        start = head_size + where.begin
+        here = _within(part, common, part.offset, part.shape)
+        there = _within(part, common, target.offset, target.shape)
+        from_, to = here.span, there.span
+        if from_ is None or to is None or target.memory is None:
+            copy, begin, end, view = _staged(here, there, target)
+            segments.append(FileRange(start + begin, start + end, view))
+            copies.append(copy)
+            run = None
+            if sum(each.rows.nbytes for each in copies) >= MOST_STAGED:
+                yield segments, copies
+                segments, copies = [], []
+            continue
+        begin, first, last = start + from_[0], target.begin + to[0], target.begin + to[1]
+        if run is not None and run[0] is target.memory and run[1] == first and segments[-1].end == begin:
+            begin, first = segments[-1].begin, first - (segments[-1].end - segments[-1].begin)
+            segments.pop()
+        segments.append(FileRange(begin, start + from_[1], target.memory[first:last]))
+        run = (target.memory, last)
+    if segments:
+        yield segments, copies
+
+
+def _common(part: TensorSlice, target: ReadTarget) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The intersection of both boxes, as an offset and a shape; None if it is empty."""
+    boxes = list(zip(part.offset, part.shape, target.offset, target.shape, strict=True))
+    offset = tuple(max(a, b) for a, _, b, _ in boxes)
+    shape = tuple(min(a + size, b + other) - max(a, b) for a, size, b, other in boxes)
+    return (offset, shape) if all(size > 0 for size in shape) else None
+
+
+def _within(
+    part: TensorSlice,
+    common: tuple[tuple[int, ...], tuple[int, ...]],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> TensorSlice:
+    """The box ``common`` relative to the box of ``shape`` at ``offset``."""
+    moved = tuple(begin - other for begin, other in zip(common[0], offset, strict=True))
+    return TensorSlice(part.tensor, part.dtype, shape, moved, common[1])
+
+
+def _staged(here: TensorSlice, there: TensorSlice, target: ReadTarget) -> tuple[StagedCopy, int, int, memoryview]:
+    """The rows of the stored slice that ``here`` needs, and their byte range in it."""
+    import numpy as np
+
+    element = ELEMENT_SIZE[here.dtype]
+    rows = here.shape[0] if here.shape else 1
+    row = math.prod(here.whole[1:]) * element
+    begin = here.offset[0] * row if here.offset else 0
+    data: Any = np.empty(rows * row, np.uint8)
+    box = tuple(slice(begin, begin + size) for begin, size in zip(there.offset, there.shape, strict=True))
+    chosen = tuple(slice(begin, begin + size) for begin, size in zip(here.offset, here.shape, strict=True))
+    chosen = (slice(None), *chosen[1:]) if chosen else ()
+    shaped = data.reshape(rows, *here.whole[1:], element) if here.shape else data
+    return StagedCopy(shaped, chosen, box, target.put), begin, begin + rows * row, memoryview(data)
+
+
+def targets_in(slabs: Sequence[Slab]) -> dict[str, ReadTarget]:
+    """The destinations of the data of each tensor in ``slabs``."""
+    return {each.name: _target_in(slab, each) for slab in slabs for each in slab.tensors}
+
+
+def _target_in(slab: Slab, tensor: TensorEntry) -> ReadTarget:
+    begin, element = tensor.begin - slab.begin, ELEMENT_SIZE[tensor.dtype]
+    array = slab.array[begin : begin + tensor.size].reshape(*tensor.shape, element)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        array[box] = data
+
+    return ReadTarget((0,) * len(tensor.shape), tensor.shape, put, slab.view, begin)
+
+
+def target_of(tensor: torch.Tensor) -> ReadTarget:
+    """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
+    import torch
+
+    offset = tensors.box_of(cast("Any", tensor))[0] if tensors.is_sharded(tensor) else (0,) * tensor.dim()
+    held = tensors.local(tensor)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        with torch.no_grad():
+            held[box].copy_(torch.from_numpy(data.reshape(-1)).view(held.dtype).view(held[box].shape))
+
+    if held.device.type != "cpu" or not held.is_contiguous() or not held.numel():
+        return ReadTarget(offset, tuple(held.shape), put)
+    plain: Any = held.reshape(-1).view(torch.uint8).numpy()
+    return ReadTarget(offset, tuple(held.shape), put, memoryview(plain))
+
+
+# ---- parts, for several processes
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
     """One chunk of a file of tensors."""
@@ -654,8 +671,8 @@ class _FileLoader:
     """One file of tensors."""
 
     def __init__(self, file: TensorFile, filling: Filling) -> None:
-        self._turns = plan(file.record.head_size, file.placed, file.slices(), filling.goals)
-        self._segments, self._detours = self._turn()
+        self._turns = plan(file.record.head_size, file.placed, file.slices(), filling.targets)
+        self._segments, self._copies = self._turn()
 
     def _turn(self) -> tuple[Sequence[FileRange], Sequence[StagedCopy]]:
         self._next = 0
@@ -672,6 +689,6 @@ class _FileLoader:
                 return
             self._next += 1
             if self._next == len(self._segments):
-                for detour in self._detours:
-                    detour.commit()
-                self._segments, self._detours = self._turn()
+                for copy in self._copies:
+                    copy.commit()
+                self._segments, self._copies = self._turn()

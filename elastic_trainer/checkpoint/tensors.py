@@ -1,6 +1,26 @@
-"""Everything about torch's tensors: which can be saved, and how to get their bytes out and in.
+"""Everything about torch's tensors: how they lie in a file, which slices of them, and their bytes.
 
-torch and numpy are imported by the functions, not here. *Fails by* a problem in words (:func:`problem_with`).
+A file of tensors is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the
+header; the header, a JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` padded with spaces; the
+data without any gap. Tensors are ordered by element size, largest first, so that each begins at a multiple of its
+element size. Where several processes write one state, a file has slices of tensors: boxes, named by their bounds
+(``model/weight[0:512,0:1024]``), whose place in the whole tensor stands in the header's metadata.
+
+The processes that hold one copy of a sharded state are a :class:`ShardGroup`. Each writes one file: its shards, and
+rank 0 everything that is not sharded. What several hold alike one of them writes, as each finds out alone from meshes
+and placements, which FSDP2 and tensor parallel make (shards of torch.chunk's sizes, uneven and empty ones too; the
+strided shards of the two together)::
+
+    group = ShardGroup(mesh)                                 # the mesh of the whole shard group, as the model's
+    image = manager.encode(state, info, places=group)        # on every rank of it; its own file alone
+    manager.commit(image, manager.draft(info))               # rank 0
+    manager.write_share(image, manager.draft(info), 0, stop) # the others, at the same time (see commit)
+
+    manager.load(entry, LoadInto(state))                     # on every rank of any mesh: reads what it holds
+
+torch and numpy are imported by the functions, not here.
+*Fails by* DamagedError for a header that is wrong, a problem in words (:func:`problem_with`) or CheckpointError for a
+tensor that cannot be saved.
 """
 
 from __future__ import annotations
@@ -23,6 +43,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+
+# ---- a file of tensors
 
 
 ELEMENT_SIZE: Mapping[str, int] = {
@@ -140,6 +163,9 @@ def _entry(name: str, entry: Any, where: str) -> TensorEntry:
     if end - begin != math.prod(shape) * element:
         raise DamagedError(f"{where}: tensor {name!r} of shape {shape} does not fit its {end - begin} bytes")
     return TensorEntry(name, dtype, shape, begin)
+
+
+# ---- slices
 
 
 METADATA = "slices"
@@ -314,6 +340,9 @@ def _overlap(one: TensorSlice, other: TensorSlice) -> bool:
     return all(a < b + other_size and b < a + size for a, size, b, other_size in boxes)
 
 
+# ---- sharded tensors
+
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """An offset and a shape."""
 
@@ -429,6 +458,9 @@ class ShardGroup:
             fixed = [axis for axis, seen in enumerate(zip(*positions, strict=True)) if len(set(seen)) == 1]
             self._first_of[mesh] = not any(self._coordinate[axis] for axis in fixed if axis != self._stages)
         return self._first_of[mesh]
+
+
+# ---- torch's tensors
 
 
 SLAB = 16 << 20

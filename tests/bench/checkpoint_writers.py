@@ -66,4 +66,4 @@ class _Writers:
     def _help(self, turn: int, info: SaveInfo) -> int:
         manager = self._managers[turn]
         image = manager.encode(self._state, info, parts=len(self._managers))
-        return len(manager.help(image, manager.draft(info).with_files(records(image)), turn, threading.Event()))
+        return len(manager.write_share(image, manager.draft(info).with_files(records(image)), turn, threading.Event()))

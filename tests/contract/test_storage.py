@@ -13,7 +13,7 @@ import torch
 from fsspec import filesystem
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, commit, describe
-from elastic_trainer.checkpoint.commit import check_writable, sweep, temporary_entry, write_file
+from elastic_trainer.checkpoint.commit import check_writable, temporary_entry, write_file
 from elastic_trainer.checkpoint.layout import (
     MANIFEST_FILE,
     OFFER_FILE,
@@ -24,6 +24,7 @@ from elastic_trainer.checkpoint.layout import (
     this_process,
     trash_name,
 )
+from elastic_trainer.checkpoint.manager import sweep
 from elastic_trainer.checkpoint.manifest import Image, from_bytes, records, seal
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.objects import PART_SIZE, FsspecBucket, ObjectStorage
@@ -126,16 +127,16 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
     with temporary_entry(saver, manifest.name) as temporary:
         write_file(saver, temporary, from_bytes(OFFER_FILE, seal(manifest)))
         assert saver.mark(temporary, f"taken-{image.files[0].name}")
-        wrote = commit.help_write(helper, image, manifest, 1, Event())
+        wrote = commit.write_share(helper, image, manifest, 1, Event())
         assert set(wrote) == {each.name for each in image.files[1:]}
-        assert {f"done-{each}" for each in wrote} < saver.files(temporary)
+        assert {f"record-{each}" for each in wrote} < saver.files(temporary)
         assert not saver.mark(temporary, f"taken-{wrote[0]}")
         saver.remove(temporary)
     assert place().names() == ()
     stop = Event()
-    work = Thread(target=commit.help_write, args=(helper, image, manifest, 1, stop))
+    work = Thread(target=commit.write_share, args=(helper, image, manifest, 1, stop))
     work.start()
-    commit.commit_shared(saver, image, manifest)
+    commit.commit(saver, image, manifest)
     stop.set()
     work.join(60.0)
     assert not work.is_alive()
@@ -158,7 +159,7 @@ def test_two_places_write_their_files_of_one_checkpoint(place: Place) -> None:
     saver, helper = opened(place), opened(place)
     done: list[tuple[str, ...]] = []
     draft = helper.draft(SaveInfo(1))
-    thread = Thread(target=lambda: done.append(helper.help(second, draft, 0, Event())))
+    thread = Thread(target=lambda: done.append(helper.write_share(second, draft, 0, Event())))
     thread.start()
     committed = saver.commit(first, saver.draft(SaveInfo(1)))
     thread.join(60.0)
@@ -177,7 +178,7 @@ def test_a_place_that_cannot_write_ends_the_save_at_once(place: Place) -> None:
     saver, helper = opened(place), opened(place)
     sealed = records(parts_of({"large": torch.ones(3_000_000)})[1])
     draft = helper.draft(SaveInfo(2)).with_files(sealed)
-    thread = Thread(target=lambda: helper.help(second, draft, 0, Event()))
+    thread = Thread(target=lambda: helper.write_share(second, draft, 0, Event()))
     thread.start()
     with pytest.raises(StorageError, match="place 1 could not write its shards"):
         saver.commit(first, saver.draft(SaveInfo(2)))

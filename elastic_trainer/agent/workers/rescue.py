@@ -157,7 +157,7 @@ class Rescue:
                 pause(APART_S, clock=self._clock)
             if _has(manager, snapshot):
                 return
-            committed = manager.write(snapshot.image(), draft, offer=True)
+            committed = manager.write(snapshot.image(), draft)
         finally:
             manager.close()
         took_s = round(committed.duration_s, 3)

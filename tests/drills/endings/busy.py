@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.checkpoint.commit import Event, Transition
+from elastic_trainer.checkpoint.manager import Event, Transition
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.drills.endings.train import BATCH, begun, built

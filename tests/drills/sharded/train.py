@@ -226,8 +226,8 @@ class SaveFaults:
         self._directory = directory
         self._process = process_id(worker_environment().ledger_dir)
         places: Any = (commit, manager)
-        self._write, self._write_place, self._begin = places[0].write_file, places[1].write_place, Saver._begin
-        places[0].write_file, places[1].write_place = self.write, self.write_place
+        self._write, self._write_share, self._begin = places[0].write_file, places[1].write_share, Saver._begin
+        places[0].write_file, places[1].write_share = self.write, self.write_share
         faults = self
         Saver._begin = lambda self, *given, **named: faults.begin(self, *given, **named)  # type: ignore[method-assign]
 
@@ -253,8 +253,8 @@ class SaveFaults:
             time.sleep(0.1)
         return self._write(storage, entry, file, **named)
 
-    def write_place(self, storage: Any, image: Any, *given: Any, **named: Any) -> tuple[str, ...]:
-        return () if self._due(image.names[0], "absent") else self._write_place(storage, image, *given, **named)
+    def write_share(self, storage: Any, image: Any, *given: Any, **named: Any) -> tuple[str, ...]:
+        return () if self._due(image.names[0], "absent") else self._write_share(storage, image, *given, **named)
 
     def begin(self, saver: Saver, *given: Any, **named: Any) -> Any:
         state = saver._state

@@ -118,7 +118,7 @@ def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> N
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
         if stalls is None:
             threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
-        print("wrote", *manager.help(image, draft, 0, saved))
+        print("wrote", *manager.write_share(image, draft, 0, saved))
     if stalls is None:
         dist.barrier()
 

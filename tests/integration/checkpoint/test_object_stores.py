@@ -29,7 +29,6 @@ from elastic_trainer.checkpoint import (
     UnreadableError,
     manager,
 )
-from elastic_trainer.checkpoint import commit as janitor
 from elastic_trainer.checkpoint import storage as locations
 from elastic_trainer.checkpoint.commit import check_writable, commit
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterIdentity, temporary_name
@@ -406,7 +405,7 @@ def test_an_upload_from_elsewhere_is_swept_when_it_has_been_silent_by_the_stores
     s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that arrives counts as a sign of life. Then the objects and the parts of the unfinished upload go."""
-    monkeypatch.setattr(janitor, "ELSEWHERE_S", 4.0)
+    monkeypatch.setattr(manager, "ELSEWHERE_S", 4.0)
     writer = WriterIdentity(1, 2, "b" * 32, 3, "far")
     name, temporary = "step-000000001-r0-000000000001", temporary_name(writer)
     storage, bucket = open_storage(s3_url), bucket_at(s3_url)
@@ -415,11 +414,11 @@ def test_an_upload_from_elsewhere_is_swept_when_it_has_been_silent_by_the_stores
     patience = Deadline.after(6.0)
     while not patience.expired:  # longer than the limit, but never silent
         upload.add(bytearray(5 << 20))
-        assert list(janitor.sweep(open_storage(s3_url))) == []
+        assert list(manager.sweep(open_storage(s3_url))) == []
         pause(0.5)
     assert len(bucket._uploads("")) == 1
     patience = Deadline.after(LIMIT_S)
-    while not (swept := list(janitor.sweep(open_storage(s3_url)))):
+    while not (swept := list(manager.sweep(open_storage(s3_url)))):
         assert not patience.expired
         pause(0.5)
     assert [(event.kind, event.name) for event in swept] == [(Transition.SWEPT, temporary)]

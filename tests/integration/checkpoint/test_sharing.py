@@ -60,7 +60,7 @@ def helping(
     wrote: list[str] = []
 
     def run() -> None:
-        wrote.extend(commit.help_write(storage, image, manifest, turn, threading.Event()))
+        wrote.extend(commit.write_share(storage, image, manifest, turn, threading.Event()))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -80,7 +80,7 @@ def test_each_writer_writes_a_part(tmp_path: Path) -> None:
     storages = [Slow(tmp_path) for _ in range(PARTS)]
     image, manifest = prepared(tmp_path, state())
     helpers = [helping(storages[turn], state(), turn, tmp_path) for turn in range(1, PARTS)]
-    saver = threading.Thread(target=commit.commit_shared, args=(storages[0], image, manifest))
+    saver = threading.Thread(target=commit.commit, args=(storages[0], image, manifest))
     saver.start()
     eventually(lambda: all(storage.wrote for storage in storages), "somebody writes nothing")
     for storage in storages:
@@ -98,9 +98,9 @@ def test_without_help_one_process_writes_all(tmp_path: Path) -> None:
     stop = threading.Event()
     image, manifest = prepared(tmp_path, state())
     storage, done = PosixStorage(tmp_path / "other"), []
-    helper = threading.Thread(target=lambda: done.append(commit.help_write(storage, image, manifest, 1, stop)))
+    helper = threading.Thread(target=lambda: done.append(commit.write_share(storage, image, manifest, 1, stop)))
     helper.start()
-    commit.commit_shared(PosixStorage(tmp_path), image, manifest)
+    commit.commit(PosixStorage(tmp_path), image, manifest)
     assert same(loaded(tmp_path), state())
     stop.set()
     helper.join(30.0)
@@ -118,9 +118,9 @@ def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> Non
     later_image, later = prepared(tmp_path, state(), step=2)
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
-    saving = threading.Thread(target=commit.commit_shared, args=(saver, image, manifest))
+    saving = threading.Thread(target=commit.commit, args=(saver, image, manifest))
     saving.start()
-    assert commit.help_write(helper, later_image, later, 0, stop) == ()
+    assert commit.write_share(helper, later_image, later, 0, stop) == ()
     thread.join(30.0)
     saver.gate.set()
     saving.join(30.0)
@@ -138,7 +138,7 @@ directory = Path(sys.argv[1])
 image, manifest = prepared(directory, state())
 storage = Slow(directory)
 threading.Timer(float(sys.argv[2]), storage.gate.set).start()
-print(commit.help_write(storage, image, manifest, 1, threading.Event()))
+print(commit.write_share(storage, image, manifest, 1, threading.Event()))
 """
 
 
@@ -152,7 +152,7 @@ def test_a_helper_that_dies_or_stands_still_is_done_without(
     try:
         image, manifest = prepared(tmp_path, state())
         storage = Slow(tmp_path)
-        saving = threading.Thread(target=commit.commit_shared, args=(storage, image, manifest))
+        saving = threading.Thread(target=commit.commit, args=(storage, image, manifest))
         saving.start()
         eventually(lambda: any(tmp_path.glob("tmp-*/taken-tensors-00002*")), "nobody helps")
         os.kill(helper.pid, fault)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.checkpoint.commit import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
 from elastic_trainer.checkpoint.layout import WriterIdentity, temporary_name, this_process, trash_name
+from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
 from elastic_trainer.checkpoint.storage import PosixStorage
 
 ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
-from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_place
+from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_share
 from elastic_trainer.checkpoint.layout import OFFER_FILE, temporary_name, this_process
 from elastic_trainer.checkpoint.manifest import Image, Manifest, from_bytes, seal
 from elastic_trainer.checkpoint.storage import PosixStorage
@@ -62,7 +62,7 @@ class Helper(ManualClock):
     def helps(self) -> tuple[tuple[str, ...], list[str]]:
         """The files that it writes, and what it warns of."""
         with structlog.testing.capture_logs() as logs:
-            wrote = write_place(self.storage, *self._prepared(2), self.stop, self)
+            wrote = write_share(self.storage, *self._prepared(2), 0, self.stop, self)
         return wrote, [each["event"] for each in logs if each["log_level"] == "warning"]
 
 
