@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,11 +17,13 @@ import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Retention, SaveInfo
 from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry import logs
 
+Saver = Callable[[Any, Connection], None]
 COUNT = "ELASTIC_TRAINER_SAVE_KILLS"
 """The variable for how many kills the long forms of these drills make."""
 START_LIMIT_S = 300.0
@@ -87,6 +90,27 @@ def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
             say.send(save.manifest.step)
 
 
+def save_together_for_ever(directory: str | Path, say: Connection) -> None:
+    """The same with files that a co-writer in another thread writes too, which the kill takes as well."""
+    torch.set_num_threads(1)
+    checkpoints = CheckpointManager(directory, Retention(keep_last=2))
+    checkpoints.sweep()
+    found = checkpoints.load_newest()
+    step = 0 if found is None else int(found.state["step"])
+    say.send(step)
+    while True:
+        step += 1
+        image = checkpoints.encode(content(step), SaveInfo(step=step), parts=3)
+        manifest, stop = checkpoints.draft(SaveInfo(step=step)).with_files(records(image)), threading.Event()
+        other = CheckpointManager(directory)
+        co_writer = threading.Thread(target=other.write_share, args=(image, manifest, 1, stop), daemon=True)
+        co_writer.start()
+        checkpoints.commit(image, manifest)
+        say.send(step)
+        stop.set()
+        co_writer.join()
+
+
 @dataclass(slots=True)
 class Casualties:
     """What the kills did. ``interrupted`` counts those that hit a save half-way."""
@@ -95,9 +119,6 @@ class Casualties:
     saves: int = 0
     interrupted: int = 0
     broken: list[str] = field(default_factory=list)
-
-
-Saver = Callable[[Any, Connection], None]
 
 
 def forks() -> Any:
@@ -153,13 +174,12 @@ def _next_step(hear: Connection) -> int:
 
 
 def kill_savers(
-    directory: str | Path, kills: int, seed: int, longest_s: float = 0.15, *, beside: bool = False
+    directory: str | Path, kills: int, seed: int, longest_s: float = 0.15, saver: Saver = save_for_ever
 ) -> Casualties:
-    """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should.
+    """Kill a process that runs ``saver`` ``kills`` times; after each the newest checkpoint must hold what it should.
 
-    ``beside``: it goes on while it saves, and one more copy may have been committed before it said so.
+    One that goes on while it saves may have committed one more copy before it said so.
     """
-    saver = save_beside_for_ever if beside else save_for_ever
     draw = random.Random(seed)
     result = Casualties()
     for _ in range(kills):
@@ -168,7 +188,7 @@ def kill_savers(
         result.saves += said - first
         kinds = set(map(kind_of, open_storage(directory).names()))
         result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})
-        problem = problem_with(directory, said, 2 if beside else 1)
+        problem = problem_with(directory, said, 2 if saver is save_beside_for_ever else 1)
         if problem:
             result.broken.append(problem)
     return result

@@ -17,7 +17,7 @@ from elastic_trainer.checkpoint.layout import Kind, kind_of
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.checkpoint.storage.s3 import S3Bucket
 from elastic_trainer.worker.session import Session
-from tests.drills.checkpoint.killing import kill_savers
+from tests.drills.checkpoint.killing import kill_savers, save_beside_for_ever
 from tests.drills.checkpoint.remote_job import train
 from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
@@ -89,7 +89,7 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
 @pytest.mark.usefixtures("s3")
 def test_the_newest_checkpoint_survives_every_kill(s3_url: str) -> None:
     """As in a directory: at random moments of uploads, publications and removals, beside training."""
-    casualties = kill_savers(s3_url, KILLS, seed=5, beside=True)
+    casualties = kill_savers(s3_url, KILLS, seed=5, saver=save_beside_for_ever)
     assert casualties.broken == []
     assert casualties.kills == KILLS
     assert casualties.saves > 0
