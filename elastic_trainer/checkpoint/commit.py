@@ -277,10 +277,10 @@ def commit(
     if group is not None and group[0]:
         raise StorageError(f"{manifest.name} is not committed: the shards of one place are not a checkpoint")
     require_space(storage, image.size)
+    shares: dict[str, int] | None = None
     with temporary_entry(storage, manifest.name) as temporary:
-        together = group is not None or (manifest.files and (image.shared or is_rescued(manifest.name)))
-        if together:
-            records = _write_with_others(storage, temporary, image, manifest, stop, clock)
+        if group is not None or (manifest.files and (image.shared or is_rescued(manifest.name))):
+            records, shares = _write_with_others(storage, temporary, image, manifest, stop, clock)
         else:
             records = {file.name: write_file(storage, temporary, file) for file in image.files}
         if manifest.files not in ((), tuple(records[name] for name in image.names)):
@@ -288,18 +288,24 @@ def commit(
         complete = manifest.with_files(tuple(records.values()))
         if group is not None:
             _check_whole(storage, temporary, complete, image)
-        notes = storage.files(temporary) - set(records) if together else frozenset[str]()
+        notes = storage.files(temporary) - set(records) if shares is not None else frozenset[str]()
         write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         for name in notes:
             storage.discard(temporary, name)
         storage.publish(temporary, manifest.name)
+    if group is not None:
+        logger().info("checkpoint.joined", checkpoint=manifest.name, places=group[1])
+    elif shares is not None:
+        logger().info("checkpoint.shared", checkpoint=manifest.name, **shares)
     return complete
 
 
 def _write_with_others(
     storage: Storage, temporary: str, image: Image, manifest: Manifest, stop: threading.Event | None, clock: Clock
-) -> dict[str, FileRecord]:
-    """Offer the state, write what nobody else has taken, and wait for the rest; the records of all files, in order."""
+) -> tuple[dict[str, FileRecord], dict[str, int]]:
+    """Offer the state, write what nobody else has taken, and wait for the rest; the records of all files, in order, and
+    how many files this process wrote, others wrote, and this one wrote again because they did not.
+    """
     group = place_of(image.names)
     offer = manifest if group is None else manifest.model_copy(update={"files": ()})
     write_file(storage, temporary, from_bytes(OFFER_FILE, seal(offer)))
@@ -316,14 +322,10 @@ def _write_with_others(
             late += 1
             storage.discard(temporary, file.name)
             records[file.name] = write_file(storage, temporary, file)
-    if group is None:
-        helped = len(records) - len(mine) - late
-        logger().info("checkpoint.shared", checkpoint=offer.name, own=len(mine), helped=helped, late=late)
-        return records
-    for file_name in (tensors_file(rank, group[1]) for rank in range(1, group[1])):
-        records[file_name] = _awaited(storage, temporary, offer, file_name, patience, stop)
-    logger().info("checkpoint.joined", checkpoint=offer.name, places=group[1])
-    return records
+    for rank in range(1, group[1]) if group is not None else ():
+        name = tensors_file(rank, group[1])
+        records[name] = _awaited(storage, temporary, offer, name, patience, stop)
+    return records, {"own": len(mine), "helped": len(records) - len(mine) - late, "late": late}
 
 
 def _taken(storage: Storage, temporary: str, files: Sequence[FileImage]) -> Iterator[FileImage]:
@@ -401,13 +403,13 @@ def write_share(
     if others were faster. If its shards are ``refused``, the publisher learns that instead.
     """
     shards, tried = place_of(image.names) is not None, set[str]()
-    about = {"file": image.names[0]} if shards else {}
     while True:
         found = _find_offer(storage, manifest, stop, clock, tried, shards=shards)
         if found is None:
             if shards and not tried and not stop.is_set():
                 reason = "place 0 did not begin to save it in time"
-                logger().warning("checkpoint.place_given_up", checkpoint=manifest.name, reason=reason, **about)
+                where = {"checkpoint": manifest.name, "file": image.names[0]}
+                logger().warning("checkpoint.place_given_up", reason=reason, **where)
             return ()
         temporary, offer = found
         files = [*image.files[turn:], *image.files[:turn]]
@@ -427,13 +429,17 @@ def write_share(
                     for name in wrote:
                         storage.discard(temporary, f"{note}{name}")
         except (CheckpointError, OSError) as error:
-            if storage.exists(temporary):
-                event = "checkpoint.place_failed" if shards else "checkpoint.help_failed"
-                logger().warning(event, checkpoint=offer.name, reason=str(error), **about)
+            if storage.exists(temporary) and shards:
+                file_name = image.names[0]
+                logger().warning("checkpoint.place_failed", checkpoint=offer.name, file=file_name, reason=str(error))
+            elif storage.exists(temporary):
+                logger().warning("checkpoint.help_failed", checkpoint=offer.name, reason=str(error))
             return ()
-        if wrote or not shards:
-            event = "checkpoint.place_written" if shards else "checkpoint.helped"
-            logger().info(event, checkpoint=offer.name, files=len(wrote), **about)
+        if not shards:
+            logger().info("checkpoint.helped", checkpoint=offer.name, files=len(wrote))
+            return tuple(wrote)
+        if wrote:
+            logger().info("checkpoint.place_written", checkpoint=offer.name, file=image.names[0])
             return tuple(wrote)
         tried.add(temporary)  # another replica was faster; the step may be saved twice
 
