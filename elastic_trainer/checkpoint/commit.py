@@ -322,8 +322,8 @@ def _write_with_others(
             late += 1
             storage.discard(temporary, file.name)
             records[file.name] = write_file(storage, temporary, file)
-    for rank in range(1, group[1]) if group is not None else ():
-        name = tensors_file(rank, group[1])
+    others = [] if group is None else [tensors_file(rank, group[1]) for rank in range(1, group[1])]
+    for name in others:
         records[name] = _awaited(storage, temporary, offer, name, patience, stop)
     return records, {"own": len(mine), "helped": len(records) - len(mine) - late, "late": late}
 
