@@ -27,6 +27,9 @@ UNLIMITED_S = 30 * 86_400.0
 SECRETS = frozenset({"password"})
 """Keys whose values are never shown."""
 WITHDRAWN = {
+    "last_call_limit": "it is 60 seconds, or last_call if that is longer",
+    "join_batch": "it is 1 second",
+    "stalled_rounds": "it is 10 rounds, or failure_limit if that is more",
     "preflight_min_disk": "elastic-trainer doctor --min-disk checks it",
     "preflight_timeout": "the checks of a node always have 120 s",
     "preflight_wait": "a node always waits up to 10 s for others' results",
@@ -269,19 +272,11 @@ class RendezvousOptions(Frozen):
 
 TORCHRUN_OPTIONS = frozenset({"timeout", "read_timeout", "rank"})
 """Options that torchrun itself adds to every backend's configuration; they mean nothing here."""
-_FIXED = {
-    "last_call_limit": "60 seconds, or last_call if that is longer",
-    "join_batch": "1 second",
-    "stalled_rounds": "10 rounds, or failure_limit if that is more",
-}
-"""Options of earlier versions, and what holds now."""
 
 
 def rendezvous_options(config: Mapping[str, Any]) -> RendezvousOptions:
     """Validate ``--rdzv-conf``; options that torchrun adds by itself are passed over."""
     mine = {name: value for name, value in config.items() if name not in TORCHRUN_OPTIONS}
-    if (fixed := next((name for name in mine if name in _FIXED), None)) is not None:
-        raise ConfigError(f"--rdzv-conf: '{fixed}' can no longer be set: it is {_FIXED[fixed]}", hint="drop the option")
     options = validated(RendezvousOptions, mine, "--rdzv-conf")
     if (options.metrics_cert is None) != (options.metrics_key is None):
         raise ConfigError("--rdzv-conf: metrics_cert and metrics_key go together", hint="give both, or none")
