@@ -357,7 +357,8 @@ class Member:
             seen = self._view.look()
             next_at = began + LOOK_AGAIN_S
             try:
-                step = self._core.step([*self._take_answers(), self._looked(seen)], began)
+                looked = Looked(seen, self._key.create_revision, self._key.senior, self._key.away)
+                step = self._core.step([*self._take_answers(), looked], began)
                 next_at = step.next_at
                 for effect in step.effects:
                     self._perform(effect)
@@ -377,10 +378,6 @@ class Member:
     def _answer(self, event: Event) -> None:
         with self._answered:
             self._answers.append(event)
-
-    def _looked(self, seen: Observation) -> Looked:
-        key = self._key
-        return Looked(seen, key.create_revision, key.senior, key.away)
 
     def _perform(self, effect: Effect) -> None:
         """Perform ``effect`` and queue its outcome for the next step."""

@@ -276,11 +276,8 @@ class Accounts:
         try:
             return within(self._deadline, attempt)
         except AccessDeniedError as error:
-            raise self._not_root() from error
-
-    def _not_root(self) -> AccessDeniedError:
-        who = "nobody" if self._settings.user is None else repr(self._settings.user)
-        return AccessDeniedError(
-            f"etcd at {self._connection.where} does not let {who} administer users",
-            hint="pass --user root with --password-file",
-        )
+            who = "nobody" if self._settings.user is None else repr(self._settings.user)
+            raise AccessDeniedError(
+                f"etcd at {self._connection.where} does not let {who} administer users",
+                hint="pass --user root with --password-file",
+            ) from error

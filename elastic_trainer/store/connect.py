@@ -88,19 +88,13 @@ def _tried(settings: StoreSettings, run: str | None, deadline: Deadline) -> Stor
 
 
 def _examined(settings: StoreSettings, deadline: Deadline) -> list[StoreFault]:
+    """What is wrong at each endpoint; of a failed handshake with its cause, which waiting does not repair."""
     tls, timeout_s = settings.ca_cert is not None, min(EXAMINE_S, max(0.2, deadline.remaining_s()))
-    found = [examine(endpoint, tls=tls, timeout_s=timeout_s) for endpoint in settings.endpoints]
-    return [
-        _explained(finding, settings, endpoint) for finding, endpoint in zip(found, settings.endpoints, strict=True)
-    ]
-
-
-def _explained(finding: StoreFault, settings: StoreSettings, endpoint: Endpoint) -> StoreFault:
-    """A failed handshake with its cause; waiting does not repair it."""
-    cause = refusal(endpoint, settings, EXAMINE_S) if finding.handshake else None
-    if cause is None:
-        return finding
-    return replace(finding, text=f"{finding.text}: {cause}", permanent=True)
+    findings = [examine(endpoint, tls=tls, timeout_s=timeout_s) for endpoint in settings.endpoints]
+    for i, (finding, endpoint) in enumerate(zip(findings, settings.endpoints, strict=True)):
+        if finding.handshake and (cause := refusal(endpoint, settings, EXAMINE_S)) is not None:
+            findings[i] = replace(finding, text=f"{finding.text}: {cause}", permanent=True)
+    return findings
 
 
 def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableError) -> None:
@@ -273,16 +267,14 @@ def _refused(
     except ssl.SSLEOFError as error:
         raise ConnectionResetError(str(error)) from error
     except ssl.SSLError as error:
-        return _about_us(settings) if any(name in (error.reason or "") for name in _ABOUT_US) else None
+        if not any(name in (error.reason or "") for name in _ABOUT_US):
+            return None
+        if settings.cert is None:
+            return "it requires a client certificate, and none is configured"
+        return "it rejects the certificate in cert, which has expired or is of another CA"
     return None
 
 
 def _receive(secured: ssl.SSLSocket) -> None:
     if not secured.recv(1):
         raise ConnectionResetError("the server closed the connection without a reason")
-
-
-def _about_us(settings: StoreSettings) -> str:
-    if settings.cert is None:
-        return "it requires a client certificate, and none is configured"
-    return "it rejects the certificate in cert, which has expired or is of another CA"

@@ -38,7 +38,9 @@ def load_etcd3() -> Any:
     with _lock:
         if "etcd3" not in sys.modules:
             # Looks up the package's spec without importing it: its __init__ would fail with protobuf 4.
-            _install(source_directory())
+            directory = source_directory()
+            if PACKAGE not in sys.modules:
+                sys.modules.update(build(directory))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it has deprecated imports, which users cannot fix
@@ -53,11 +55,6 @@ def source_directory() -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError("the etcd3 package is not installed", hint=_HINT)
     return Path(spec.origin).parent / "etcdrpc"
-
-
-def _install(directory: Path) -> None:
-    if PACKAGE not in sys.modules:
-        sys.modules.update(build(directory))
 
 
 def build(directory: Path) -> dict[str, ModuleType]:

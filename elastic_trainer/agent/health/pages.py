@@ -248,7 +248,9 @@ class TimeAccounting:
                 self._ahead.setdefault(reading.pid, max(0.0, booked_to - reading.born_at))
         for slot in list(self._booked_to):
             self._book_gap(slot, now - HELD_BACK_S, unseen=True)
-        self._forget_modes(min(self._booked_to.values(), default=now - HELD_BACK_S))
+        booked_to = min(self._booked_to.values(), default=now - HELD_BACK_S)
+        while len(self._modes) > 1 and self._modes[1][0] <= booked_to:
+            del self._modes[0]
 
     def bury(self, reading: Reading, now: float) -> None:
         """A worker is gone: what it counted is kept."""
@@ -295,11 +297,6 @@ class TimeAccounting:
             if seconds > 0.0:
                 # A worker that runs without a page is one of a script without a Session: it trains, most likely.
                 self.add(f"seconds.{Phase.TRAINING if unseen and phase is Phase.STARTING else phase}", seconds)
-
-    def _forget_modes(self, before: float) -> None:
-        """All that is booked; but for what the agent did then."""
-        while len(self._modes) > 1 and self._modes[1][0] <= before:
-            del self._modes[0]
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Count ``amount`` more of ``name``."""

@@ -251,8 +251,9 @@ class Peers:
         """The nodes that are dead, or silent for too long; silence before ``awake_at`` does not count."""
         asked = {name: since for name, since in self._asker.open.items() if name in self._around}
         open_ = {name: now - max(since, awake_at) for name, since in asked.items()}
+        at = {name: join_address(str(place[0]), int(place[1])) for name, (_, place) in self._around.items()}
         reasons = {
-            name: f"node {name} does not answer its peer {self._node} at {self._where(name)} ({silent_s:.2f} s)"
+            name: f"node {name} does not answer its peer {self._node} at {at[name]} ({silent_s:.2f} s)"
             for name, silent_s in open_.items()
         }
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
@@ -262,11 +263,6 @@ class Peers:
         if not keys:
             return None
         return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(reasons[name] for name in keys))
-
-    def _where(self, name: str) -> str:
-        """The address that ``name`` announces, and the port of its agent."""
-        _, place = self._around[name]
-        return join_address(str(place[0]), int(place[1]))
 
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)
