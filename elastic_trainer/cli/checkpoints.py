@@ -33,7 +33,7 @@ from elastic_trainer.checkpoint import (
     Transition,
     exchange,
 )
-from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, ValueDifference, compare
+from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, compare
 from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, Brought, CheckpointSource, bring
 from elastic_trainer.checkpoint.layout import DamagedError, InUseError, UnreadableError
 from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
@@ -123,7 +123,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 # ---- progress
 
 
-class Watched:
+class _Watched:
     """A storage that says how many bytes are read of it."""
 
     def __init__(self, inner: Storage, heard: Callable[[int], None]) -> None:
@@ -134,6 +134,11 @@ class Watched:
 
     def source(self, name: str, file: str) -> ByteSource:
         return _WatchedSource(self._inner.source(name, file), self._heard)
+
+
+def watched(storage: Storage, heard: Callable[[int], None]) -> Storage:
+    """``storage``, of whose reads ``heard`` is told the bytes."""
+    return cast("Storage", _Watched(storage, heard))
 
 
 class _WatchedSource:
@@ -311,8 +316,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there are no checkpoints in {storage.location}", hint="nothing was verified")
     total = sum(each.manifest.size for each in found if each.manifest is not None)
     with progress("verify", total) as heard:
-        watched = cast("Storage", Watched(storage, heard))
-        results = [_verified(watched, each) for each in found]
+        results = [_verified(watched(storage, heard), each) for each in found]
     if arguments.json:
         _print_json({"directory": storage.location, "checkpoints": [description_json(each) for each in results]})
     else:
@@ -328,10 +332,9 @@ def _verified(storage: Storage, each: Description) -> Description:
         return each
     try:
         verify(storage, each.manifest)
-    except DamagedError as error:
-        return Description(each.name, each.path, Soundness.DAMAGED, each.manifest, str(error))
-    except UnreadableError as error:
-        return Description(each.name, each.path, Soundness.UNREADABLE, each.manifest, str(error))
+    except (DamagedError, UnreadableError) as error:
+        found = Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE
+        return Description(each.name, each.path, found, each.manifest, str(error))
     return Description(each.name, each.path, Soundness.VERIFIED, each.manifest)
 
 
@@ -364,12 +367,11 @@ def _add(table: Table, *cells: str) -> None:
     table.add_row(*(Text(plain(cell)) for cell in cells))
 
 
+# ---- diff
+
 EXIT_TROUBLE = 2
 _MOST = 40
 _LONGEST = 60
-
-
-# ---- diff
 
 
 def configure_diff(parser: argparse.ArgumentParser) -> None:
@@ -380,17 +382,17 @@ def configure_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """See the module."""
+    """Say how they differ: 1 if they do, 2 if one cannot be compared, as diff(1)."""
     try:
         chosen = [checkpoint(each) for each in (arguments.left, arguments.right)]
         with progress("compare", sum(entry.manifest.size for _, entry in chosen)) as heard:
-            left, right = (Side(cast("Storage", Watched(storage, heard)), entry.manifest) for storage, entry in chosen)
+            left, right = (Side(watched(storage, heard), entry.manifest) for storage, entry in chosen)
             found = compare(left, right)
     except CheckpointError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_TROUBLE
     if arguments.json:
-        print(json.dumps(differences_json(found, left.manifest.name, right.manifest.name), indent=2))
+        _print_json(differences_json(found, left.manifest.name, right.manifest.name))
     else:
         _show(found)
     return 1 if found else 0
@@ -403,18 +405,16 @@ def differences_json(found: Differences, left: str, right: str) -> dict[str, Any
         if each["largest"] is not None and not math.isfinite(each["largest"]):
             each["largest"] = str(each["largest"])
     groups = {"facts": found.facts, "values": found.values}
-    plain_groups = {name: [_as_json(each) for each in group] for name, group in groups.items()}
-    return {"left": left, "right": right, **plain_groups, "tensors": tensors, "equal_tensors": found.equal}
+    values = {
+        name: [{"path": each.path, "left": _as_json(each.left), "right": _as_json(each.right)} for each in group]
+        for name, group in groups.items()
+    }
+    return {"left": left, "right": right, **values, "tensors": tensors, "equal_tensors": found.equal}
 
 
-def _as_json(each: ValueDifference) -> dict[str, Any]:
-    sides = [value if _is_json(value) else repr(value) for value in (each.left, each.right)]
-    return {"path": each.path, "left": sides[0], "right": sides[1]}
-
-
-def _is_json(value: Any) -> bool:
+def _as_json(value: Any) -> Any:
     finite = not isinstance(value, float) or math.isfinite(value)
-    return finite and isinstance(value, str | int | float | bool | list | dict | None)
+    return value if finite and isinstance(value, str | int | float | bool | list | dict | None) else repr(value)
 
 
 def _show(found: Differences) -> None:
@@ -489,9 +489,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     if arguments.json:
         problems = {event.name: event.reason for event in failed}
         values = [{**asdict(each), "problem": problems.get(each.name)} for each in rulings]
-        print(
-            json.dumps({"directory": storage.location, "dry_run": arguments.dry_run, "checkpoints": values}, indent=2)
-        )
+        _print_json({"directory": storage.location, "dry_run": arguments.dry_run, "checkpoints": values})
     else:
         verb = "would go" if arguments.dry_run else "removed"
         for each in rulings:
@@ -546,7 +544,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     files = [goal.name]
     left_out: tuple[str, ...] = ()
     with progress("export", entry.manifest.size) as heard:
-        source = CheckpointSource(cast("Storage", Watched(inner, heard)), entry.manifest)
+        source = CheckpointSource(watched(inner, heard), entry.manifest)
         if target == TORCH:
             exchange.to_torch(source, None if arguments.all else part, goal, force=arguments.force)
         elif arguments.all:
@@ -562,7 +560,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     what = "state" if arguments.all else part
     if arguments.json:
         values: dict[str, Any] = {"checkpoint": entry.name, "part": what, "to": target, "path": str(goal)}
-        print(json.dumps({**values, "files": files, "left_out": left_out}, indent=2))
+        _print_json({**values, "files": files, "left_out": left_out})
         return 0
     print(f"{goal}: the {what} of {entry.name}, {size_text(_size(goal))}")
     if target == HUGGINGFACE:
@@ -613,7 +611,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     if arguments.json:
         values = {"path": done.path, "checkpoint": done.checkpoint, "step": done.step, "tensors": done.tensors}
         more = {"bytes": done.size, "outranked": done.outranked, "left_out": done.left_out, "stripped": done.stripped}
-        print(json.dumps({**values, **more}, indent=2))
+        _print_json({**values, **more})
     elif done.checkpoint is not None:
         _say_checkpoint(done, arguments.into)
     else:

@@ -328,35 +328,26 @@ def _store(store: StoreStatus) -> list[RenderableType]:
 
 def _head(run: RunSnapshot) -> list[RenderableType]:
     since = f" for {duration(run.state_s)}" if run.state_s is not None else ""
-    first = Text.assemble(
-        ("run ", "bold"), (run.run, "bold"), "  ", (run.state, STYLES.get(run.state, "")), since, f"  {_round(run)}"
-    )
+    because = f": {run.round_reason}" if run.round_reason else ""
+    round_ = "no round yet" if run.round is None else f"round {run.round}{because}"
+    state = run.state, STYLES.get(run.state, "")
+    head: list[RenderableType] = [Text.assemble(("run ", "bold"), (run.run, "bold"), "  ", state, since, f"  {round_}")]
+    if run.attention:
+        head.append(Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red"))
+    if (left := run.departure) is not None:
+        how = "left on request" if left["planned"] else "gave up"
+        head.append(Text(f"node {left['node']}, the last, {how} at {moment(left['wall'])}: {left['reason']}"))
     present, ranks = sum(node.state != "gone" for node in run.nodes), run.world_size
     if run.last is not None:
         present, ranks = run.last.nodes, run.last.world_size
     nodes = f"{counted(ranks, 'rank')}, {counted(present, 'node')} of {_limits(run.min_nodes, run.max_nodes)}"
     if run.last is not None:
-        took = f", {duration(run.last.duration_s)} after the first" if run.last.duration_s is not None else ""
-        nodes = f"last round: {nodes}, ended{took}" if took else f"last round: {nodes}"
-    needs = [Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red")]
-    head = [first, *(needs if run.attention else []), *_left(run)]
-    groups = f", {run.shard_groups} shard groups of {run.shard_nodes}" if (run.shard_nodes or 1) > 1 else ""
-    nodes += f"{groups}, recovery {run.recovery or UNKNOWN}"
+        took = f", ended, {duration(run.last.duration_s)} after the first" if run.last.duration_s is not None else ""
+        nodes = f"last round: {nodes}{took}"
+    if (run.shard_nodes or 1) > 1:
+        nodes += f", {run.shard_groups} shard groups of {run.shard_nodes}"
+    nodes += f", recovery {run.recovery or UNKNOWN}"
     return [*head, Text(nodes), Text(_progress(run)), Text(_checkpoint(run))]
-
-
-def _left(run: RunSnapshot) -> list[RenderableType]:
-    """How the last node left."""
-    if (left := run.departure) is None:
-        return []
-    how = "left on request" if left["planned"] else "gave up"
-    return [Text(f"node {left['node']}, the last, {how} at {moment(left['wall'])}: {left['reason']}")]
-
-
-def _round(run: RunSnapshot) -> str:
-    if run.round is None:
-        return "no round yet"
-    return f"round {run.round}" + (f": {run.round_reason}" if run.round_reason else "")
 
 
 def _progress(run: RunSnapshot) -> str:
