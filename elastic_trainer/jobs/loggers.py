@@ -77,142 +77,6 @@ class LoggerKind:
     package: str | None = None
 
 
-def register_logger(name: str, opener: Open, *, background: bool = True) -> None:
-    """Let ``logging.loggers`` and ``RunLog`` know ``name``; call it on all ranks, ``opener`` is called on rank 0.
-
-    Without ``background`` the logger is called in the main thread: only for one that never waits for a network.
-    """
-    _KINDS[name] = LoggerKind(opener, background)
-
-
-def check_loggers(names: Sequence[str]) -> None:
-    """ConfigError unless all ``names`` are registered and installed."""
-    for name in names:
-        if name not in _KINDS:
-            raise ConfigError(f"there is no logger '{name}'", hint=f"use one of {', '.join(sorted(_KINDS))}")
-        package = _KINDS[name].package
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"the logger {name} is wanted, but the package {package} is not installed",
-                hint=f"pip install 'elastic-trainer[{name}]', or leave it out",
-            )
-
-
-class Loggers:
-    """All loggers of a run while this process is rank 0. One that raises is given up, with a warning."""
-
-    def __init__(self, names: Sequence[str], opening: Opening) -> None:
-        self._open: dict[str, Logger] = {}
-        for name in dict.fromkeys(names):
-            try:
-                kind = _KINDS[name]
-                self._open[name] = Background(name, kind.open, opening) if kind.background else kind.open(opening)
-            except Exception as error:  # noqa: BLE001 - the edge to others' code: a log is never worth a training run
-                _given_up(name, error)
-
-    @property
-    def any(self) -> bool:
-        return bool(self._open)
-
-    def scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
-        known = {name: float(value) for name, value in values.items() if value is not None}
-        self._each(lambda logger: logger.scalars(group, known, step))
-
-    def exhibits(self, exhibits: Exhibits, step: int) -> None:
-        self._each(lambda logger: logger.exhibits(exhibits, step))
-
-    def close(self, finished: bool) -> None:
-        self._each(lambda logger: logger.close(finished))
-        self._open = {}
-
-    def _each(self, act: Callable[[Logger], None]) -> None:
-        for name, logger in list(self._open.items()):
-            try:
-                act(logger)
-            except Exception as error:  # noqa: BLE001 - the same edge
-                del self._open[name]
-                _given_up(name, error)
-
-
-def _given_up(name: str, error: Exception) -> None:
-    logs.logger().warning(
-        "logger.given_up", logger=name, error=str(error) or type(error).__name__, hint="training goes on without it"
-    )
-
-
-class Background:
-    """A logger that is opened and used by a thread of its own: training never waits for it, but for its end."""
-
-    _threads: ClassVar[dict[str, Thread]] = {}
-    """The last of each name: one that still writes what a process logged as rank 0 goes before the next."""
-
-    def __init__(self, name: str, opener: Open, opening: Opening, close_s: float = CLOSE_S) -> None:
-        self._name, self._close_s = name, close_s
-        self._work: queue.Queue[Callable[[Logger], None]] = queue.Queue(_WAITING)
-        self._closing = Event()
-        self._finished = self._dropped = False
-        serve = partial(copy_context().run, self._serve, opener, opening, self._threads.get(name))
-        self._thread = self._threads[name] = Thread(target=serve, name=f"logger-{name}", daemon=True)
-        self._thread.start()
-
-    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        self._put(lambda logger: logger.scalars(group, values, step))
-
-    def exhibits(self, exhibits: Exhibits, step: int) -> None:
-        if exhibits.images or exhibits.texts:
-            self._put(lambda logger: logger.exhibits(exhibits, step))
-
-    def close(self, finished: bool) -> None:
-        """At the end of the training wait for what waits; where rank 0 moves, training goes on meanwhile."""
-        self._finished = finished
-        self._closing.set()
-        if finished:
-            self._wait(self._close_s)
-
-    def _wait(self, limit_s: float) -> None:
-        self._thread.join(limit_s)
-        if self._thread.is_alive():
-            logs.logger().warning("logger.unfinished", logger=self._name, waited_s=limit_s)
-
-    def _at_exit(self) -> None:
-        if self._thread.is_alive():
-            self._closing.set()
-            self._wait(LEAVE_S)
-
-    def _put(self, act: Callable[[Logger], None]) -> None:
-        if not self._thread.is_alive():
-            return
-        try:
-            self._work.put_nowait(act)
-        except queue.Full:
-            if not self._dropped:
-                logs.logger().warning("logger.behind", logger=self._name, hint="points are dropped until it is faster")
-            self._dropped = True
-
-    def _serve(self, opener: Open, opening: Opening, before: Thread | None) -> None:
-        try:
-            if before is not None:
-                before.join()
-            logger = opener(opening)
-            atexit.register(self._at_exit)  # after the tracker's own, so before it: those run backwards
-            for act in iter(self._next, None):
-                act(logger)
-            logger.close(self._finished)
-        except Exception as error:  # noqa: BLE001 - the edge of the thread, and to others' code
-            _given_up(self._name, error)
-        finally:
-            atexit.unregister(self._at_exit)
-
-    def _next(self) -> Callable[[Logger], None] | None:
-        """What is to be logged next; None when that is all."""
-        while True:
-            closing = self._closing.is_set()
-            with suppress(queue.Empty):
-                return self._work.get(timeout=0.0 if closing else _LOOK_S)
-            if closing:
-                return None
-
-
 class TrackedRun:
     """``NAME.json`` in ``directory``: the tracker's id of this run and the last step logged of each group.
 
@@ -398,3 +262,139 @@ _KINDS = {
     "wandb": LoggerKind(WandbLogger, package="wandb"),
     "mlflow": LoggerKind(MlflowLogger, package="mlflow"),
 }
+
+
+def register_logger(name: str, opener: Open, *, background: bool = True) -> None:
+    """Let ``logging.loggers`` and ``RunLog`` know ``name``; call it on all ranks, ``opener`` is called on rank 0.
+
+    Without ``background`` the logger is called in the main thread: only for one that never waits for a network.
+    """
+    _KINDS[name] = LoggerKind(opener, background)
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """ConfigError unless all ``names`` are registered and installed."""
+    for name in names:
+        if name not in _KINDS:
+            raise ConfigError(f"there is no logger '{name}'", hint=f"use one of {', '.join(sorted(_KINDS))}")
+        package = _KINDS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"the logger {name} is wanted, but the package {package} is not installed",
+                hint=f"pip install 'elastic-trainer[{name}]', or leave it out",
+            )
+
+
+class Loggers:
+    """All loggers of a run while this process is rank 0. One that raises is given up, with a warning."""
+
+    def __init__(self, names: Sequence[str], opening: Opening) -> None:
+        self._open: dict[str, Logger] = {}
+        for name in dict.fromkeys(names):
+            try:
+                kind = _KINDS[name]
+                self._open[name] = Background(name, kind.open, opening) if kind.background else kind.open(opening)
+            except Exception as error:  # noqa: BLE001 - the edge to others' code: a log is never worth a training run
+                _given_up(name, error)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._open)
+
+    def scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        self._each(lambda logger: logger.scalars(group, known, step))
+
+    def exhibits(self, exhibits: Exhibits, step: int) -> None:
+        self._each(lambda logger: logger.exhibits(exhibits, step))
+
+    def close(self, finished: bool) -> None:
+        self._each(lambda logger: logger.close(finished))
+        self._open = {}
+
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._open.items()):
+            try:
+                act(logger)
+            except Exception as error:  # noqa: BLE001 - the same edge
+                del self._open[name]
+                _given_up(name, error)
+
+
+def _given_up(name: str, error: Exception) -> None:
+    logs.logger().warning(
+        "logger.given_up", logger=name, error=str(error) or type(error).__name__, hint="training goes on without it"
+    )
+
+
+class Background:
+    """A logger that is opened and used by a thread of its own: training never waits for it, but for its end."""
+
+    _threads: ClassVar[dict[str, Thread]] = {}
+    """The last of each name: one that still writes what a process logged as rank 0 goes before the next."""
+
+    def __init__(self, name: str, opener: Open, opening: Opening, close_s: float = CLOSE_S) -> None:
+        self._name, self._close_s = name, close_s
+        self._work: queue.Queue[Callable[[Logger], None]] = queue.Queue(_WAITING)
+        self._closing = Event()
+        self._finished = self._dropped = False
+        serve = partial(copy_context().run, self._serve, opener, opening, self._threads.get(name))
+        self._thread = self._threads[name] = Thread(target=serve, name=f"logger-{name}", daemon=True)
+        self._thread.start()
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        self._put(lambda logger: logger.scalars(group, values, step))
+
+    def exhibits(self, exhibits: Exhibits, step: int) -> None:
+        if exhibits.images or exhibits.texts:
+            self._put(lambda logger: logger.exhibits(exhibits, step))
+
+    def close(self, finished: bool) -> None:
+        """At the end of the training wait for what waits; where rank 0 moves, training goes on meanwhile."""
+        self._finished = finished
+        self._closing.set()
+        if finished:
+            self._wait(self._close_s)
+
+    def _wait(self, limit_s: float) -> None:
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            logs.logger().warning("logger.unfinished", logger=self._name, waited_s=limit_s)
+
+    def _at_exit(self) -> None:
+        if self._thread.is_alive():
+            self._closing.set()
+            self._wait(LEAVE_S)
+
+    def _put(self, act: Callable[[Logger], None]) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._work.put_nowait(act)
+        except queue.Full:
+            if not self._dropped:
+                logs.logger().warning("logger.behind", logger=self._name, hint="points are dropped until it is faster")
+            self._dropped = True
+
+    def _serve(self, opener: Open, opening: Opening, before: Thread | None) -> None:
+        try:
+            if before is not None:
+                before.join()
+            logger = opener(opening)
+            atexit.register(self._at_exit)  # after the tracker's own, so before it: those run backwards
+            for act in iter(self._next, None):
+                act(logger)
+            logger.close(self._finished)
+        except Exception as error:  # noqa: BLE001 - the edge of the thread, and to others' code
+            _given_up(self._name, error)
+        finally:
+            atexit.unregister(self._at_exit)
+
+    def _next(self) -> Callable[[Logger], None] | None:
+        """What is to be logged next; None when that is all."""
+        while True:
+            closing = self._closing.is_set()
+            with suppress(queue.Empty):
+                return self._work.get(timeout=0.0 if closing else _LOOK_S)
+            if closing:
+                return None

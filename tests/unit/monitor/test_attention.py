@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,36 +25,10 @@ NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, saves_failing=2)}
 LATE = {"n0": health("n0", [rank(0)], saves_failing=1, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
 IN_TIME = {"n0": health("n0", [rank(0)], saves_failing=1, saved=Saved(step=1, wall=900.0))}
 BY_NOW = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, saved=Saved(step=1, wall=900.0))}
-STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, 1, still_s=1.0)])}
 HUNG = {
     "n0": health("n0", [rank(0, waits=True, still_s=6.0), rank(1, 1, still_s=6.0)]),
     "n1": health("n1", [rank(2, waits=True, still_s=6.0), rank(3, 1, waits=True, still_s=6.0)]),
 }
-
-
-@pytest.mark.parametrize(
-    ("documents", "found"),
-    [
-        (run(2, spec=TWO), []),
-        (run(1, spec=TWO), [("bad", "1 of 2 nodes needed")]),
-        (run(1, spec=TWO, round=None), [("warn", "1 of 2 nodes needed")]),
-        (run(0, spec=TWO, departure=GAVE_UP), [("bad", "abandoned: its last node gave up")]),
-        (run(0, spec=TWO, departure=GAVE_UP.model_copy(update={"planned": True})), []),
-        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), [("bad", "failed")]),
-        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), []),
-        (run(2, health=STILL), [("bad", "1 standing still")]),
-        (run(2, health=HUNG), [("bad", "rank 1 on n0 holds up the others")]),
-        (run(2, health=NO_SAVE), [("bad", "the last 2 saves failed")]),
-        (run(2, health=LATE), [("bad", "the last save failed")]),
-        (run(2, health=IN_TIME), [("warn", "the last save failed")]),
-        (run(2, health=BY_NOW), []),
-        (replace(run(2), unreadable=("/p/r/spec",)), [("warn", "keys of another version")]),
-    ],
-)
-def test_what_needs_attention(documents: Any, found: list[tuple[str, str]]) -> None:
-    """In a few words, with how bad it is."""
-    seen = Observer().look(documents, 100.0, 1000.0)
-    assert [(each.look, each.words) for each in concerns(documents, seen)] == found
 
 
 SLOW = {
@@ -65,54 +38,80 @@ SLOW = {
 AT_ONCE = [entry(1, nodes=("n0", "n1", "n2"), world_size=6), entry(2, RoundState.BROKEN), entry(3, nodes=("n0", "n1"))]
 
 
-@pytest.mark.parametrize(
-    ("documents", "sentences"),
-    [
-        (run(1, spec=TWO), ["1 node is present, training needs 2."]),
-        (
-            run(0, spec=TWO, departure=GAVE_UP),
-            ["Node n0 was the last and gave up: no peer (exit code 1). Start nodes to continue."],
-        ),
-        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), ["The run has failed."]),
-        (without(run(3), "n2"), ["1 node is gone: n2 (heard 21 s ago)."]),
-        (without(run(2, spec=TWO), "n1"), ["1 node is present, training needs 2. Gone: n1."]),
-        (run(2, journal=tuple(AT_ONCE)), ["1 node was lost and not replaced: n2."]),
-        (
-            run(2, health=SLOW),
-            [
+FAILED, DONE = ({"result": result} for result in (RunResult.FAILED, RunResult.SUCCEEDED))
+UNSAVED = {"n0": LATE["n0"].model_copy(update={"saves_failing": 0})}
+REASONS: dict[str, tuple[RunDocuments, list[tuple[str, str, str]]]] = {
+    "nothing": (run(2, spec=TWO), []),
+    "few": (run(1, spec=TWO), [("bad", "1 of 2 nodes needed", "1 node is present, training needs 2.")]),
+    "early": (
+        run(1, spec=TWO, round=None),
+        [("warn", "1 of 2 nodes needed", "1 node is present, training needs 2.")],
+    ),
+    "gone": (without(run(3), "n2"), [("bad", "1 gone", "1 node is gone: n2 (heard 21 s ago).")]),
+    "gone, few": (
+        without(run(2, spec=TWO), "n1"),
+        [("bad", "1 of 2 nodes needed", "1 node is present, training needs 2. Gone: n1.")],
+    ),
+    "leaving": (without(run(3, state=RoundState.DRAINING), "n2"), []),
+    "lost": (
+        run(2, journal=tuple(AT_ONCE)),
+        [("warn", "1 lost, not replaced", "1 node was lost and not replaced: n2.")],
+    ),
+    "abandoned": (
+        run(0, spec=TWO, departure=GAVE_UP),
+        [
+            (
+                "bad",
+                "abandoned: its last node gave up",
+                "Node n0 was the last and gave up: no peer (exit code 1). Start nodes to continue.",
+            )
+        ],
+    ),
+    "stopped": (run(0, spec=TWO, departure=GAVE_UP.model_copy(update={"planned": True})), []),
+    "failed": (run(2, state=RoundState.CLOSED, round_=FAILED), [("bad", "failed", "The run has failed.")]),
+    "succeeded": (run(2, state=RoundState.CLOSED, round_=DONE), []),
+    "slow": (
+        run(2, health=SLOW),
+        [
+            (
+                "bad",
+                "1 standing still",
                 "1 rank makes no progress: rank 3 on n1 (waiting for data, for 1 min 14 s).",
-                "1 rank is slow: rank 1 on n0 (2.3 times as long).",
-            ],
-        ),
-        (
-            run(2, health=HUNG),
-            ["1 rank makes no progress, the others wait for it: rank 1 on n0 (training, for 6.0 s)."],
-        ),
-        (run(2, health=LATE), ["The last save failed."]),
-        (
-            run(2, health={"n0": LATE["n0"].model_copy(update={"saves_failing": 0})}),
-            ["The last checkpoint is 1 min 40 s old; one is due every 5.0 s."],
-        ),
-        (replace(run(2), unreadable=("/p/r/spec",)), ["1 document is of another version: /p/r/spec."]),
-    ],
-    ids=[
-        "few",
-        "abandoned",
-        "failed",
-        "gone",
-        "gone and few",
-        "lost",
-        "slow",
-        "held up",
-        "unsaved",
-        "late",
-        "unreadable",
-    ],
-)
-def test_each_reason_has_a_sentence(documents: Any, sentences: list[str]) -> None:
-    """The page of a run names nodes, ranks and times."""
+            ),
+            ("warn", "1 slow", "1 rank is slow: rank 1 on n0 (2.3 times as long)."),
+        ],
+    ),
+    "held up": (
+        run(2, health=HUNG),
+        [
+            (
+                "bad",
+                "rank 1 on n0 holds up the others",
+                "1 rank makes no progress, the others wait for it: rank 1 on n0 (training, for 6.0 s).",
+            )
+        ],
+    ),
+    "never saved": (run(2, health=NO_SAVE), [("bad", "the last 2 saves failed", "The last 2 saves failed.")]),
+    "not saved, late": (run(2, health=LATE), [("bad", "the last save failed", "The last save failed.")]),
+    "not saved": (run(2, health=IN_TIME), [("warn", "the last save failed", "The last save failed.")]),
+    "saved by now": (run(2, health=BY_NOW), []),
+    "late": (
+        run(2, health=UNSAVED),
+        [("warn", "checkpoint late", "The last checkpoint is 1 min 40 s old; one is due every 5.0 s.")],
+    ),
+    "unreadable": (
+        replace(run(2), unreadable=("/p/r/spec",)),
+        [("warn", "keys of another version", "1 document is of another version: /p/r/spec.")],
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_needs_attention(reason: str) -> None:
+    """In a few words, with how bad it is, and in a sentence that names nodes, ranks and times."""
+    documents, found = REASONS[reason]
     seen = replace(Observer().look(documents, 100.0, 1000.0), arrived={"n2": 79.0})
-    assert [each.sentence for each in concerns(documents, seen)] == sentences
+    assert [(each.look, each.words, each.sentence) for each in concerns(documents, seen)] == found
 
 
 @pytest.mark.parametrize(("age_s", "words"), [(29.0, []), (31.0, ["1 silent"])])
