@@ -291,7 +291,7 @@ def test_the_metrics_of_a_task_are_named(
 def test_every_ready_made_job_file_has_a_place() -> None:
     """A YAML file in the package that no page names would not be found."""
     text = TASKS.read_text(encoding="utf-8")
-    shipped = [path.name for path in (ROOT / "elastic_trainer" / "tasks").glob("*.yaml")]
+    shipped = [path.name for path in (ROOT / "elastic_trainer" / "jobs").glob("*.yaml")]
     assert [name for name in shipped if f"`elastic_trainer/jobs/{name}`" not in text] == []
     assert list(documented(TASKS, "Results")) == ["mnist", "imagefolder", "keypoints", "gpt"]
 
