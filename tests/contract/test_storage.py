@@ -33,7 +33,7 @@ from elastic_trainer.errors import StorageError
 from tests.support.emulators import azure, google
 from tests.support.s3server import BUCKET
 from tests.unit.checkpoint.states import Heard, same, training_state
-from tests.unit.checkpoint.test_janitor import dead_process
+from tests.unit.checkpoint.test_commit import dead_process
 
 Place = Callable[[], Storage]
 

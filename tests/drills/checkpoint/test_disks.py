@@ -23,7 +23,7 @@ from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.remote_job import train
 from tests.support.small_disk import fill, mounted, run
 from tests.unit.checkpoint.states import Heard, flip_bit
-from tests.unit.checkpoint.test_janitor import dead_process
+from tests.unit.checkpoint.test_commit import dead_process
 
 MB = 1 << 20
 SMALL_DISK = 32 * MB

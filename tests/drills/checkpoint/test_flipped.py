@@ -24,7 +24,7 @@ from elastic_trainer.worker.state.restore import restore
 from tests.drills.checkpoint.flipping import cut, flipped, unnoticed
 from tests.drills.checkpoint.killing import COUNT
 from tests.unit.checkpoint.states import manager, same, training_state
-from tests.unit.checkpoint.test_snapshot import filled, in_use, leave
+from tests.unit.checkpoint.test_memory import filled, in_use, leave
 
 DAMAGES = 2 * int(os.environ.get(COUNT, "0")) or 60
 FOUND = {"checkpoint.quarantined", "checkpoint.skipped", "snapshot.damaged"}

@@ -19,7 +19,7 @@ from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.errors import NonFiniteError, StorageError
-from tests.unit.checkpoint.test_arena import Stream, on_device
+from tests.unit.checkpoint.test_memory import Stream, on_device
 
 LIMIT_S = 30.0
 

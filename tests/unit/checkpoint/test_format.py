@@ -23,7 +23,7 @@ from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage
 from tests.unit.checkpoint import reader
 from tests.unit.checkpoint.states import raw, same
-from tests.unit.checkpoint.test_slices import box_image, boxes
+from tests.unit.checkpoint.test_tensors import box_image, boxes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/checkpoints"
 FOLDERS = ("format-1", "format-2-parts", "format-2-boxes")

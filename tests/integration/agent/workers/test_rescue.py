@@ -20,7 +20,7 @@ from elastic_trainer.errors import StorageError
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 from tests.support.waiting import eventually
 from tests.unit.agent.workers.test_rescue import view
-from tests.unit.checkpoint.test_snapshot import leave
+from tests.unit.checkpoint.test_memory import leave
 
 LIMIT_S = 60.0
 NODES = ("a", "b")

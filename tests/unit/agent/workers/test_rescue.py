@@ -15,7 +15,7 @@ from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from tests.unit.checkpoint.states import training_state
-from tests.unit.checkpoint.test_snapshot import leave
+from tests.unit.checkpoint.test_memory import leave
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from elastic_trainer.checkpoint import CheckpointManager, DamagedError, LoadInto
 from elastic_trainer.checkpoint.tensors import TensorSlice
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same
-from tests.unit.checkpoint.test_slices import committed
+from tests.unit.checkpoint.test_tensors import committed
 
 KINDS = ((torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.bool, "BOOL"), (torch.int64, "I64"))
 
