@@ -47,11 +47,11 @@ class Save:
     manifest: Manifest
     purpose: SnapshotPurpose = SnapshotPurpose.COMMIT
     turn: int = 0
-    """The file at which to begin to help: other helpers begin at others."""
+    """The file with which a co-writer begins: others begin with others."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set when help is no longer needed, or when a place whose help is needed is gone."""
+    """Set when co-writing is no longer needed, or a rank whose shards are needed is gone."""
     joint: bool = False
-    """Whether it is one place's part of a sharded state, without which the other places cannot commit."""
+    """Whether it is the shards of one rank, without which the others of its group cannot commit."""
     committed: Committed | None = None
     error: Exception | None = None
     users: int = 1
@@ -78,8 +78,8 @@ class BackgroundSaves:
         self._neighbour: Neighbour | None = None
         self._copied_to: Neighbour | None = None
         self._unsent: list[tuple[Save, Held, Neighbour]] = []
-        self._kept_there: tuple[int, int] | None = None
-        self._unkept = False
+        self._protected_copy: tuple[int, int] | None = None
+        self._copy_failed = False
         self.sent_s = 0.0
         """Seconds that the last copy took to the neighbour."""
         self._busy = False
@@ -132,7 +132,7 @@ class BackgroundSaves:
         """The job has resumed the snapshot ``name``: here and at the neighbour it is overwritten last."""
         if self._arena.lasting:
             self._arena.reuse_last(name)
-            self._kept_there = order
+            self._protected_copy = order
 
     @property
     def memory(self) -> int:
@@ -147,13 +147,14 @@ class BackgroundSaves:
 
     def prepare(self, size: int, *, pinned: bool = False) -> None:
         """Prepare for copies of ``size`` bytes: a thread touches the memory, so that the first copies need not."""
-        if size >= _WORTH_PREPARING:
-            run, work = contextvars.copy_context().run, (self._prepare, size, pinned)
-            threading.Thread(target=run, args=work, name="checkpoint-memory", daemon=True).start()
 
-    def _prepare(self, size: int, pinned: bool) -> None:
-        _give_way(_NICENESS)
-        self._arena.prepare(size, pinned=pinned)
+        def work() -> None:
+            _give_way(_NICENESS)
+            self._arena.prepare(size, pinned=pinned)
+
+        if size >= _WORTH_PREPARING:
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=(work,), name="checkpoint-memory", daemon=True).start()
 
     def submit(
         self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT, turn: int = 0
@@ -163,7 +164,7 @@ class BackgroundSaves:
         In memory that outlives this process it also waits for the seal of the previous copy: the other slot holds the
         only state that is left if this process dies meanwhile. NoRoomError if there is too little memory for the copy.
         """
-        self._end_help()
+        self._end_co_writing()
         self.await_slot()
         held = self._arena.hold(image)
         save = Save(manifest, purpose, turn, joint=place_of(image.names) is not None)
@@ -181,13 +182,13 @@ class BackgroundSaves:
         return tuple((each.round, each.step) for each in saves)
 
     def stop(self, but: Collection[tuple[int, int]] = ()) -> None:
-        """Stop waiting for other places, except in saves of the moments ``but`` (round and step)."""
+        """Stop waiting for other ranks of the shard group, except in saves of the moments ``but`` (round and step)."""
         with self._changed:
             for save in self._under_way:
                 if save.joint and (save.manifest.round, save.manifest.step) not in but:
                     save.stop.set()
 
-    def _end_help(self) -> None:
+    def _end_co_writing(self) -> None:
         """Stop looking for processes that save an earlier state: there is a newer one."""
         with self._changed:
             for save in self._under_way:
@@ -213,7 +214,7 @@ class BackgroundSaves:
     ) -> Save:
         """Write ``image`` in this thread, after all waiting snapshots, because there is no memory for a copy.
 
-        After ``stop`` it waits for no other place.
+        After ``stop`` it waits for no other rank.
         """
         self.wait()
         save = Save(manifest, purpose, stop=stop if stop is not None else threading.Event())
@@ -240,8 +241,8 @@ class BackgroundSaves:
         return ended
 
     def wait(self) -> None:
-        """Wait until nothing is left to write, and stop looking for processes to help."""
-        self._end_help()
+        """Wait until nothing is left to write, and look no longer for a state to co-write."""
+        self._end_co_writing()
         with self._changed:
             self._changed.wait_for(self._nothing_left)
 
@@ -336,14 +337,16 @@ class BackgroundSaves:
     def _send(self, held: Held, manifest: Manifest, to: Neighbour) -> None:
         began = SYSTEM.monotonic()
         try:
-            to.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed or self._neighbour is not to)
+            to.keep(
+                self._arena.descriptor(held), self._protected_copy, lambda: self._closed or self._neighbour is not to
+            )
             if to is self._neighbour:
-                self._kept_there, self._unkept, self._copied_to = None, False, to
+                self._protected_copy, self._copy_failed, self._copied_to = None, False, to
         except Exception as error:  # noqa: BLE001 - the thread goes on, else no slot would ever be free again
-            if not self._unkept:
+            if not self._copy_failed:
                 effect = "a lost node costs the steps behind the newest checkpoint"
                 logger().warning("snapshot.not_copied", step=manifest.step, reason=str(error), effect=effect)
-            self._unkept = True
+            self._copy_failed = True
         self.sent_s = SYSTEM.monotonic() - began
 
     def _commit_all(self) -> None:

@@ -293,21 +293,17 @@ def sweep(storage: Storage) -> Iterator[Event]:
         names = storage.names()
     except OSError:
         return
+    me = this_process()
     for name in names:
         if kind_of(name) is Kind.TRASH:
             yield _remove(storage, name, "its removal was interrupted")
         writer = parse_temporary(name)
         if writer is not None:
-            verdict = _judge(storage, name, writer)
+            living = alive(writer, me)
+            quiet_s = idle_s(storage, name) if living is None and writer != me else None
+            verdict = fate(writer, me, living, quiet_s)
             if verdict.remove:
                 yield _remove(storage, name, verdict.reason)
-
-
-def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
-    me = this_process()
-    living = alive(writer, me)
-    quiet_s = idle_s(storage, name) if living is None and writer != me else None
-    return fate(writer, me, living, quiet_s)
 
 
 def _remove(storage: Storage, name: str, reason: str) -> Event:

@@ -389,10 +389,6 @@ def unseal(data: bytes, where: str) -> Manifest:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"checkpoint {where}: the manifest is not JSON") from error
-    return _validated(values, where)
-
-
-def _validated(values: Any, where: str) -> Manifest:
     version = values.get("format") if isinstance(values, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise UnreadableError(

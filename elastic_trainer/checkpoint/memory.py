@@ -144,7 +144,7 @@ class Arena:
             raise RuntimeError("all slots are held")
         number = self._free[0]
         slot = self._slots[number]
-        slot.fit(room(image))
+        slot.fit(file_begins([each.size for each in image.files])[-1])
         copied, arrived = slot.copy(image)
         self._free.remove(number)
         return Held(number, copied, arrived)
@@ -168,11 +168,6 @@ class Arena:
         beside, self._beside = self._beside, ()
         for each in beside:
             os.close(each)
-
-
-def room(image: Image) -> int:
-    """Bytes that a slot needs for ``image``."""
-    return file_begins([each.size for each in image.files])[-1]
 
 
 def newest(descriptors: Sequence[int]) -> StateSnapshot | None:

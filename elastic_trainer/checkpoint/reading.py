@@ -303,16 +303,15 @@ def read_in_turn(
 
 def verify(storage: CheckpointFiles, manifest: Manifest) -> None:
     """Read every byte of the checkpoint of ``manifest`` and compare it; keeps nothing, needs no torch."""
-    buffers = _reused_piece()
+    piece = memoryview(bytearray(PIECE))
+
+    def buffers(begin: int, end: int) -> Iterator[memoryview]:
+        return (piece[: min(PIECE, end - start)] for start in range(begin, end, PIECE))
+
     for record in manifest.files:
         with opened(storage, manifest.name, record) as source:
             for index in range(len(record.chunks)):
                 read_chunk(source, manifest.name, record, index, buffers)
-
-
-def _reused_piece() -> Buffers:
-    piece = memoryview(bytearray(PIECE))
-    return lambda begin, end: (piece[: min(PIECE, end - start)] for start in range(begin, end, PIECE))
 
 
 def _read_whole(storage: CheckpointFiles, name: str, record: FileRecord) -> bytearray:
