@@ -129,6 +129,19 @@ def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> Non
     assert same(loaded(tmp_path), state())
 
 
+def test_a_file_that_a_helper_cannot_write_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes have changed since it took their checksums: nobody waits for it."""
+    monkeypatch.setattr(commit, "LEAST_PATIENCE_S", 600.0)
+    saver = Slow(tmp_path)
+    (image, manifest), (changed, _) = prepared(tmp_path, state()), prepared(tmp_path, state(seed=1))
+    saving = threading.Thread(target=commit.commit, args=(saver, image, manifest))
+    saving.start()
+    assert commit.write_share(PosixStorage(tmp_path), changed, manifest, 1, threading.Event()) == ()
+    saver.gate.set()
+    saving.join(60.0)
+    assert same(loaded(tmp_path), state())
+
+
 HELPER = """
 import sys, threading
 from pathlib import Path
