@@ -39,7 +39,9 @@ AT_ONCE = [entry(1, nodes=("n0", "n1", "n2"), world_size=6), entry(2, RoundState
 
 
 FAILED, DONE = ({"result": result} for result in (RunResult.FAILED, RunResult.SUCCEEDED))
-UNSAVED = {"n0": LATE["n0"].model_copy(update={"saves_failing": 0})}
+UNSAVED, NOT_YET = (
+    {"n0": LATE["n0"].model_copy(update={"saves_failing": 0, "save_interval_s": s})} for s in (49.0, 51.0)
+)
 REASONS: dict[str, tuple[RunDocuments, list[tuple[str, str, str]]]] = {
     "nothing": (run(2, spec=TWO), []),
     "few": (run(1, spec=TWO), [("bad", "1 of 2 nodes needed", "1 node is present, training needs 2.")]),
@@ -97,8 +99,9 @@ REASONS: dict[str, tuple[RunDocuments, list[tuple[str, str, str]]]] = {
     "saved by now": (run(2, health=BY_NOW), []),
     "late": (
         run(2, health=UNSAVED),
-        [("warn", "checkpoint late", "The last checkpoint is 1 min 40 s old; one is due every 5.0 s.")],
+        [("warn", "checkpoint late", "The last checkpoint is 1 min 40 s old; one is due every 49 s.")],
     ),
+    "soon late": (run(2, health=NOT_YET), []),
     "unreadable": (
         replace(run(2), unreadable=("/p/r/spec",)),
         [("warn", "keys of another version", "1 document is of another version: /p/r/spec.")],
