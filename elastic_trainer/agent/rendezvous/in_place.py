@@ -33,17 +33,20 @@ from elastic_trainer.agent.rendezvous.launcher import RoundStore, failures, loca
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion.watch import Peers, Suspicion
-from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, ConductorPorts
+from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, FalseStart, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import (
     ChannelServer,
-    Reachability,
+    ConductorPorts,
+    ConductorShell,
     RecordWriter,
+    ask_in_thread,
+    guarded,
     nodes_of,
     records_of,
 )
 from elastic_trainer.agent.workers.local_sockets import descendants, sockets_of, sockets_to
-from elastic_trainer.agent.workers.periodic import IDLE_S, DelayedCalls, PeriodicThread
-from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_now, kill_workers, queued_s, worker_pids
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
+from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_workers, queued_s, worker_pids
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
 from elastic_trainer.ipc.address import store_at
@@ -87,8 +90,7 @@ class InPlaceNode:
     """What an arrived node needs to lead its workers through rounds in place."""
 
     arrived: ArrivedNode
-    calls: DelayedCalls
-    conductor: Conductor
+    conductor: ConductorShell
     watchdog: PeriodicThread
     channel: ChannelServer
     record_writer: RecordWriter
@@ -106,7 +108,7 @@ class InPlaceNode:
             each.close()
 
     def start(self) -> InPlaceNode:
-        for each in (self.calls, self.record_writer, self.progress, self.patience, self.suspicion, self.slots):
+        for each in (self.conductor, self.record_writer, self.progress, self.patience, self.suspicion, self.slots):
             each.start()
         return self
 
@@ -148,7 +150,6 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             led.channel.close()
             led.watchdog.close()
             led.conductor.close()
-            led.calls.close()
         return done
 
     def shutdown(self) -> bool:
@@ -181,12 +182,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise self._after_training()
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
 
-        def announce(place: int | None) -> None:
-            member.announce(conductor.at(place), deadline)
-
         first = conductor.life == 0
-        conductor.begin(workers.local_world_size, start)
-        place = led.slots.take(announce)
+        place = begin_life(conductor, member, led.slots, workers.local_world_size, deadline, start)
         if first:
             self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
@@ -214,26 +211,18 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         record_writer = RecordWriter(member, self._clock)
         progress = ProgressWriter(self._store, self._keys, self._clock)
-        calls = DelayedCalls(self._clock)
-        conductor = Conductor(
-            ConductorConfig(
-                self._run_id,
-                self.node_id,
-                self._record(node, tcp_store.port, workers, state=NodeState.WARMING),
-                options.sever_timeout,
-            ),
-            ConductorPorts(
-                record_writer,
-                partial(_report, member, progress),
-                member.create_revision,
-                Reachability(partial(records_of, self._store, self._keys), calls.later, own=self._address).ask,
-                health.hung.take,
-                health.pages.committed,
-                health.busy,
-                kill_now,
-                queued_s,
-            ),
-            calls.later,
+        base = self._record(node, tcp_store.port, workers, state=NodeState.WARMING)
+        facts = WorkerFacts(
+            member.create_revision,
+            health.hung.take,
+            guarded(health.pages.committed, None),
+            guarded(health.busy, ""),
+            queued_s,
+        )
+        ask = partial(ask_in_thread, partial(records_of, self._store, self._keys), self._address)
+        conductor = ConductorShell(
+            Conductor(ConductorConfig(self._run_id, self.node_id, base, options.sever_timeout), facts),
+            ConductorPorts(record_writer, partial(_report, member, progress), ask),
             self._clock,
         )
         member.on_round(conductor.see)
@@ -248,7 +237,6 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         slots = ShardSlots(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
         self._led = InPlaceNode(
             node,
-            calls,
             conductor,
             watch,
             channel,
@@ -293,7 +281,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         """End this node: its workers would wait for ever for a round with it."""
         self._fatal(error)
 
-    def _watch_for_session(self, conductor: Conductor) -> None:
+    def _watch_for_session(self, conductor: ConductorShell) -> None:
         life = conductor.life
 
         def awaited() -> bool:
@@ -307,7 +295,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
     def _without_session(self) -> Iterator[int]:
         """The workers without a Session, and their children; this process has no other descendants."""
-        opened = self._led.conductor.in_session() if self._led is not None else frozenset[int]()
+        opened = {each.pid for each in self._led.conductor.workers()} if self._led is not None else set[int]()
         return descendants(os.getpid(), without=opened)
 
     def _finish(self, outage_limit_s: float) -> None:
@@ -332,6 +320,19 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._leave(error)
         finally:
             os._exit(error.exit_code)
+
+
+def begin_life(
+    conductor: ConductorShell,
+    member: Member,
+    places: ShardSlots,
+    size: int,
+    deadline: Deadline,
+    start: FalseStart | None = None,
+) -> int | None:
+    """Begin a life of ``size`` workers, and announce it; the node's place of a shard group, if nodes have places."""
+    conductor.begin(size, start)
+    return places.take(lambda place: member.announce(conductor.at(place), deadline))
 
 
 def _report(member: Member, writer: ProgressWriter, progress: Progress) -> None:
@@ -429,7 +430,7 @@ class ShardSlots(PeriodicThread):
         member: Member,
         node: str,
         nodes: Callable[[], dict[str, NodeView]],
-        conductor: Conductor,
+        conductor: ConductorShell,
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__("places", self.turn, clock)
@@ -444,7 +445,7 @@ class ShardSlots(PeriodicThread):
         for place in self.choices():
             announce(place)
             if place is not None:
-                pause(SETTLE_S)
+                pause(SETTLE_S, clock=self._clock)
         return place
 
     def choices(self) -> Iterator[int | None]:

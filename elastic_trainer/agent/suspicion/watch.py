@@ -22,7 +22,8 @@ from typing import Final
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.suspicion.peers import Address, Asker, StatusBoard, WorkerActivity
 from elastic_trainer.agent.workers import hang_rules
-from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor, Worker
+from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Worker
+from elastic_trainer.agent.workers.conductor_shell import ConductorShell
 from elastic_trainer.agent.workers.hang_rules import Waiting, starved_s
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s
@@ -47,7 +48,7 @@ class Suspicion(PeriodicThread):
     """The thread ``suspicion``; see the module."""
 
     def __init__(
-        self, conductor: Conductor, pages: Pages, status_board: StatusBoard, peers: Peers, clock: Clock = SYSTEM
+        self, conductor: ConductorShell, pages: Pages, status_board: StatusBoard, peers: Peers, clock: Clock = SYSTEM
     ) -> None:
         self._conductor, self._pages, self._status_board, self._peers = conductor, pages, status_board, peers
         super().__init__("suspicion", self._listen, clock)

@@ -1,32 +1,27 @@
-"""Leads this node's workers through rounds in place: sends their reports to the run, and its decisions to them.
+"""Leads this node's workers through rounds in place: sends their reports to the run, and its decisions to them. Pure.
 
-Also what it decides with: the workers of one life (``Life``), how those leave a round that is over (``Release``), when
-the node stays out of rounds (``Quarantine``, ``Backoff``).
+Each event is a method of :class:`Conductor`: a worker's message or end, a new round, the start of workers, a suspicion.
+What follows is left in its ``outbox``: effects, in order, and calls at later times. A thread
+(:mod:`~elastic_trainer.agent.workers.conductor_shell`) or a simulator plays one event at a time and performs what
+follows. Also here is what it decides with: the workers of one life (``Life``), how those leave a round that is over
+(``Release``), and when the node stays out of rounds (``Quarantine``, ``Backoff``).
 
-*Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``),
-one at a time. Nothing here waits: what takes time is a port, which is called back or writes later.
-*Owns* the table of workers.
-*Fails by* nothing: a worker that breaks the protocol is treated as lost.
+*Owns* the table of workers. *Fails by* nothing: a worker that breaks the protocol is treated as lost.
 *Invariant*: a life of this node's workers ends once; messages of its workers are ignored after that.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.agent.workers.hang_rules import LATE, AnswerDelays, starved_s
-from elastic_trainer.agent.workers.periodic import Cancellable, Later
-from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.ipc.channel import (
-    ChannelClosedError,
-    Connection,
     Drain,
     Evicted,
     Exit,
@@ -53,7 +48,9 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.rules import FAILED_ROUNDS, UNFORMED_ROUNDS, blamed, cannot_reach, misleads
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause
-from elastic_trainer.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from elastic_trainer.ipc.channel import Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,37 +67,6 @@ class ConductorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ConductorPorts:
-    """``on_progress`` receives rank 0's reports; ``committed(pid)`` reads a process's round and step from its page.
-
-    ``create_revision()`` is that of the node's key; ``busy(pid)`` says why a process is still in a round that is over,
-    empty if it has no reason; ``why_hung(pid)`` why one that has ended was killed as hung, once.
-    """
-
-    record_writer: PendingWrites
-    on_progress: Callable[[Progress], None]
-    create_revision: Callable[[], int]
-    ask: Ask
-    why_hung: Callable[[int], str | None]
-    committed: Callable[[int], tuple[int, int] | None]
-    busy: Callable[[int], str]
-    kill: Callable[[int, str], object]
-    queued_s: Callable[[int], Mapping[str, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """The nodes that have a key but cannot be reached from here, None if that is unknown; the records of all nodes."""
-
-    missing: tuple[str, ...] | None = None
-    records: Mapping[str, NodeRecord] = field(default_factory=dict)
-
-
-Ask = Callable[[tuple[str, ...], Callable[[Reached], None]], object]
-"""``ask(nodes, answered)``: looks whether ``nodes`` can be reached and calls ``answered`` from another thread."""
-
-
-@dataclass(frozen=True, slots=True)
 class FalseStart:
     """How the last life failed, and how many consecutive lives failed in that way."""
 
@@ -113,56 +79,130 @@ class FalseStart:
         return {"false_start": self.what, "false_starts": self.count}
 
 
-class PendingWrites:
-    """What is to be written next. ``wake()`` is called when there is something."""
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the conductor reads when it needs it; none of it waits or fails.
 
-    def __init__(self, wake: Callable[[], None], clock: Clock = SYSTEM) -> None:
-        self._wake, self._clock = wake, clock
-        self._lock = threading.Lock()
-        self._record: NodeRecord | None = None
-        self._break: Break | None = None
+    ``create_revision()`` is that of the node's key. ``why_hung(pid)`` says why a process that has ended was killed as
+    hung, once; ``committed(pid)`` is the round and step on its page; ``busy(pid)`` says why it is still in a round that
+    is over, "" if it has no reason; ``queued_s(pid)`` how long each of its threads has waited for a CPU.
+    """
 
-    def announce(self, record: NodeRecord) -> None:
-        """Write ``record`` as soon as possible; it replaces one that is still pending."""
-        with self._lock:
-            self._record = record
-        self._wake()
+    create_revision: Callable[[], int]
+    why_hung: Callable[[int], str | None]
+    committed: Callable[[int], tuple[int, int] | None]
+    busy: Callable[[int], str]
+    queued_s: Callable[[int], Mapping[str, float]]
 
-    def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
-        """Write ``record`` and break the round of ``failure``, in one write if possible.
 
-        After ``within_s`` seconds the break is dropped: a suspicion is outdated by then.
-        """
-        until = Deadline.after(within_s, self._clock) if within_s is not None else None
-        with self._lock:
-            self._record, self._break = record, Break(failure, until)
-        self._wake()
-
-    def take(self) -> Write:
-        """The write to try now; ``keep`` it if it fails."""
-        with self._lock:
-            record, self._record = self._record, None
-            broken, self._break = self._break, None
-        return record, broken
-
-    def keep(self, record: NodeRecord | None, broken: Break | None) -> None:
-        """Keep the write for a retry, unless a newer one is pending."""
-        with self._lock:
-            if self._record is None:
-                self._record = record
-            if self._break is None and (broken is None or broken.until is None or not broken.until.expired):
-                self._break = broken
+# ---- what follows from an event
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
-    """A round to be broken, until the deadline if there is one."""
+class Send:
+    """Send ``message`` to a worker; if it is gone, its end is another event."""
+
+    connection: Connection
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Write ``record`` to the node's key as soon as possible; it replaces one that is still pending."""
+
+    record: NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class BreakRound:
+    """Write ``record`` and break the round of ``failure``, in one write if possible.
+
+    After ``within_s`` seconds the break is dropped: a suspicion is outdated by then.
+    """
 
     failure: RoundFailure
-    until: Deadline | None
+    record: NodeRecord
+    within_s: float | None = None
 
 
-Write = tuple[NodeRecord | None, Break | None]
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The nodes that have a key but cannot be reached from here, None if that is unknown; the records of all nodes."""
+
+    missing: tuple[str, ...] | None = None
+    records: Mapping[str, NodeRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Find out whether ``nodes`` can be reached, in another thread, and play ``answered``."""
+
+    nodes: tuple[str, ...]
+    answered: Callable[[Reached], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a process that is blocked in a round that is over."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportProgress:
+    """Rank 0 of the run has reported its progress."""
+
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log: ``event`` at ``level``."""
+
+    level: str
+    event: str
+    fields: Mapping[str, Any]
+
+
+Effect = Send | Announce | BreakRound | Ask | Kill | ReportProgress | Note
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What follows from the event that is played: effects, in order, and one call for each key at a later time."""
+
+    now: float = 0.0
+    """Monotonic time of the event."""
+    effects: deque[Effect] = field(default_factory=deque)
+    calls: dict[object, tuple[float, Callable[[], None]]] = field(default_factory=dict)
+
+    def add(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def note(self, event: str, level: str = "info", **fields: Any) -> None:
+        self.effects.append(Note(level, event, fields))
+
+    def later(self, key: object, seconds: float, call: Callable[[], None]) -> None:
+        """Make ``call()`` in ``seconds``, in the place of another one of this ``key``."""
+        self.calls[key] = self.now + seconds, call
+
+    def drop(self, key: object) -> None:
+        self.calls.pop(key, None)
+
+    def play_due(self) -> None:
+        """Make the calls that are due."""
+        for key in [key for key, (at, _) in self.calls.items() if at <= self.now]:
+            if key in self.calls and self.calls[key][0] <= self.now:
+                self.calls.pop(key)[1]()
+
+    @property
+    def next_at(self) -> float:
+        """Monotonic time of the next call."""
+        return min((at for at, _ in self.calls.values()), default=math.inf)
+
+
+# ---- the workers of one life
 
 
 ENOUGH_STEPS = 10
@@ -322,86 +362,59 @@ class _Expected:
     number: int
     blocked_at: float
     looked_at: float
-    timer: Cancellable | None = None
     queued: Mapping[str, float] = field(default_factory=dict)
     """What its threads had waited for a CPU at the first look."""
 
 
 class Release:
-    """See the module. ``sever_timeout_s``: minimum limit of a blocked worker; ``late()`` is called while one stays."""
+    """Makes workers leave a round that is over: waits for busy ones, kills blocked ones.
 
-    def __init__(
-        self,
-        sever_timeout_s: float,
-        ports: ConductorPorts,
-        late: Callable[[], None],
-        call_later: Later,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._sever_timeout_s, self._ports, self._late = sever_timeout_s, ports, late
-        self._later, self._clock = call_later, clock
+    The worker gets a message, shuts down its sockets and interrupts its waits. If it is still blocked (in a raw
+    collective of the script, or in a driver) only killing the process helps; torchrun then restarts it. A worker that
+    saves, evaluates or compiles is not blocked: :mod:`elastic_trainer.agent.health.node_health` bounds that time, and
+    the record shows the other nodes what they wait for: ``late()`` is called while one stays.
+    """
+
+    def __init__(self, sever_timeout_s: float, facts: WorkerFacts, outbox: Outbox, late: Callable[[], None]) -> None:
+        self._sever_timeout_s, self._facts, self._outbox, self._late = sever_timeout_s, facts, outbox, late
         self._pause_s = min(LONGEST_PAUSE_S, sever_timeout_s / LOOKS_PER_LIMIT)
-        self._expected: dict[int, _Expected] = {}
-
-    def limit_s(self, worker: Worker) -> float:
-        """Seconds that ``worker`` may take if it is not busy: at least two of its steps."""
-        step_s = worker.ready.step_time_s if worker.ready is not None else 0.0
-        return max(self._sever_timeout_s, 2.0 * step_s)
 
     def expect(self, life: Life, worker: Worker, number: int) -> None:
         """Round ``number`` is over: expect ``worker`` to report soon that it is free."""
         self.freed(worker)
-        now = self._clock.monotonic()
-        self._expected[worker.pid] = each = _Expected(life, worker, number, now, now)
-        self._look_later(each)
+        now = self._outbox.now
+        self._look_later(_Expected(life, worker, number, now, now))
 
     def freed(self, worker: Worker) -> None:
         """``worker`` is free, or has ended."""
         worker.busy = ""
-        each = self._expected.pop(worker.pid, None)
-        if each is not None and each.timer is not None:
-            each.timer.cancel()
-
-    def close(self) -> None:
-        for each in list(self._expected.values()):
-            self.freed(each.worker)
+        self._outbox.drop(("release", worker.pid))
 
     def _look_later(self, each: _Expected) -> None:
-        each.timer = self._later(self._pause_s, lambda: self._look(each))
+        self._outbox.later(("release", each.worker.pid), self._pause_s, partial(self._look, each))
 
     def _look(self, each: _Expected) -> None:
-        worker = each.worker
-        if self._expected.get(worker.pid) is not each:
-            return
+        worker, now = each.worker, self._outbox.now
         if each.life.ended or worker.left is not None or not worker.stays_in(each.number):
-            del self._expected[worker.pid]
             return
-        now, busy, queued = self._clock.monotonic(), self._known(worker), self._ports.queued_s(worker.pid)
+        busy, queued = self._facts.busy(worker.pid), self._facts.queued_s(worker.pid)
         stood_still = now - each.looked_at > LATE * self._pause_s
         each.looked_at = now
+        step_s = worker.ready.step_time_s if worker.ready is not None else 0.0
+        limit_s = max(self._sever_timeout_s, 2.0 * step_s) + starved_s(queued, each.queued)
         if busy or stood_still or worker.unread:  # this agent was frozen, or has not read what the worker says
             each.blocked_at = now
-        elif now - each.blocked_at > self.limit_s(worker) + starved_s(queued, each.queued):
-            del self._expected[worker.pid]
-            self._ports.kill(worker.pid, f"it did not leave round {each.number}, which is over")
+        elif now - each.blocked_at > limit_s:
+            self._outbox.add(Kill(worker.pid, f"it did not leave round {each.number}, which is over"))
             return
         each.queued = each.queued or queued
-        self._note(worker, each.number, busy)
-        self._look_later(each)
-
-    def _known(self, worker: Worker) -> str:
-        try:
-            return self._ports.busy(worker.pid)
-        except Exception:  # noqa: BLE001 - the edge of a thread: the worker must leave whatever a page contains
-            logger().exception("page.unreadable", pid=worker.pid)
-            return ""
-
-    def _note(self, worker: Worker, number: int, busy: str) -> None:
-        """Keep the last reason for its delay until it is free: it has had no time to leave since."""
-        if busy and busy != worker.busy:
+        if busy and busy != worker.busy:  # the last reason explains the delay until it is free: it had no time since
             worker.busy = busy
-            logger().info("worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=number, busy=busy)
+            self._outbox.note(
+                "worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=each.number, busy=busy
+            )
         self._late()
+        self._look_later(each)
 
 
 SHORTEST_S = 1.0
@@ -411,31 +424,29 @@ that they do again, and each try stops the others."""
 
 
 class Quarantine:
-    """See the module. ``present()`` is the present round; ``released()`` is called when its members can be reached;
-    ``ask`` finds out who can, and ``call_later`` makes a call at a later time."""
+    """Keeps a node out of rounds while it cannot reach all members; otherwise each of its joins would stop all nodes.
+
+    ``present()`` is the present round; ``released()`` is called when its members can be reached.
+    """
 
     def __init__(
         self,
         node: str,
-        ask: Ask,
+        outbox: Outbox,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
-        call_later: Later,
     ) -> None:
-        self._node, self._ask, self._present, self._released = node, ask, present, released
-        self._later = call_later
+        self._node, self._outbox, self._present, self._released = node, outbox, present, released
         self.unreachable: tuple[str, ...] = ()
         """Nodes that this one could not reach when a round with them failed to form; itself if they cannot reach it."""
         self._unseen = False
         """Whether this node's agent reached those whom its workers did not."""
         self.active = False
         """Whether this node stays out of rounds."""
-        self._closed = False
         self._asked_in, self._answer = -1, ""
         self._checks: deque[tuple[RoundDocument, Failed | Ready, Callable[[str], None]]] = deque()
         self._since_round = 0
         self._backoff = Backoff()
-        self._timer: Cancellable | None = None
 
     def check(self, document: RoundDocument | None, message: Failed | Ready, then: Callable[[str], None]) -> None:
         """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
@@ -460,15 +471,14 @@ class Quarantine:
         if isinstance(message, Failed) and message.loopback:
             self._note(document, message, Reached())
             return
-        self._ask(self._others(document), partial(self._note, document, message))
+        self._outbox.add(Ask(self._others(document), partial(self._note, document, message)))
 
     def _note(self, document: RoundDocument, message: Failed | Ready, reached: Reached) -> None:
         nodes, self._answer = self._find(document, message, reached)
         self.note_unreachable(nodes)
         if nodes:
-            logger().warning(
-                "node.cut_off", node=self._node, round=document.number, unreachable=nodes, reason=self._answer
-            )
+            fields = {"round": document.number, "unreachable": nodes, "reason": self._answer}
+            self._outbox.note("node.cut_off", "warning", node=self._node, **fields)
         self._checked()
 
     def _checked(self) -> None:
@@ -523,36 +533,28 @@ class Quarantine:
         self._unseen |= document.unformed >= UNFORMED_ROUNDS
         self._wait()
 
-    def close(self) -> None:
-        self.active, self._closed = False, True
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _wait(self) -> None:
         self._backoff = self._backoff.after(0)
         seconds = max(SHORTEST_S, self._backoff.back_off_s()) * (TIMES_UNSEEN if self._unseen else 1.0)
-        logger().warning("node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._outbox.note("node.quarantined", "warning", node=self._node, seconds=seconds, unreachable=self.unreachable)
         self._after(seconds, self._try_again, away=True)
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
         """Schedule ``act``, unless the node has become a member (``away``) or was excluded, which has its own timer."""
-        if self._closed or self.active is not away:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._later(seconds, act)
+        if self.active is away:
+            self._outbox.later("quarantine", seconds, act)
 
     def _look_again(self) -> None:
         document = self._present()
-        if self.active or self._closed or not self.unreachable or document is None:
+        if self.active or not self.unreachable or document is None:
             return
         if document.state is RoundState.BROKEN:  # otherwise committed steps prove that all can be reached
-            self._ask(self._others(document), self._looked_again)
+            self._outbox.add(Ask(self._others(document), self._looked_again))
         else:
             self._looked_again(Reached())
 
     def _looked_again(self, reached: Reached) -> None:
-        if reached.missing == () and not self.active and not self._closed:
+        if reached.missing == () and not self.active:
             self.unreachable = ()
             self._released()
         else:
@@ -561,7 +563,7 @@ class Quarantine:
     def _try_again(self) -> None:
         document = self._present()
         if self.active and document is not None:
-            self._ask(self._others(document), self._tried_again)
+            self._outbox.add(Ask(self._others(document), self._tried_again))
 
     def _tried_again(self, reached: Reached) -> None:
         if not self.active:
@@ -571,7 +573,7 @@ class Quarantine:
             self._wait()
             return
         self.active = False
-        logger().info("quarantine.ended", node=self._node)
+        self._outbox.note("quarantine.ended", node=self._node)
         self._released()
 
 
@@ -580,15 +582,12 @@ SUSPECTED_S = 1.0
 
 
 class Conductor:
-    """See the module."""
+    """See the module. Whoever plays an event sets ``outbox.now`` before, and performs ``outbox.effects`` after it."""
 
-    def __init__(
-        self, conduct: ConductorConfig, ports: ConductorPorts, call_later: Later, clock: Clock = SYSTEM
-    ) -> None:
-        self._config, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
-        self._record_writer, self._create_revision = ports.record_writer, ports.create_revision
-        self._lock, self._call_later = threading.RLock(), call_later
-        self._release = Release(conduct.sever_timeout_s, ports, self._late, self._later, clock)
+    def __init__(self, config: ConductorConfig, facts: WorkerFacts) -> None:
+        self._config, self._facts, self._node = config, facts, config.node
+        self.outbox = Outbox()
+        self._release = Release(config.sever_timeout_s, facts, self.outbox, self._late)
         self._life = Life(0, 0, ended=True)
         self._connected: list[Worker] = []
         self._document: RoundDocument | None = None
@@ -602,50 +601,26 @@ class Conductor:
         self._ended_by: Cause | None = None
         """What ended it."""
         self._backoff = Backoff()
-        self._quarantine = Quarantine(self._node, self._ask, lambda: self._document, self._released, self._later)
-        self.met = threading.Event()
-        """Set when the first worker of the present life has opened a session."""
+        self._quarantine = Quarantine(self._node, self.outbox, lambda: self._document, self._released)
+        self.met = False
+        """Whether a worker of the present life has opened a session."""
         self._false_start: FalseStart | None = None
 
     @property
     def life(self) -> int:
         return self._life.number
 
-    def close(self) -> None:
-        """Close the workers' connections, which ends their lead."""
-        with self._lock:
-            self._quarantine.close()
-            self._release.close()
-            for worker in self._life.workers.values():
-                worker.connection.close()
-
-    def in_session(self) -> frozenset[int]:
-        """The processes that have opened a Session in this life."""
-        with self._lock:
-            return frozenset(worker.pid for worker in self._life.workers.values())
+    def workers(self) -> list[Worker]:
+        """Those that have opened a Session in this life."""
+        return list(self._life.workers.values())
 
     def watched(self) -> list[Worker]:
         """The workers that have not announced that they leave, also those of an ended life that have to exit."""
-        with self._lock:
-            return [each for each in self._connected if each.left is None]
+        return [each for each in self._connected if each.left is None]
 
     def _at_work(self) -> list[Worker]:
         """Those of the present life."""
         return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
-
-    def _later(self, seconds: float, call: Callable[[], None]) -> Cancellable:
-        def alone() -> None:
-            with self._lock:
-                call()
-
-        return self._call_later(seconds, alone)
-
-    def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
-        def alone(reached: Reached) -> None:
-            with self._lock:
-                answered(reached)
-
-        self._ports.ask(nodes, alone)
 
     # ---- lives
 
@@ -654,38 +629,35 @@ class Conductor:
 
         ``start``: how the life before failed at startup. The record says so until a worker of this one opens a session.
         """
-        with self._lock:
-            if not self._life.ended:
-                self._end_life("its workers failed")
-            back_off_s = self._backoff.back_off_s()
-            joins_at = math.inf if self._quarantine.active else self._clock.monotonic() + back_off_s
-            self._life = Life(self._life.number, size, joins_at=joins_at)
-            if back_off_s:
-                logger().warning("node.backed_off", node=self._node, seconds=back_off_s, failures=self._backoff.count)
-                life = self._life.number
-                self._later(back_off_s, lambda: self._offer(life))
-            self._quarantine.clear()
-            self._place, self._false_start = None, start
-            self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
-            self.met.clear()
-            return self._record(NodeState.WARMING)
+        if not self._life.ended:
+            self._end_life("its workers failed")
+        back_off_s = self._backoff.back_off_s()
+        joins_at = math.inf if self._quarantine.active else self.outbox.now + back_off_s
+        self._life = Life(self._life.number, size, joins_at=joins_at)
+        if back_off_s:
+            fields = {"seconds": back_off_s, "failures": self._backoff.count}
+            self.outbox.note("node.backed_off", "warning", node=self._node, **fields)
+            self.outbox.later("back-off", back_off_s, partial(self._offer, self._life.number))
+        self._quarantine.clear()
+        self._place, self._false_start = None, start
+        self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
+        self.met = False
+        return self._record(NodeState.WARMING)
 
     def at(self, place: int | None) -> NodeRecord:
         """The record of a node that warms up at ``place`` of a shard group."""
-        with self._lock:
-            self._place = place
-            return self._record(NodeState.WARMING)
+        self._place = place
+        return self._record(NodeState.WARMING)
 
     def restart_workers(self, why: str) -> None:
         """End a life that is in no round, without counting it as a failure: torchrun starts new workers."""
-        with self._lock:
-            current = self._document
-            idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
-            if idle and not self._life.ended:
-                self._begin_anew(why)
+        current = self._document
+        idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
+        if idle and not self._life.ended:
+            self._begin_anew(why)
 
     def _begin_anew(self, why: str) -> None:
-        logger().info("workers.restarted", node=self._node, place=self._place, reason=why)
+        self.outbox.note("workers.restarted", node=self._node, place=self._place, reason=why)
         strikes = self._backoff
         self._end_life(why)
         self._backoff = strikes
@@ -713,54 +685,52 @@ class Conductor:
         taking_part = self._my_entry(current) is not None
         self._life = Life(life.number + 1, life.size, ended=True)
         if current is None or not taking_part:  # a round that only plans to add it must not break
-            self._record_writer.announce(self._record(NodeState.WARMING, planned=False, cause=cause))
+            self.outbox.add(Announce(self._record(NodeState.WARMING, planned=False, cause=cause)))
             return
         self._acknowledged = max(self._acknowledged, current.last_number + 1)
         reason = f"node {self._node} left the round: {cause}"
         failure = RoundFailure(current.last_number, reason, worker_failed=True, cause=kind)
-        self._record_writer.break_round(failure, self._record(NodeState.WARMING, planned=False, cause=cause))
+        self.outbox.add(BreakRound(failure, self._record(NodeState.WARMING, planned=False, cause=cause)))
 
     def _read_progress(self, life: Life) -> None:
         """Read the progress of ``life`` from its workers' pages, which are newer than their last reports."""
         for worker in life.workers.values():
-            try:
-                place = self._ports.committed(worker.pid)
-            except Exception:  # noqa: BLE001 - the life must end whatever a page contains
-                logger().exception("page.unreadable", pid=worker.pid)
-                continue
-            if place is not None:
-                life.came_to(*place)
+            if (committed := self._facts.committed(worker.pid)) is not None:
+                life.came_to(*committed)
 
     # ---- what the run decides (the deciding thread)
 
     def see(self, document: RoundDocument) -> None:
         """Send the workers what ``document`` means for them."""
-        with self._lock:
-            self._document = document
-            if self._life.ended:
-                return
-            mine = self._my_entry(document)
-            if document.state is RoundState.CLOSED:
-                code = 0 if document.result is RunResult.SUCCEEDED else EXIT_FAILURE
-                for worker in self._life.workers.values():
-                    self._send(worker, Exit(code=code, reason=document.reason))
-            elif document.state is RoundState.BROKEN:
-                self._over(document, document.number, document.reason)
-            elif document.state is RoundState.ACTIVE and mine is not None:
-                self._form(document, mine)
-            elif document.state is RoundState.ACTIVE:
-                self._over(document, document.number - 1, f"round {document.number} was formed without this node")
-                if document.left_out == self._node:
-                    self._quarantine_node(document)
-                if self._left_behind(document.number - 1):
-                    self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
-            elif document.state is RoundState.DRAINING:
-                self._drain(document, mine)
+        self._document = document
+        if self._life.ended:
+            return
+        mine = self._my_entry(document)
+        if document.state is RoundState.CLOSED:
+            code = 0 if document.result is RunResult.SUCCEEDED else EXIT_FAILURE
+            for worker in self._life.workers.values():
+                self._send(worker, Exit(code=code, reason=document.reason))
+        elif document.state is RoundState.BROKEN:
+            self._over(document, document.number, document.reason)
+            if any(each.ready and each.ready.in_call and 0 < each.inside < document.number for each in self._at_work()):
+                self._begin_anew(f"round {document.number} ended without it in the middle of a call")
+        elif mine is not None:
+            self._form(document, mine)  # a change may be planned before a slow member sees this round
+            if document.state is RoundState.DRAINING:
+                self._drain(document, following=self._my_entry(document.next))
+        else:
+            self._over(document, document.number - 1, f"round {document.number} was formed without this node")
+            if document.left_out == self._node:
+                self._quarantine_node(document)
+            if self._left_behind(document.number - 1):
+                self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
+            elif document.next is not None and (entry := self._my_entry(document.next)) is not None:
+                self._join_planned(document.next, entry)
 
     def _my_entry(self, document: RoundDocument | None) -> RoundMember | None:
         """This life's entry in ``document``."""
         mine = document.member(self._node) if document is not None else None
-        if mine is None or (mine.life, mine.create_revision) != (self._life.number, self._create_revision()):
+        if mine is None or (mine.life, mine.create_revision) != (self._life.number, self._facts.create_revision()):
             return None
         return mine
 
@@ -803,58 +773,58 @@ class Conductor:
                 worker.sent_formation = worker.inside = document.number
                 self._send(worker, _formation_of(document, mine, worker.local_rank))
 
-    def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
-        if mine is not None:
-            self._form(document, mine)  # a change may be planned before a slow member sees this round
-        following = document.next
-        place = self._my_entry(following)
+    def _drain(self, document: RoundDocument, following: RoundMember | None) -> None:
+        """Send the planned change to the workers, with their ranks in the next round."""
         for worker in self._life.workers.values():
-            then = _formation_of(following, place, worker.local_rank) if following and place else None
-            if mine is not None and worker.sent_drain < document.number:
+            if worker.sent_drain < document.number:
                 worker.sent_drain = document.number
-                if following is not None:
-                    worker.sent_formation = following.number
+                then = None
+                if document.next is not None:
+                    worker.sent_formation = document.next.number
+                    if following is not None:
+                        then = _formation_of(document.next, following, worker.local_rank)
                 worker.offered = then.number if then is not None else 0
-                self._send(
-                    worker,
-                    Drain(number=document.number, reason=document.reason, waits=following is None, next=then),
-                )
-            elif mine is None and then is not None and worker.sent_formation < then.number:
-                worker.sent_formation = worker.inside = then.number
-                self._send(worker, then)
+                waits = document.next is None
+                self._send(worker, Drain(number=document.number, reason=document.reason, waits=waits, next=then))
+
+    def _join_planned(self, following: RoundDocument, mine: RoundMember) -> None:
+        """A planned change adds this node: its workers form the next round while the others still drain."""
+        for worker in self._life.workers.values():
+            if worker.sent_formation < following.number:
+                worker.sent_formation = worker.inside = following.number
+                self._send(worker, _formation_of(following, mine, worker.local_rank))
 
     # ---- what the workers say (reader threads)
 
-    def admit(self, connection: Connection, local_rank: int) -> Worker | None:
-        """A worker has connected; returns None if it is refused."""
-        with self._lock:
-            life = self._life
-            if life.ended or local_rank in life.workers:
-                connection.send(Exit(code=EXIT_FAILURE, reason="the node's workers are being restarted"))
-                return None
-            worker = Worker(connection, connection.peer()[0], local_rank, life.number)
-            life.workers[local_rank] = worker
-            self._connected.append(worker)
-            self.met.set()
-            self._send(worker, Welcome(run=self._config.run, node=self._node))
-            return worker
+    def admit(self, connection: Connection, pid: int, local_rank: int) -> Worker | None:
+        """The worker ``pid`` has connected; returns None if it is refused."""
+        life = self._life
+        if life.ended or local_rank in life.workers:
+            refusal = Exit(code=EXIT_FAILURE, reason="the node's workers are being restarted")
+            self.outbox.add(Send(connection, refusal))
+            return None
+        worker = Worker(connection, pid, local_rank, life.number)
+        life.workers[local_rank] = worker
+        self._connected.append(worker)
+        self.met = True
+        self._send(worker, Welcome(run=self._config.run, node=self._node))
+        return worker
 
     def receive(self, worker: Worker, message: Message) -> None:
         """Process a message, or keep it while an earlier one of this worker waits for an answer.
 
         A worker that leaves waits for nothing: its connection closes next.
         """
-        with self._lock:
-            worker.heard_at = self._clock.monotonic()
-            if isinstance(message, Pong):
-                worker.ponged(worker.heard_at)
-                return
-            worker.unread.append(message)
-            if isinstance(message, Leaving):
-                while worker.unread:
-                    self._process(worker, worker.unread.popleft(), "")
-            elif len(worker.unread) == 1:
-                self._read(worker)
+        worker.heard_at = self.outbox.now
+        if isinstance(message, Pong):
+            worker.ponged(worker.heard_at)
+            return
+        worker.unread.append(message)
+        if isinstance(message, Leaving):
+            while worker.unread:
+                self._process(worker, worker.unread.popleft(), "")
+        elif len(worker.unread) == 1:
+            self._read(worker)
 
     def _read(self, worker: Worker) -> None:
         """Process the first message; if it may blame other nodes, when it is known whom this one reaches."""
@@ -893,7 +863,7 @@ class Conductor:
             )
             mine = self._my_entry(self._document)
             if mine is not None and mine.first_rank + worker.local_rank == 0:
-                self._ports.on_progress(message)
+                self.outbox.add(ReportProgress(message))
 
     def _ready(self, worker: Worker, message: Ready) -> None:
         worker.ready, worker.stuck = message, False
@@ -937,69 +907,67 @@ class Conductor:
                 reason, cause = message.error, Cause.STEP_GIVEN_UP
             self._acknowledged = max(self._acknowledged, current.last_number + 1)
             failure = RoundFailure(current.last_number, reason, cause=cause, unformed=message.forming)
-            self._record_writer.break_round(failure, self._record(planned=False))
+            self.outbox.add(BreakRound(failure, self._record(planned=False)))
 
     def _evict(self, reason: str) -> None:
         """This node is asked to leave: a planned change."""
         if not self._evicted:
             self._evicted = reason
-            logger().info("node.evicted", node=self._node, reason=reason)
+            self.outbox.note("node.evicted", node=self._node, reason=reason)
             self._publish()
 
     def gone(self, worker: Worker) -> None:
         """A worker has closed its connection, or is dead; may be called twice."""
-        with self._lock:
-            self._release.freed(worker)
-            self._connected = [each for each in self._connected if each is not worker]
-            if worker.life != self._life.number or self._life.ended:
-                return
-            if worker.left is not None and worker.left.status in ("done", "stopped"):
-                return
-            logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
-            hung = self._ports.why_hung(worker.pid)
-            cause = "was lost" if hung is None else f"was killed: {hung}"
-            kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-            self._end_life(f"its worker {worker.local_rank} {cause}", kind)
+        self._release.freed(worker)
+        self._connected = [each for each in self._connected if each is not worker]
+        if worker.life != self._life.number or self._life.ended:
+            return
+        if worker.left is not None and worker.left.status in ("done", "stopped"):
+            return
+        fields = {"pid": worker.pid, "local_rank": worker.local_rank}
+        self.outbox.note("worker.lost", "warning", node=self._node, **fields)
+        hung = self._facts.why_hung(worker.pid)
+        cause = "was lost" if hung is None else f"was killed: {hung}"
+        kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
+        self._end_life(f"its worker {worker.local_rank} {cause}", kind)
 
     # ---- suspicions (the thread of that name)
 
     def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
         """The newest round, if this life is or becomes a member, and the workers that may still be in it."""
-        with self._lock:
-            current = self._document
-            if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
-                return None, []
-            return current, self._at_work()
+        current = self._document
+        if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
+            return None, []
+        return current, self._at_work()
 
     def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
         """Break the round of ``document`` because ``suspects`` do not answer, unless it is over."""
-        with self._lock:
-            if self._life.ended or document is not self._document:
-                return
-            self._quarantine.note_unreachable(tuple(each.node for each in suspects))
-            failure = RoundFailure(document.last_number, reason, cause=Cause.CONTACT_LOST, suspects=suspects)
-            self._record_writer.break_round(failure, self._record(), SUSPECTED_S)
+        if self._life.ended or document is not self._document:
+            return
+        self._quarantine.note_unreachable(tuple(each.node for each in suspects))
+        failure = RoundFailure(document.last_number, reason, cause=Cause.CONTACT_LOST, suspects=suspects)
+        self.outbox.add(BreakRound(failure, self._record(), SUSPECTED_S))
 
     def exclude(self, worker: Worker, why: str) -> None:
         """``worker`` of this node hangs while others wait for it: break the round, so that they continue without it."""
-        with self._lock:
-            current = self._document
-            if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
-                return
-            number, worker.stuck = current.last_number, True
-            self._acknowledged = max(self._acknowledged, number + 1)
-            reason = f"worker {worker.local_rank} of node {self._node} hangs: {why}"
-            logger().warning("worker.excluded", pid=worker.pid, local_rank=worker.local_rank, reason=why)
-            failure = RoundFailure(number, reason, cause=Cause.WORKER_HUNG)
-            self._record_writer.break_round(failure, self._record(cause=why))
+        current = self._document
+        if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
+            return
+        number, worker.stuck = current.last_number, True
+        self._acknowledged = max(self._acknowledged, number + 1)
+        reason = f"worker {worker.local_rank} of node {self._node} hangs: {why}"
+        fields = {"pid": worker.pid, "local_rank": worker.local_rank, "reason": why}
+        self.outbox.note("worker.excluded", "warning", **fields)
+        failure = RoundFailure(number, reason, cause=Cause.WORKER_HUNG)
+        self.outbox.add(BreakRound(failure, self._record(cause=why)))
 
     # ---- the node's record
 
     def _publish(self) -> None:
-        self._record_writer.announce(self._record())
+        self.outbox.add(Announce(self._record()))
 
     def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
-        now = self._clock.monotonic()
+        now = self.outbox.now
         fields: dict[str, Any] = self._life.shown(now)
         fields["state"] = state or self._life.state(now, evicted=bool(self._evicted))
         fields["acknowledged"] = max(self._acknowledged, fields["reported"])
@@ -1007,17 +975,14 @@ class Conductor:
             fields["planned"] = planned
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
         fields["passed"] = self.passed
-        if self._false_start is not None and not self.met.is_set():
+        if self._false_start is not None and not self.met:
             fields |= self._false_start.fields
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by}
         last["cause"] = cause or self._quarantine.own_fault
         return self._config.base.model_copy(update=fields | last)
 
     def _send(self, worker: Worker, message: Message) -> None:
-        try:
-            worker.connection.send(message)
-        except ChannelClosedError:
-            logger().debug("worker.unreachable", pid=worker.pid)
+        self.outbox.add(Send(worker.connection, message))
 
 
 def _formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:

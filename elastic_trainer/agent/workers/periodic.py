@@ -1,4 +1,4 @@
-"""The agent's threads: a periodic one that runs until it is closed, and delayed calls.
+"""The agent's threads: periodic ones that run until they are closed.
 
 *Runs in* daemon threads, which it starts and owns.
 *Fails by* nothing: a failed turn is logged, and the next one follows, so that no thread dies unnoticed.
@@ -6,12 +6,9 @@
 
 from __future__ import annotations
 
-import sched
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
@@ -59,61 +56,3 @@ class PeriodicThread:
             except Exception:  # noqa: BLE001 - the edge of a thread
                 logger().exception("thread.failed", thread=self._name)
                 pause_s = _RETRY_S
-
-
-class Cancellable(Protocol):
-    """A call that has not been made yet."""
-
-    def cancel(self) -> None: ...
-
-
-Later = Callable[[float, Callable[[], None]], Cancellable]
-"""``later(seconds, call)``: makes ``call()`` in another thread after that time, unless it is cancelled before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A call that ``plan`` holds."""
-
-    plan: sched.scheduler
-    event: sched.Event
-
-    def cancel(self) -> None:
-        with suppress(ValueError):  # it has been made
-            self.plan.cancel(self.event)
-
-
-class DelayedCalls:
-    """Makes calls at a later time, each in its own thread; where none can be started, in the one that waits for them.
-
-    A call that was not made would be the last of its kind: each plans the next one.
-    """
-
-    def __init__(self, clock: Clock = SYSTEM) -> None:
-        self._plan = sched.scheduler(clock.monotonic)
-        self._thread = PeriodicThread("delayed-calls", self.turn, clock)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Drop what is planned."""
-        self._thread.close()
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Cancellable:
-        """See :data:`Later`."""
-        planned = _Planned(self._plan, self._plan.enter(seconds, 0, _begin, (call,)))
-        self._thread.wake()
-        return planned
-
-    def turn(self) -> float:
-        """Make the calls that are due; returns the seconds until the next one."""
-        next_s = self._plan.run(blocking=False)
-        return IDLE_S if next_s is None else next_s
-
-
-def _begin(call: Callable[[], None]) -> None:
-    try:
-        threading.Thread(target=call, name="delayed-call", daemon=True).start()
-    except RuntimeError:  # the limit of processes is reached
-        call()

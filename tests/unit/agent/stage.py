@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
-from elastic_trainer.agent.workers.conductor import (
-    Ask,
-    Conductor,
-    ConductorConfig,
-    ConductorPorts,
-    PendingWrites,
-    Reached,
-)
+from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, WorkerFacts
+from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
@@ -27,6 +21,7 @@ PID = 2**30
 """No process has this id: workers get it and those behind it."""
 OTHER = RoundMember(node="other", create_revision=5, life=1, first_rank=1, local_world_size=1)
 Kind = TypeVar("Kind", bound=Message)
+AskPort = Callable[[tuple[str, ...], Callable[[Reached], None]], object]
 
 
 class Jumping(ManualClock):
@@ -38,41 +33,6 @@ class Jumping(ManualClock):
         return event.is_set()
 
 
-@dataclass
-class Alarm:
-    """A call that is due at a time."""
-
-    due: float
-    call: Callable[[], None]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-@dataclass
-class Alarms:
-    """Calls at a later time, on a clock that the test moves."""
-
-    clock: ManualClock = field(default_factory=ManualClock)
-    waiting: list[Alarm] = field(default_factory=list)
-
-    def later(self, seconds: float, call: Callable[[], None]) -> Alarm:
-        self.waiting.append(Alarm(self.clock.monotonic() + seconds, call))
-        return self.waiting[-1]
-
-    def run_for(self, seconds: float) -> None:
-        """Let time pass, and what is due happen."""
-        end = self.clock.monotonic() + seconds
-        while due := [each for each in self.waiting if each.due <= end]:
-            first = min(due, key=lambda each: each.due)
-            self.waiting.remove(first)
-            self.clock.advance(max(0.0, first.due - self.clock.monotonic()))
-            if not first.cancelled:
-                first.call()
-        self.clock.advance(end - self.clock.monotonic())
-
-
 class Break(NamedTuple):
     """A round that was to be broken, and what the node shows with it."""
 
@@ -80,7 +40,7 @@ class Break(NamedTuple):
     record: NodeRecord
 
 
-class Notebook(PendingWrites):
+class Notebook:
     """Keeps everything instead of writing it to a store."""
 
     def __init__(self) -> None:
@@ -93,6 +53,13 @@ class Notebook(PendingWrites):
     def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
         self.records.append(record)
         self.breaks.append(Break(failure, record))
+
+
+class NoThread:
+    """A periodic thread that never runs."""
+
+    def __init__(self, name: str, turn: Callable[[], float], clock: ManualClock) -> None:
+        self.wake = self.start = self.close = lambda: None
 
 
 class Line:
@@ -119,7 +86,7 @@ class Worker:
 
     def __init__(self, stage: Stage, local_rank: int = 0) -> None:
         self._conductor, self._line = stage.conductor, Line(PID + local_rank)
-        self.seat = stage.conductor.admit(cast("Connection", self._line), local_rank)
+        self.seat = stage.conductor.admit(cast("Connection", self._line), self._line.pid, local_rank)
         """None if it was refused."""
 
     @property
@@ -163,25 +130,36 @@ class Worker:
 class Stage:
     """The conductor of node ``me``, whose key has been shown, and whose workers are never busy."""
 
-    def __init__(self, ask: Ask = lambda nodes, answered: answered(Reached())) -> None:
-        self.alarms, self.notebook = Alarms(), Notebook()
+    def __init__(self, ask: AskPort = lambda nodes, answered: answered(Reached()), sever_s: float = 30.0) -> None:
+        self.clock, self.notebook = ManualClock(), Notebook()
         self.progress: list[Progress] = []
         self.committed: dict[int, tuple[int, int]] = {}
         """What the pages of workers say: round and step, by process."""
         self.hung: dict[int, str] = {}
         """Why processes were killed."""
-        self.ports = ConductorPorts(
-            self.notebook,
-            self.progress.append,
+        self.busy, self.queued_s = "", 0.0
+        """What workers are busy with, and how long they have waited for a CPU."""
+        self.killed: list[int] = []
+        facts = WorkerFacts(
             lambda: KEY,
-            ask,
             lambda pid: self.hung.pop(pid, None),
             self.committed.get,
-            lambda pid: "",
-            lambda pid, reason: None,
-            lambda pid: {},
+            lambda pid: self.busy,
+            lambda pid: {"main": self.queued_s},
         )
-        self.conductor = Conductor(ConductorConfig("run", "me", BASE), self.ports, self.alarms.later, self.alarms.clock)
+        writer = cast("RecordWriter", self.notebook)
+        ports = ConductorPorts(writer, self.progress.append, ask, lambda pid, reason: self.killed.append(pid))
+        self.core = Conductor(ConductorConfig("run", "me", BASE, sever_s), facts)
+        periodic = cast("type[PeriodicThread]", NoThread)
+        self.conductor = ConductorShell(self.core, ports, self.clock, periodic)
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass, and what is due happen."""
+        end = self.clock.monotonic() + seconds
+        while (due_at := self.core.outbox.next_at) <= end:
+            self.clock.advance(max(0.0, due_at - self.clock.monotonic()) + 1e-9)
+            self.conductor._turn()
+        self.clock.advance(max(0.0, end - self.clock.monotonic()))
 
     def record(self) -> NodeRecord:
         """The newest."""

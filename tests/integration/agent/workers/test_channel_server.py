@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from elastic_trainer.agent.workers.conductor import Worker
-from elastic_trainer.agent.workers.conductor_shell import ChannelServer
+from elastic_trainer.agent.workers.conductor_shell import ChannelServer, ConductorShell
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.ipc.channel import (
     CHANNEL_VERSION,
@@ -52,8 +53,8 @@ class WorkerHandler:
         self.messages: list[Message] = []
         self.left = threading.Event()
 
-    def admit(self, connection: Connection, local_rank: int) -> Worker | None:
-        self.workers.append(Worker(connection, connection.peer()[0], local_rank, life=1))
+    def admit(self, connection: Connection, pid: int, local_rank: int) -> Worker | None:
+        self.workers.append(Worker(connection, pid, local_rank, life=1))
         return self.workers[-1]
 
     def receive(self, worker: Worker, message: Message) -> None:
@@ -70,7 +71,7 @@ def handler() -> WorkerHandler:
 
 @pytest.fixture
 def server(handler: WorkerHandler) -> Iterator[ChannelServer]:
-    server = ChannelServer(handler)
+    server = ChannelServer(cast("ConductorShell", handler))
     yield server
     server.close()
     assert not server.path.parent.exists()

@@ -25,7 +25,6 @@ from elastic_trainer.agent.rendezvous.in_place import (
     ShardSlots,
 )
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError, JoinTimeoutError
 from elastic_trainer.ipc.channel import Progress
@@ -231,7 +230,7 @@ class Spare:
         self.scene = training("a0", "a1").show(mine, *others)
         self.mine: NodeRecord = mine.record
         self.reads, self.dead = 0, set[str]()
-        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("Conductor", self), self.clock)
+        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
 
     def look(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)

@@ -122,7 +122,7 @@ def test_a_newcomer_forms_the_next_round_while_the_others_still_drain(stage: Sta
     assert worker.one(Formation).number == 8
     stage.conductor.see(following)
     stage.see(8, RoundState.BROKEN, members=following.members)
-    assert [over.number for over in worker.of(Over)] == [7, 8]
+    assert [over.number for over in worker.of(Over)] == [6, 7, 8]
     assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 0]
 
 
@@ -301,9 +301,9 @@ def test_a_node_whose_workers_get_nowhere_joins_later_each_time(stage: Stage) ->
         stage.working(life).die()
     stage.begin()
     Worker(stage).ready(3)
-    stage.alarms.run_for(0.9)
+    stage.run_for(0.9)
     assert stage.record().state is NodeState.WARMING
-    stage.alarms.run_for(0.2)
+    stage.run_for(0.2)
     assert stage.record().state is NodeState.READY
 
 
@@ -316,7 +316,7 @@ def test_a_failure_at_startup_stays_in_the_record_until_a_worker_opens_a_session
         stage.working(life).die()
     stage.notebook.announce(stage.conductor.begin(1, start=FalseStart("exit code 1", 2)))
     before = len(stage.notebook.records)
-    stage.alarms.run_for(1.1)
+    stage.run_for(1.1)
     assert len(stage.notebook.records) > before
     assert (stage.record().false_start, stage.record().false_starts) == ("exit code 1", 2)
     Worker(stage).ready(3)

@@ -8,11 +8,9 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from elastic_trainer.agent.workers.periodic import IDLE_S, DelayedCalls, PeriodicThread
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import SessionWatch, doing
 from elastic_trainer.errors import EXIT_FAILURE, SessionTimeoutError
-from tests.support.memory_backend import ManualClock
-from tests.support.threadless import no_new_threads
 from tests.unit.agent.stage import Jumping
 
 
@@ -36,25 +34,6 @@ def test_a_turn_that_fails_is_logged_and_followed_by_the_next() -> None:
         thread._run()
     assert times == [0.0, 0.5, 8.5, 8.5]
     assert [(each["event"], each["thread"]) for each in logs] == [("thread.failed", "test")]
-
-
-def test_delayed_calls_are_made_when_they_are_due() -> None:
-    """In order, one in spite of another that fails; but not those that were cancelled, and a made one cannot be."""
-    clock, made = ManualClock(), list[str]()
-    calls = DelayedCalls(clock)
-    assert calls.turn() == IDLE_S
-    late, failing = calls.later(3.0, lambda: made.append("late")), calls.later(1.0, lambda: made.remove("it fails"))
-    early, dropped = calls.later(2.0, lambda: made.append("early")), calls.later(2.5, lambda: made.append("dropped"))
-    assert calls.turn() == 1.0
-    dropped.cancel()
-    clock.advance(3.0)
-    with no_new_threads():
-        with pytest.raises(ValueError, match="not in list"):
-            calls.turn()
-        assert calls.turn() == IDLE_S
-    assert made == ["early", "late"]
-    for each in (late, failing, early, dropped):
-        each.cancel()
 
 
 @pytest.mark.parametrize("comes", [False, True])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
+from queue import Queue
 
 import pytest
 
 from elastic_trainer.agent.workers import conductor_shell as contacts
-from elastic_trainer.agent.workers.conductor import Quarantine, Reached
-from elastic_trainer.agent.workers.conductor_shell import Reachability, reaches, records_of
+from elastic_trainer.agent.workers.conductor import Ask, Outbox, Quarantine, Reached
+from elastic_trainer.agent.workers.conductor_shell import ask_in_thread, missing_of, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.channel import Failed, Leaving
@@ -18,7 +20,9 @@ from elastic_trainer.membership.rules import UNFORMED_ROUNDS
 from elastic_trainer.store.api import Put, RunKeys, Store
 from tests.support.memory_backend import MemoryBackend
 from tests.support.memory_store import MemoryStore
-from tests.unit.agent.stage import BASE, OTHER, Alarm, Alarms, Stage, Worker
+from tests.support.threadless import no_new_threads
+from tests.support.waiting import LIMIT_S
+from tests.unit.agent.stage import BASE, OTHER, Stage, Worker
 from tests.unit.membership.scenes import node
 
 KEYS = RunKeys("/elastic_trainer", "run")
@@ -26,17 +30,6 @@ KEYS = RunKeys("/elastic_trainer", "run")
 
 def record(address: str, port: int = 1) -> NodeRecord:
     return BASE.model_copy(update={"address": address, "probe_port": port})
-
-
-def at_once(seconds: float, call: Callable[[], None]) -> Alarm:
-    call()
-    return Alarm(0.0, call)
-
-
-def missing(contact: Reachability, *nodes: str) -> tuple[str, ...] | None:
-    found: list[Reached] = []
-    contact.ask(nodes, found.append)
-    return found[0].missing
 
 
 def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
@@ -51,9 +44,8 @@ def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
 def test_those_that_do_not_answer_are_missing() -> None:
     """In the order asked for; a node without a key, or without a port, is not missing."""
     records = {"a": record("10.0.0.1"), "b": record("10.0.0.2"), "c": record("10.0.0.3"), "d": record("10.0.0.4", 0)}
-    contact = Reachability(lambda: records, at_once, lambda host, port: host == "10.0.0.2")
-    assert missing(contact, "c", "b", "a", "d", "x") == ("c", "a")
-    assert missing(contact) == ()
+    assert missing_of("cbadx", records, try_one=lambda host, port: host == "10.0.0.2") == ("c", "a")
+    assert missing_of((), records) == ()
 
 
 def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +53,7 @@ def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contacts, "LIMIT_S", 0.0)
     names = [f"n{number}" for number in range(1000)]
     records = {name: record("10.0.0.1") for name in names}
-    assert missing(Reachability(lambda: records, at_once, lambda host, port: False), *names) == ()
+    assert missing_of(names, records, try_one=lambda host, port: False) == ()
 
 
 def test_records_are_read_from_the_store() -> None:
@@ -79,16 +71,20 @@ def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         raise StoreUnavailableError("no store")
 
     monkeypatch.setattr(store, "range", away)
-    assert missing(Reachability(lambda: records_of(store, KEYS), at_once), "a") is None
+    assert missing_of("a", records_of(store, KEYS)) is None
 
 
-def test_a_look_that_fails_is_answered_too() -> None:
-    """The messages of a worker wait for it."""
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_look_that_fails_is_answered_too(threads: bool) -> None:
+    """The messages of a worker wait for it, also where no thread can be started."""
 
     def records() -> dict[str, NodeRecord]:
         raise MemoryError
 
-    assert missing(Reachability(records, at_once), "a") is None
+    found: Queue[Reached] = Queue()
+    with nullcontext() if threads else no_new_threads():
+        ask_in_thread(records, "127.0.0.1", ("a",), found.put)
+    assert found.get(timeout=LIMIT_S).missing is None
 
 
 class Network:
@@ -107,7 +103,7 @@ class Network:
         return host not in self.cut
 
     def ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
-        Reachability(self.records, at_once, self.reaches).ask(nodes, answered)
+        answered(Reached(missing_of(nodes, self.records(), try_one=self.reaches), self.records()))
 
 
 @pytest.fixture
@@ -153,10 +149,10 @@ def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: St
     while the round is over, since no other is formed while two that are needed name each other."""
     accused(stage)
     assert (stage.record().reported, stage.record().unreachable) == (5, ("other",))
-    stage.alarms.run_for(3.0)
+    stage.run_for(3.0)
     assert stage.record().unreachable == ("other",)
     network.cut.clear()
-    stage.alarms.run_for(1.0)
+    stage.run_for(1.0)
     assert (stage.record().reported, stage.record().unreachable) == (5, ())
 
 
@@ -177,11 +173,11 @@ def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(
     failed_forming(stage, 4, stalled=1)
     network.store = missing != "the store"
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
-    stage.alarms.run_for(60.0)
+    stage.run_for(60.0)
     assert stage.record().state is NodeState.WARMING
     network.store = True
     network.cut.clear()
-    stage.alarms.run_for(60.0)
+    stage.run_for(60.0)
     assert (stage.record().state, stage.record().unreachable) == (NodeState.READY, ())
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
     assert stage.record().state is NodeState.READY, "the round without it still stands"
@@ -209,9 +205,9 @@ def test_a_worker_that_reaches_nobody_names_whom_it_looked_for_though_its_agent_
     worker.ready(5)
     assert stage.record().unreachable == ("other",)
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
-    stage.alarms.run_for(9.0)
+    stage.run_for(9.0)
     assert stage.record().state is NodeState.WARMING
-    stage.alarms.run_for(2.0)
+    stage.run_for(2.0)
     assert stage.record().state is NodeState.READY
 
 
@@ -263,20 +259,20 @@ def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) ->
     document = RoundDocument(
         number=4, nonce="", state=RoundState.ACTIVE, stalled=1, members=(OTHER._replace(node="me"), OTHER)
     )
-    asked: list[Callable[[], None]] = []
+    outbox = Outbox()
 
-    def later(seconds: float, call: Callable[[], None]) -> Alarm:
-        asked.append(call)
-        return Alarm(seconds, call)
+    def ask_next() -> None:
+        effect = outbox.effects.popleft()
+        assert isinstance(effect, Ask)
+        network.ask(effect.nodes, effect.answered)
 
-    ask = Reachability(network.records, later, network.reaches).ask
-    quarantine = Quarantine("me", ask, lambda: document, lambda: None, Alarms().later)
+    quarantine = Quarantine("me", outbox, lambda: document, lambda: None)
     waited, why = Failed(number=4, error="gloo: timed out", forming=True), list[str]()
     for message in (waited, waited.model_copy(update={"tried": "other"}), waited):
         quarantine.check(document, message, why.append)
-    asked.pop()()
+    ask_next()
     assert why == [""]
-    asked.pop()()
+    ask_next()
     assert why[1].startswith("node me cannot reach node other")
     assert why[2:] == why[1:2]
     assert network.asked == ["other", "other"]
@@ -323,17 +319,17 @@ def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: S
     """What its workers once did not reach is forgotten with the first step."""
     network.cut.clear()
     stage.working(4, members=(OTHER,), left_out="me", unformed=UNFORMED_ROUNDS)
-    stage.alarms.run_for(11.0)
+    stage.run_for(11.0)
     assert stage.record().state is NodeState.READY
     worker = stage.working(5)
     worker.progress(5, 1)
     stage.see(6, members=(OTHER,), left_out="me")
-    stage.alarms.run_for(2.0)
+    stage.run_for(2.0)
     assert stage.record().state is NodeState.READY
 
 
 def test_a_host_behind_a_loopback_address_is_missing() -> None:
     """What the own machine answers there says nothing about it, unless this node announces such an address too."""
     records = {"a": record("127.0.0.1")}
-    assert missing(Reachability(lambda: records, at_once, lambda host, port: True, own="10.0.0.2"), "a") == ("a",)
-    assert missing(Reachability(lambda: records, at_once, lambda host, port: True), "a") == ()
+    assert missing_of("a", records, own="10.0.0.2", try_one=lambda host, port: True) == ("a",)
+    assert missing_of("a", records, try_one=lambda host, port: True) == ()
