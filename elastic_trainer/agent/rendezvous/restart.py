@@ -14,8 +14,10 @@ import atexit
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -308,11 +310,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._port = reserve_port(self._address)
         port = self._port.getsockname()[1]
         record = self._record(node, port, workers, life=self._life, planned=planned, cause=cause, **last)
-        node.member.announce(record, waiting)
-        if self._current is None:
-            self._confirm(waiting)
-        document = node.member.await_round(self._options.join_timeout)
-        node.member.work_begins()
+        confirm = partial(self._confirm, waiting) if self._current is None else lambda: None
+        document = join_round(node.member, record, waiting, self._options.join_timeout, confirm)
         self._current = document
         node.supervisor.round_begun(document.number)
         node.health.starting()
@@ -392,11 +391,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was killed: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-        member.break_round(RoundFailure(self._current.number, reason, worker_failed=True, cause=kind), deadline)
-        seen = member.look().round
-        if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
-            return True, ""  # it ended by agreement, which this node had not seen when its workers ended
-        return False, cause
+        failure = RoundFailure(self._current.number, reason, worker_failed=True, cause=kind)
+        return (True, "") if has_ended_by_plan(member, failure, deadline) else (False, cause)
 
     def _report_false_start(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
         """Announce that the workers failed at startup; whether the round ends before this node must break it."""
@@ -416,8 +412,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return {"reached": pages.came_to(self._current.number), "ended_by": kind}
 
     def _record(self, node: ArrivedNode, store_port: int, workers: WorkerSpec, **more: Any) -> NodeRecord:
-        free_for = self._current.number + 1 if self._current else 0
-        shown: dict[str, Any] = {"state": NodeState.READY, "acknowledged": free_for, "reported": free_for}
+        shown = fields_behind(self._current)
         return NodeRecord(
             host=socket.gethostname(),
             address=self._address,
@@ -474,10 +469,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _await_end(self, node: ArrivedNode, number: int, outage_limit_s: float) -> None:
         """Wait for the end of the run: this node has succeeded, unless the run is known to have failed."""
         self._finished = True
-        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True, "passed": self._has_passed()}
-        record = node.member.record().model_copy(update=done)
-        node.member.announce(record, Deadline.after(outage_limit_s, self._clock))
-        ended = node.member.await_end(number, outage_limit_s)
+        limit = Deadline.after(outage_limit_s, self._clock)
+        ended = finish(node.member, number, limit, outage_limit_s, passed=self._has_passed())
         if ended is None:
             return
         if ended.is_first(self.node_id):
@@ -486,6 +479,46 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))
         ignore_sigterm()
+
+
+def fields_behind(mine: RoundDocument | None) -> dict[str, Any]:
+    """Of the record of a node that is ready for the round behind ``mine``; None: for its first one."""
+    free_for = mine.number + 1 if mine is not None else 0
+    return {"state": NodeState.READY, "acknowledged": free_for, "reported": free_for}
+
+
+def join_round(
+    member: Member, record: NodeRecord, limit: Deadline, join_timeout_s: float, announced: Callable[[], None]
+) -> RoundDocument:
+    """Announce the life of ``record`` until ``limit``, and wait for its round, whose workers start at once.
+
+    Raises RunClosedError or JoinTimeoutError.
+    """
+    member.announce(record, limit)
+    announced()
+    document = member.await_round(join_timeout_s)
+    member.work_begins()
+    return document
+
+
+def has_ended_by_plan(member: Member, failure: RoundFailure, deadline: Deadline) -> bool:
+    """Break the round whose workers have ended here; True if it was no failure: it had ended by agreement, which this
+    node had not seen when its workers ended."""
+    member.break_round(failure, deadline)
+    seen = member.look().round
+    return seen is not None and seen.number == failure.number and seen.state is RoundState.DRAINING
+
+
+def finish(
+    member: Member, number: int, limit: Deadline, outage_limit_s: float, *, passed: bool
+) -> RoundDocument | None:
+    """Announce that this node has succeeded in round ``number``; wait until that is over or the run is closed.
+
+    None if the store was unreachable for ``outage_limit_s``.
+    """
+    done: dict[str, Any] = {"state": NodeState.DONE, "planned": True, "passed": passed}
+    member.announce(member.record().model_copy(update=done), limit)
+    return member.await_end(number, outage_limit_s)
 
 
 def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
