@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ from unittest import mock
 
 from elastic_trainer.membership import core
 from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.core import Core, Event, TurnOutcome
 from elastic_trainer.membership.documents import Identity, NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import WatchEvent
@@ -29,6 +30,7 @@ from tests.bench.report import Report, at_most, emit, note, parse
 from tests.simulation.agents import Agent, Place, Trainer
 from tests.simulation.etcd import Etcd, Link, SimWatch
 from tests.simulation.in_place import InPlace
+from tests.simulation.loop import sleep
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.world import TICK_S, World
 
@@ -68,7 +70,6 @@ class Scale(World):
         """One more node."""
         name = f"gpu-{len(self.agents):05d}"
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
-        node.per_node_s = PER_NODE_S
         self._links[id(node.link)] = name
         self.agents[name] = InPlace(node, self, WORKERS, team=1)
         return name
@@ -245,7 +246,7 @@ class Indexed:
 def counted(world: Scale) -> Iterator[None]:
     """Count requests and bytes; decode and index a document once."""
     indexed = Indexed()
-    request, push, attach = Etcd.request, SimWatch.push, SimWatch._attach
+    step, request, push, attach = Core.step, Etcd.request, SimWatch.push, SimWatch._attach
 
     def requesting(self: Etcd, link: Link, call: Callable[[], Any], limit_s: float, *, write: bool) -> Any:
         if not getattr(call, "func", None):  # keep-alives are partials
@@ -260,7 +261,14 @@ def counted(world: Scale) -> Iterator[None]:
         world.sent += sum(len(each.key) + len(each.value) for each in world.etcd.read(self._key, self._end))
         attach(self)
 
+    def stepping(self: Core, events: Iterable[Event], now: float) -> TurnOutcome:
+        outcome = step(self, events, now)
+        if self._look is not None and self._look.seen.follows_nodes:
+            sleep(PER_NODE_S * len(self._look.seen.nodes))
+        return outcome
+
     with (
+        mock.patch.object(Core, "step", stepping),
         mock.patch.object(Etcd, "request", requesting),
         mock.patch.object(SimWatch, "push", pushing),
         mock.patch.object(SimWatch, "_attach", attaching),

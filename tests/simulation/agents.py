@@ -38,6 +38,14 @@ class Watcher(Protocol):
         """The agent of node ``name``, being ``own``, has sent a worker its rank."""
         ...
 
+    def told_over(self, name: str, number: int) -> None:
+        """The agent of node ``name`` has told a worker that round ``number`` is over."""
+        ...
+
+    def started(self, name: str, life: int, number: int) -> None:
+        """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
+        ...
+
 
 class Trainer:
     """What makes steps: one worker, or in restart mode those of a node, which act as one.
@@ -51,6 +59,12 @@ class Trainer:
         self.place_since = 0.0
         self.formed = False
         self.step: Identity | None = None
+        self.calls, self.inside = 0, False
+        """The calls of all ranks (evaluations) that it has completed, and whether it is in the middle of one."""
+        self.call_key = 0
+        """The create-revision of its node's key when it began that call."""
+        self.newcomer = True
+        """Whether it has not trained yet."""
 
     @property
     def still(self) -> bool:

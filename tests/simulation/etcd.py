@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
-from elastic_trainer.store.api import Lease, Operation, Snapshot, TransactionResult, Watch, WatchEvent, WatchListener
+from elastic_trainer.store.api import Lease, Operation, Snapshot, TransactionResult, WatchEvent, WatchListener
 from tests.simulation.loop import Host, Loop, Signal
 from tests.support.memory_backend import MemoryBackend, holds
 
@@ -285,13 +285,3 @@ class SimWatch:
         if not self._connected:
             self._connected = True
             self._listener.on_connected(True)
-
-
-class WatchStore:
-    """What the product's view asks of a store: watches, and nothing else."""
-
-    def __init__(self, etcd: Etcd, host: Host, link: Link) -> None:
-        self._etcd, self._host, self._link = etcd, host, link
-
-    def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
-        return SimWatch(self._etcd, self._host, self._link, prefix, listener, exact=exact)

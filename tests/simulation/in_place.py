@@ -1,26 +1,18 @@
-"""A node in place: the product's conductor, record writer's policy and watchdog, and toy workers that it leads."""
+"""A node in place: the product's conductor, record writer, watchdog and places, and toy workers that it leads."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
-from elastic_trainer.agent.rendezvous.in_place import SETTLE_S, ShardSlots
-from elastic_trainer.agent.workers.conductor import (
-    Conductor,
-    ConductorConfig,
-    ConductorPorts,
-    PendingWrites,
-    Reached,
-    Worker,
-)
-from elastic_trainer.agent.workers.conductor_shell import AGAIN_S
+from elastic_trainer.agent.rendezvous.in_place import ShardSlots, begin_life
+from elastic_trainer.agent.rendezvous.restart import finish
+from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, Worker, WorkerFacts
+from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
 from elastic_trainer.agent.workers.watchdog import Watchdog
-from elastic_trainer.errors import ConfigError, LeaseLostError, TransientError
+from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.channel import (
-    Connection,
     Drain,
     Evicted,
     Exit,
@@ -37,31 +29,25 @@ from elastic_trainer.ipc.channel import (
     Welcome,
 )
 from elastic_trainer.membership.cluster_view import NodeView, has_places
-from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState
+from elastic_trainer.membership.documents import Ghost, NodeRecord
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.member import Member
 from elastic_trainer.model import Incarnation
 from tests.simulation.agents import Agent, Place, Trainer, Watcher
 from tests.simulation.invariants import NO_HEALTHY_KILLED, Violation
-from tests.simulation.loop import Process, Signal
+from tests.simulation.loop import Process, Turns, sleep, straight
 from tests.simulation.node import KEYS, SimNode
+
+if TYPE_CHECKING:
+    from elastic_trainer.agent.workers.periodic import PeriodicThread
+    from elastic_trainer.ipc.channel import Connection
 
 FIRST_PID = 2**30
 """No process has this id."""
 SEVER_S, HANG_S = 2.0, 4.0
 PROGRESS_STEPS = 3
+JOIN_TIMEOUT_S = 1e6
 CONTACT_S = 3.0
 """How long a look whom a node reaches may take."""
-
-
-@dataclass(slots=True)
-class Call:
-    """A call that has not been made yet."""
-
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
 
 
 class SimWorker(Trainer):
@@ -123,7 +109,7 @@ class SimWorker(Trainer):
         return self._arrivals[way] - now
 
     def connect(self) -> None:
-        self.seat = self.node.conductor.admit(cast("Connection", self), self.local_rank)
+        self.seat = self.node.conductor.admit(cast("Connection", self), self.pid, self.local_rank)
 
     def _say(self, message: Message) -> None:
         def arrive() -> None:
@@ -174,7 +160,7 @@ class SimWorker(Trainer):
     # ---- from round to round
 
     def _free_soon(self) -> None:
-        """It leaves its round, which takes longer while it saves."""
+        """It leaves its round, which takes longer while it saves or evaluates."""
         if self._frees:
             return
         self._frees, self._offered = True, 0
@@ -191,7 +177,14 @@ class SimWorker(Trainer):
 
     def _ready(self, number: int, *, planned: bool) -> Ready:
         state = StateReport(round=self.step.round, step=self.step.step) if self.step is not None else None
-        return Ready(number=number, planned=planned, state=state, newcomer=not self._number)
+        return Ready(
+            number=number,
+            planned=planned,
+            state=state,
+            joinable=not self.inside,
+            in_call=self.inside,
+            newcomer=self.newcomer,
+        )
 
     def _enter_if_free(self) -> None:
         found = self._formation
@@ -248,51 +241,38 @@ class InPlace(Agent):
         super().__init__(node, watch, size)
         self.team = team or size
         self.workers: list[SimWorker] = []
-        self.evicted = self._done = self._finished = self._begins = False
+        self.evicted = self._done = self._begins = False
         self._pids = itertools.count(FIRST_PID)
         self._hung: dict[int, str] = {}
-        self._wanted = Signal()
-        self._writes = PendingWrites(self._wanted.fire, self.loop)
-        ports = ConductorPorts(
-            self._writes,
-            lambda progress: None,
-            lambda: node.key.create_revision,
-            self._ask,
+        periodic = cast("type[PeriodicThread]", lambda name, turn, clock: Turns(self.host, turn))
+        self._writer = RecordWriter(node.member, self.loop, periodic)
+        facts = WorkerFacts(
+            node.member.create_revision,
             lambda pid: self._hung.pop(pid, None),
             self._committed,
             lambda pid: next((each.busy for each in self.workers if each.pid == pid), ""),
-            self._kill,
             lambda pid: {},
         )
-        self.conductor = Conductor(ConductorConfig("run", self.name, self.base, SEVER_S), ports, self._later, self.loop)
+        ports = ConductorPorts(self._writer, lambda progress: None, self._ask, self._kill)
+        core = Conductor(ConductorConfig("run", self.name, self.base, SEVER_S), facts)
+        self.conductor = ConductorShell(core, ports, self.loop, periodic)
         self._watchdog = Watchdog(HANG_S, self.conductor.watched, self._kill_hung, self.loop)
+        self._places = ShardSlots(node.member, self.name, self._nodes, self.conductor, self.loop)
         node.see = self.conductor.see
-        node.start()
-        self.host.start(self._write())
-        self._begin()
-        if has_places(node.limits):
-            self._places = ShardSlots(cast("Member", node), self.name, self._nodes, self.conductor, self.loop)
+        node.start(self._arrived)
+
+    def _arrived(self) -> None:
+        for each in (self.conductor, self._writer):
+            each.start()
+        if has_places(self.node.limits):
             self.host.start(self._look_for_place())
+        self._begin()
 
     @property
     def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
         return self.workers
 
-    @property
-    def life(self) -> int:
-        return self.conductor.life
-
     # ---- the conductor's ports
-
-    def _later(self, seconds: float, call: Callable[[], None]) -> Call:
-        planned = Call()
-
-        def if_wanted() -> None:
-            if not planned.cancelled:
-                call()
-
-        self.loop.after(seconds, lambda: self.host.deliver(if_wanted))
-        return planned
 
     def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
         def look() -> None:
@@ -300,7 +280,7 @@ class InPlace(Agent):
             missing = tuple(name for name in nodes if name in records and not self.reaches(name))
             answered(Reached(missing if records else None, records))
 
-        self._later(self.chance.choice([0.01, 0.5, CONTACT_S]), look)
+        self.loop.after(self.chance.choice([0.01, 0.5, CONTACT_S]), lambda: self.host.deliver(look))
 
     reaches: Callable[[str], bool] = staticmethod(lambda other: True)
 
@@ -323,29 +303,10 @@ class InPlace(Agent):
         """The conductor sends ``message``."""
         formation = message.next if isinstance(message, Drain) else message
         if isinstance(formation, Formation):
-            own = Incarnation(self.node.key.create_revision, self.life)
+            own = Incarnation(self.node.key.create_revision, self.conductor.life)
             self.watch.assigned(self.name, own, worker.local_rank, formation)
-
-    def _write(self) -> Process:
-        """As RecordWriter."""
-        while not self.node.started:
-            yield 0.1
-        while not self._finished:
-            record, broken = self._writes.take()
-            if record is None and broken is None:
-                yield self._wanted, float("inf")
-                continue
-            try:
-                if broken is not None:
-                    limit_s = broken.until.remaining_s() if broken.until is not None else 5.0
-                    yield from self.node.break_round(broken.failure, record, limit_s)
-                if record is not None and record != self.node.key.published:
-                    yield from self.node.show(record)
-            except ConfigError:
-                pass
-            except (TransientError, LeaseLostError):
-                self._writes.keep(record, broken)
-                yield AGAIN_S
+        elif isinstance(message, Over):
+            self.watch.told_over(self.name, message.number)
 
     # ---- what torchrun does
 
@@ -353,38 +314,21 @@ class InPlace(Agent):
         """Start workers, again."""
         if not self._begins and self.alive:
             self._begins = True
-            self.host.start(self._start())
+            self.host.start(straight(self._start))
 
-    def _start(self) -> Process:
-        while not self.node.started:
-            yield 0.1
-        yield self.chance.uniform(0.1, 0.5)
+    def _start(self) -> None:
+        sleep(self.chance.uniform(0.1, 0.5))
         for worker in self.workers:
             worker.end(-15)
         if self.evicted or self._done or self._is_closed():
             self._leave_soon()
             return
-        record = self.conductor.begin(self.team)
-        if has_places(self.node.limits):
-            for place in self._places.choices():
-                record = self.conductor.at(place)
-                yield from self._show(record)
-                yield SETTLE_S
-        else:
-            yield from self._show(record)
+        limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
+        begin_life(self.conductor, self.node.member, self._places, self.team, limit)
         self._begins = False
         self.workers = [SimWorker(self, next(self._pids), rank) for rank in range(self.team)]
         for worker in self.workers:
             worker.soon(self.chance.uniform(0.1, 0.6), worker.connect)
-
-    def _show(self, record: NodeRecord) -> Process:
-        while True:
-            try:
-                yield from self.node.show(record)
-            except (TransientError, LeaseLostError):
-                yield 0.1
-            else:
-                return
 
     def ended(self, worker: SimWorker) -> None:
         """torchrun reaps ``worker``."""
@@ -394,17 +338,15 @@ class InPlace(Agent):
             self._begin()
         elif all(each.code == 0 for each in self.workers):
             self._done = True
-            self.host.start(self._end())
+            self.host.start(straight(self._end))
 
-    def _end(self) -> Process:
+    def _end(self) -> None:
         """All have ended well: at torchrun's exit barrier, if they have passed the end of the training."""
-        if self.conductor.passed and not self._is_closed():
-            self._finished = True
-            done: dict[str, Any] = {"state": NodeState.DONE, "planned": True, "passed": True}
-            if self.node.key.record is not None:
-                yield from self._show(self.node.key.record.model_copy(update=done))
-            while not self._is_closed():
-                yield self.node.changed, 1.0
+        member, seen = self.node.member, self.node.view.look().round
+        if self.conductor.passed and seen is not None and seen.member(self.name) is not None:
+            self._writer.close()
+            limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
+            finish(member, seen.number, limit, JOIN_TIMEOUT_S, passed=True)
         self._leave_soon()
 
     def _is_closed(self) -> bool:

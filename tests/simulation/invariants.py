@@ -9,7 +9,7 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import position
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation
-from tests.simulation.agents import Place
+from tests.simulation.agents import Place, Trainer
 
 ONE_ACTIVE = "at most one active round"
 ONLY_GROW = "rounds only grow"
@@ -19,12 +19,16 @@ STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
 WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
+ONE_ROUND = "workers that were started for a round are in no other one, in restart mode"
+IN_STEP = "who was cut off in a call of all ranks begins anew, and nobody joins in the middle of one"
+ONLY_ENDED = "no worker leaves a round that is not over"
+NO_CRASH = "no turn of a thread fails"
 NO_HEALTHY_KILLED = "a worker that is busy, or leaves its round in time, is not killed"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
 
-class Violation(AssertionError):
-    """``rule`` was broken."""
+class Violation(BaseException):
+    """``rule`` was broken. No edge of a thread of the product takes it for an error of its own."""
 
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"{rule}: {what}")
@@ -34,11 +38,14 @@ class Violation(AssertionError):
 class Invariants:
     """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there.
 
-    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none.
+    ``created(name)`` is the create-revision of the node's key in the store now, 0 if there is none; ``shown(name)`` its
+    record.
     """
 
-    def __init__(self, limits: Limits, created: Callable[[str], int]) -> None:
-        self._limits, self._created = limits, created
+    def __init__(
+        self, limits: Limits, created: Callable[[str], int], shown: Callable[[str], NodeRecord | None]
+    ) -> None:
+        self._limits, self._created, self._shown = limits, created, shown
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
@@ -47,6 +54,8 @@ class Invariants:
         self._places: dict[tuple[str, int], int | None] = {}
         """By node and life."""
         self._rounds: dict[int, tuple[str, tuple[RoundMember, ...]]] = {}
+        self._started: dict[tuple[str, int], int] = {}
+        """In restart mode: the round of each life."""
         self.restored()
         self._went_back = False
 
@@ -56,6 +65,7 @@ class Invariants:
         self._newest: RoundDocument | None = None
         self._former |= {nonce for nonce, _ in self._rounds.values()}
         self._rounds = {}
+        self._formed: set[int] = set()
         self._incarnations: dict[str, Incarnation] = {}
         self._closed: int | None = None
 
@@ -73,6 +83,8 @@ class Invariants:
             raise Violation(STAYS_CLOSED, f"round {document.number} {document.state} after round {self._closed}")
         before, self._newest = self._newest, document
         self._members |= {each.nonce: each.members for each in (document, document.next) if each is not None}
+        if document.state is RoundState.ACTIVE:
+            self._formed.add(document.number)
         if self._is_put_back(document):
             self._rounds[document.number] = (document.nonce, document.members)
         else:
@@ -102,6 +114,7 @@ class Invariants:
         return self._went_back and document.state is before.state is RoundState.BROKEN
 
     def _know(self, document: RoundDocument) -> None:
+        fresh = document.number not in self._rounds
         known = self._rounds.setdefault(document.number, (document.nonce, document.members))
         if known[0] != document.nonce:
             raise Violation(ONE_ACTIVE, f"two rounds have number {document.number}")
@@ -110,7 +123,8 @@ class Invariants:
         ranks = [rank for m in document.members for rank in range(m.first_rank, m.first_rank + m.local_world_size)]
         if ranks != list(range(document.world_size)):
             raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
-        if document.members and self._limits.fitting(len(document.members)) != len(document.members):
+        fits = self._limits.fitting(len(document.members)) == len(document.members)
+        if document.members and fresh and not fits and not self._is_in_call(document):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         size = self._limits.shard_nodes
@@ -120,13 +134,23 @@ class Invariants:
         for member in document.members:
             if self._went_back and self._created(member.node) != member.create_revision:
                 continue  # decided on what was seen before the restore: it means a key of the former history
+            if self._started.get((member.node, member.life), document.number) < document.number and not self._went_back:
+                raise Violation(ONE_ROUND, f"{_words(document)}: life {member.life} of {member.node}")
             newest = self._incarnations.get(member.node, member.incarnation)
             if member.incarnation < newest:
                 raise Violation(NO_REPLACED, f"{member.node} as {member.incarnation} after {newest}")
             self._incarnations[member.node] = member.incarnation
 
+    def _is_in_call(self, document: RoundDocument) -> bool:
+        """Whether survivors make it that are in the middle of a call: they complete that, however few they are."""
+        records = [self._shown(member.node) for member in document.members]
+        few = len(document.members) <= self._limits.max_nodes
+        return few and any(record is not None and not record.joinable for record in records)
+
     def _check_order(self, document: RoundDocument) -> None:
         """Of groups, those that both rounds have keep theirs."""
+        if document.number - 1 not in self._formed:
+            return  # it was planned, and all its members have gone
         _, before = self._rounds.get(document.number - 1, ("", ()))
         place = {group: at for at, group in enumerate(self._groups(before))}
         places = [place.get(group, len(place)) for group in self._groups(document.members)]
@@ -155,6 +179,36 @@ class Invariants:
         """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
         if entry != own:
             raise Violation(NO_REPLACED, f"{name} is {own} and takes the place of {entry}")
+
+    def told_over(self, name: str, number: int) -> None:
+        """The agent of node ``name`` has told a worker that round ``number`` is over."""
+        newest = self._newest
+        if self._went_back or (newest is not None and newest.number > number):
+            return
+        if newest is None or newest.number < number or newest.state is not RoundState.BROKEN:
+            raise Violation(ONLY_ENDED, f"{name} says that round {number} is over")
+
+    def started(self, name: str, life: int, number: int) -> None:
+        """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
+        self._started[name, life] = number
+
+    def met(self, group: Sequence[Trainer]) -> None:
+        """``group`` has formed a round: all continue where those are that have made most calls.
+
+        Not checked where a node has lost its lease in the call: its record may say too late that it is in one.
+        """
+        if any(each.inside and each.call_key != each.agent.node.key.create_revision for each in group):
+            return
+        most = max(each.calls for each in group)
+        step = max(each.step.step for each in group if each.step) if any(each.step for each in group) else 0
+        inside = any(each.inside and each.calls == most for each in group)
+        for each in group:
+            if each.inside and each.calls < most:
+                own = each.step.step if each.step is not None else 0
+                if (each.calls, own) != (most - 1, step):  # else it gets the result, and is where the others are
+                    raise Violation(IN_STEP, f"{each.who} is in call {each.calls}, the others behind call {most - 1}")
+            if each.newcomer and inside:
+                raise Violation(IN_STEP, f"{each.who} has joined in the middle of call {most}")
 
     def stepped(self, read: Sequence[Place]) -> None:
         """All members of a round have made a step in it; ``read``: the round as each of them has read it."""

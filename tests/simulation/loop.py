@@ -1,4 +1,7 @@
-"""Virtual time: events in the order of their times, and processes that wait for them."""
+"""Virtual time: events in the order of their times, processes that wait for them, and straight code that waits.
+
+The product's own loops run as greenlets: one at a time, and another one goes on only where they wait.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,41 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeVar
+
+from greenlet import getcurrent, greenlet
 
 Process = Generator[Any, Any, None]
 """Yields seconds to sleep, or (signal, seconds): a signal to wait for, and the limit."""
+Answer = TypeVar("Answer")
+LEAST_S = 0.001
+"""A real turn takes some time too: what is left of a wait may be too little to move the clock."""
+
+
+def straight(call: Callable[[], Answer]) -> Generator[Any, Any, Answer]:
+    """``call()`` as a process."""
+    task = greenlet(call)
+    wanted = task.switch()
+    while not task.dead:
+        yield wanted
+        task.parent = getcurrent()
+        wanted = task.switch()
+    return wanted  # type: ignore[no-any-return]
+
+
+def wait_for(process: Generator[Any, Any, Answer]) -> Answer:
+    """In straight code: wait until ``process`` has ended; its answer."""
+    while True:
+        try:
+            wanted = next(process)
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
+        getcurrent().parent.switch(wanted)
+
+
+def sleep(wanted: Any) -> None:
+    """In straight code: wait for seconds, or for a signal."""
+    getcurrent().parent.switch(wanted)
 
 
 class Loop:
@@ -41,7 +75,9 @@ class Loop:
         return self.now
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        raise RuntimeError("nothing waits in the simulation but its processes")
+        if timeout_s > 0.0 and not event.is_set():
+            sleep(timeout_s)
+        return event.is_set()
 
 
 class Signal:
@@ -110,3 +146,67 @@ class Host:
         signal.wait(once)
         if seconds != float("inf"):
             self.loop.after(seconds, once)
+
+
+class Turns:
+    """A PeriodicThread on ``host``."""
+
+    def __init__(self, host: Host, turn: Callable[[], float]) -> None:
+        self._host, self._turn = host, turn
+        self._signal, self._awake, self.closing = Signal(), False, False
+
+    def start(self, after_s: float = 0.0) -> None:
+        self._host.start(self._run(after_s))
+
+    def wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            self._host.loop.after(0.0, self._signal.fire)
+
+    def close(self) -> None:
+        self.closing = True
+
+    def _run(self, pause_s: float) -> Process:
+        while not self.closing:
+            if not self._awake:
+                yield self._signal, max(LEAST_S, pause_s)
+            self._awake = False
+            if not self.closing:
+                pause_s = yield from straight(self._turn)
+
+
+class Lock:
+    """A lock of straight code, which one greenlet may take several times."""
+
+    def __init__(self) -> None:
+        self._owner: greenlet | None = None
+        self._times = 0
+        self._free = Signal()
+
+    def __enter__(self) -> None:
+        while self._owner not in (None, getcurrent()):
+            sleep((self._free, float("inf")))
+        self._owner, self._times = getcurrent(), self._times + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._times -= 1
+        if not self._times:
+            self._owner = None
+            self._free.fire()
+
+
+class Changed(threading.Condition):
+    """A condition for which straight code waits."""
+
+    def __init__(self, loop: Loop, signal: Signal) -> None:
+        super().__init__()
+        self._loop, self._signal = loop, signal
+
+    def notify_all(self) -> None:
+        self._signal.fire()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        end = self._loop.now + max(LEAST_S, timeout if timeout is not None else float("inf"))
+        while not predicate() and self._loop.now < end:
+            sleep((self._signal, end - self._loop.now))
+        return predicate()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from elastic_trainer.errors import LeaseLostError, TransientError
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember
+from elastic_trainer.agent.rendezvous.restart import (
+    fields_behind,
+    finish,
+    has_ended_by_plan,
+    join_round,
+    round_is_over,
+)
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import RunClosedError
+from elastic_trainer.membership.documents import RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.writes import RoundFailure, free_again
+from elastic_trainer.membership.member import closed_error
+from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Incarnation
 from tests.simulation.agents import Agent, Place, Trainer, Watcher
-from tests.simulation.loop import Process, Signal
+from tests.simulation.in_place import JOIN_TIMEOUT_S
+from tests.simulation.invariants import NO_REPLACED, Violation
+from tests.simulation.loop import sleep
 from tests.simulation.node import SimNode
-
-Going = Generator[Any, Any, bool]
-"""A process's part; its answer is whether the process goes on."""
 
 
 class Restart(Agent, Trainer):
@@ -29,9 +36,7 @@ class Restart(Agent, Trainer):
         self.life, self.done = 0, False
         self._current: RoundDocument | None = None
         self._failed = False
-        self._news = Signal()
-        node.start()
-        self.host.start(self._run())
+        node.start(self._run)
 
     @property
     def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
@@ -46,16 +51,8 @@ class Restart(Agent, Trainer):
 
         self.loop.after(seconds, lambda: self.host.deliver(same_life))
 
-    def _takes(self, mine: RoundMember | None) -> bool:
-        """Whether ``mine`` is this node's place in a round."""
-        if mine is None or not self.node.key.is_mine(mine):
-            return False
-        self.watch.took(self.name, mine.incarnation, Incarnation(self.node.key.create_revision, self.life))
-        return True
-
     def crash_worker(self) -> None:
         self._failed, self.place = True, None
-        self._news.fire()
         self.node.changed.fire()
 
     def lose_contact(self, unreachable: tuple[str, ...]) -> None:
@@ -70,88 +67,53 @@ class Restart(Agent, Trainer):
         self.done = True
         self.node.changed.fire()
 
-    def _run(self) -> Process:
-        while not self.node.started:
-            yield 0.1
-        while True:
-            if not (yield from self._join()):
-                return
-            yield self.chance.uniform(0.2, 0.8)
-            if self._current is not None and not self._failed and not self._over(self._current):
-                current, mine = self._current, self._current.member(self.name)
-                nodes, first = tuple(member.node for member in current.members), mine.first_rank if mine else 0
-                self.enter(Place(current.number, current.nonce, nodes, current.world_size, first))
-            if not (yield from self._work()):
-                return
-            self.place = None
-            yield self.chance.choice([0.01, 0.1, 0.5])
+    def _run(self) -> None:
+        """What torchrun's agent does, with the decisions of its rendezvous handler."""
+        member, limit = self.node.member, Deadline.after(JOIN_TIMEOUT_S, self.loop)
+        try:
+            while True:
+                planned = self._left()
+                self.life, self._failed = self.life + 1, False
+                shown = {"life": self.life, "reached": self.step, "planned": planned} | fields_behind(self._current)
+                record = self.base.model_copy(update=shown)
+                self._current = join_round(member, record, limit, JOIN_TIMEOUT_S, lambda: None)
+                own = Incarnation(self.node.key.create_revision, self.life)
+                self.watch.took(self.name, self._entry.incarnation, own)
+                self.watch.started(self.name, self.life, self._current.number)
+                sleep(self.chance.uniform(0.2, 0.8))
+                self._work(self._current)
+                self.place = None
+                sleep(self.chance.choice([0.01, 0.1, 0.5]))
+        except RunClosedError:
+            self.left = True
+            self.node.leave()
 
-    def _over(self, mine: RoundDocument) -> bool:
-        seen = self.node.view.look().round
-        if seen is None:
-            return False
-        ended = (State.BROKEN, State.DRAINING)
-        return seen.number > mine.number or (seen.number == mine.number and seen.state in ended)
+    @property
+    def _entry(self) -> RoundMember:
+        """This node's in its round."""
+        mine = self._current.member(self.name) if self._current is not None else None
+        if mine is None:
+            raise Violation(NO_REPLACED, f"{self.name} is no member of its round")
+        return mine
 
-    def _join(self) -> Going:
-        """Wait for a round of this node; False when the run is closed."""
-        planned = True
-        if self._current is not None and not self._over(self._current):
-            planned = False
-            failure = RoundFailure(self._current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
-            yield from self._until_done(lambda: self.node.break_round(failure, None))
-        self.life += 1
-        self._failed = False
-        free_for = self._current.number + 1 if self._current is not None else 0
-        yield from self._announce(state=NodeState.READY, acknowledged=free_for, reported=free_for, planned=planned)
-        while True:
-            seen = self.node.view.look()
-            current = seen.round
-            if current is not None and current.state is State.CLOSED:
-                return self._go()
-            mine = current.member(self.name) if current is not None else None
-            if current is not None and self._takes(mine):
-                if current.state is State.ACTIVE:
-                    self.node.key.at_work = True
-                    self._current = current
-                    return True
-                shown = self.node.key.record
-                record = free_again(shown, current.number) if shown is not None else None
-                if record is not None:
-                    yield from self._show(record)
-            if self.node.view.look().serial == seen.serial:
-                yield self.node.changed, 1.0
+    def _left(self) -> bool:
+        """Its workers have ended: whether that was by agreement."""
+        current, seen = self._current, self.node.view.look().round
+        if current is None or seen is None or round_is_over(current, seen):
+            return True
+        failure = RoundFailure(current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
+        return has_ended_by_plan(self.node.member, failure, Deadline.after(JOIN_TIMEOUT_S, self.loop))
 
-    def _work(self) -> Going:
-        """Until the round is over; False when the run is closed."""
-        while self._current is not None and not self._over(self._current) and not self._failed:
-            seen = self.node.view.look()
-            if seen.round is not None and seen.round.state is State.CLOSED:
-                return self._go()
-            record = self.node.key.record
-            if self.done and record is not None and record.state is not NodeState.DONE:
-                yield from self._show(record.model_copy(update={"state": NodeState.DONE, "planned": True}))
-            if self.node.view.look().serial == seen.serial and not self._failed:
-                yield self.node.changed, 1.0
-        return True
-
-    def _go(self) -> bool:
-        self.left = True
-        self.node.leave()
-        return False
-
-    def _announce(self, **fields: Any) -> Process:
-        shown = {"life": self.life, "identity": None, "reached": self.step, **fields}
-        yield from self._show(self.base.model_copy(update=shown))
-
-    def _show(self, record: NodeRecord) -> Process:
-        yield from self._until_done(lambda: self.node.show(record))
-
-    def _until_done(self, begin: Callable[[], Process]) -> Process:
-        while True:
-            try:
-                yield from begin()
-            except (TransientError, LeaseLostError):
-                yield 0.1
-            else:
-                return
+    def _work(self, current: RoundDocument) -> None:
+        """Until the round is over, or the workers have failed or are done. Raises RunClosedError."""
+        view = self.node.view
+        if not self._failed and not round_is_over(current, view.look().round):
+            nodes = tuple(member.node for member in current.members)
+            self.enter(Place(current.number, current.nonce, nodes, current.world_size, self._entry.first_rank))
+        while not self._failed and not self.done and not round_is_over(current, view.look().round):
+            sleep((self.node.changed, 1.0))
+        if self.done and not self._failed:
+            limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
+            ended = finish(self.node.member, current.number, limit, JOIN_TIMEOUT_S, passed=False)
+            if ended is not None and ended.state is State.CLOSED:
+                raise closed_error(ended)

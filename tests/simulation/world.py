@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
+from unittest import mock
 
 import structlog
 
@@ -20,7 +23,7 @@ from elastic_trainer.store.api import EventKind, WatchEvent
 from tests.simulation.agents import Agent, Place, Trainer
 from tests.simulation.etcd import Etcd
 from tests.simulation.in_place import InPlace
-from tests.simulation.invariants import LIVENESS, STAYS_CLOSED, Invariants, Violation
+from tests.simulation.invariants import LIVENESS, NO_CRASH, STAYS_CLOSED, Invariants, Violation
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
@@ -31,9 +34,11 @@ SPARES = 2
 """Nodes above max."""
 SUSPECTED_S = 1.5
 FORM_LIMIT_S = 2.0
-SETTLE_S = 90.0
+SETTLE_S = 240.0
 """By far longer than all waits of the protocol together."""
 STEADY_TICKS = 4
+CALLS = 0.08
+"""How likely all ranks evaluate after a step."""
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -79,7 +84,7 @@ class World:
         self.etcd = Etcd(self.loop, chance)
         self.etcd.on_write = self._wrote
         self.etcd.back_up()
-        self.invariants = Invariants(self.limits, self._created)
+        self.invariants = Invariants(self.limits, self._created, self._shown)
         self.agents: dict[str, Agent] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
@@ -88,6 +93,9 @@ class World:
         """The newest step, for those who find nobody that holds one."""
         self._stepped_at: dict[str, int] = {}
         self._last_step: dict[str, float] = {}
+        self._left: dict[str, int] = {}
+        """Ticks of a save or of a call, by round."""
+        self._calls = self.limits.recovery is RecoveryMode.IN_PLACE
         self._ticks = 0
         self.loop.after(TICK_S, self._tick)
 
@@ -172,6 +180,10 @@ class World:
         found = self.etcd.read(KEYS.node(name), None)
         return found[0].create_revision if found else 0
 
+    def _shown(self, name: str) -> NodeRecord | None:
+        found = self.etcd.read(KEYS.node(name), None)
+        return NodeRecord.decode(found[0].value, found[0].key) if found else None
+
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
             grouped = self.limits.shard_nodes > 1 and event.kind is EventKind.PUT
@@ -191,6 +203,14 @@ class World:
     def assigned(self, name: str, own: Incarnation, local_rank: int, formation: Formation) -> None:
         """The agent of node ``name``, being ``own``, has sent a worker its rank."""
         self.invariants.assigned(name, own, local_rank, formation)
+
+    def told_over(self, name: str, number: int) -> None:
+        """The agent of node ``name`` has told a worker that round ``number`` is over."""
+        self.invariants.told_over(name, number)
+
+    def started(self, name: str, life: int, number: int) -> None:
+        """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
+        self.invariants.started(name, life, number)
 
     def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
         """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
@@ -218,7 +238,7 @@ class World:
         here = Counter(each.agent.name for each in group)
         absent = [name for name in place.nodes if here[name] < self.agents[name].team]
         if not absent and not silent:
-            self._step(place, group)
+            self._act(place, group)
             return
         waits_s = self.loop.now - max(each.place_since for each in group)
         for each in awake:
@@ -261,6 +281,31 @@ class World:
         if suspects and agent.node.link.whole and not self.etcd.down:
             agent.accuse(suspects)
 
+    def _act(self, place: Place, group: list[Trainer]) -> None:
+        """One tick of a whole round: a part of a save or of a call of all ranks, or a step."""
+        if place.nonce not in self._stepped_at:
+            self.invariants.met(group)
+            most = max(each.calls for each in group)
+            inside = any(each.inside and each.calls == most for each in group)
+            for each in group:
+                each.calls, each.inside, each.newcomer = most, inside, False
+        left = self._left.get(place.nonce, 0)
+        self._left[place.nonce] = max(0, left - 1)
+        if left > 1:
+            return
+        drain = group[0].flagged
+        if group[0].inside:
+            for each in group:
+                each.calls, each.inside = each.calls + 1, False
+        elif drain is not None and drain.waits and left == 0 and all(each.flagged is not None for each in group):
+            self._left[place.nonce] = self.chance.choice([1, 3, 8])  # all save before too few are left
+        elif self._calls and drain is None and self.chance.random() < CALLS:
+            self._left[place.nonce] = self.chance.choice([3, 8])
+            for each in group:
+                each.inside, each.call_key = True, each.agent.node.key.create_revision
+        else:
+            self._step(place, group)
+
     def _step(self, place: Place, group: list[Trainer]) -> None:
         self.counts.steps += 1
         self._last_step[place.nonce] = self._ticks * TICK_S
@@ -301,6 +346,7 @@ class World:
             (self._cut_from_etcd, 3),
             (self._heal_etcd, 2),
             (self._cut_pair, 2),
+            (self._isolate, 1),
             (self._heal_pairs, 1),
             (self._lose_leader, 2),
             (self._elect, 2),
@@ -409,6 +455,16 @@ class World:
         self.cuts.add((one, other))
         return True
 
+    def _isolate(self) -> bool:
+        """One node reaches no other, for long enough that a round is formed without it."""
+        agent = self._some(lambda each: each.awake)
+        if agent is None:
+            return False
+        self.cuts |= {(agent.name, other) for other in self.agents if other != agent.name}
+        self.say(f"isolate {agent.name}")
+        self.run_for(self.chance.choice([3.0, 12.0]))
+        return True
+
     def _heal_pairs(self) -> bool:
         done = bool(self.cuts)
         self.cuts.clear()
@@ -504,14 +560,16 @@ def _names(document: RoundDocument | None) -> str:
 
 @contextmanager
 def _logged(say: Callable[[str], None] | None) -> Iterator[None]:
-    """What the conductors log becomes a part of the trace."""
+    """What the product logs becomes a part of the trace; an error that a thread only logs is a Violation."""
 
     def told(logger: object, method: str, event: MutableMapping[str, Any]) -> str:
+        if event.get("exc_info"):
+            raise Violation(NO_CRASH, traceback.format_exc())
         if say is not None:
             say(f"{event.pop('event')} " + " ".join(f"{key}={value}" for key, value in event.items()))
         raise structlog.DropEvent
 
-    level = logging.INFO if say is not None else logging.CRITICAL
+    level = logging.INFO if say is not None else logging.ERROR
     before = structlog.get_config()
     structlog.configure(processors=[told], wrapper_class=structlog.make_filtering_bound_logger(level))
     try:
@@ -520,11 +578,21 @@ def _logged(say: Callable[[str], None] | None) -> Iterator[None]:
         structlog.configure(**before)
 
 
+@contextmanager
+def _decoded_once() -> Iterator[None]:
+    """What one node has decoded, the others need not."""
+    with (
+        mock.patch.object(RoundDocument, "decode", lru_cache(64)(RoundDocument.decode)),
+        mock.patch.object(NodeRecord, "decode", lru_cache(256)(NodeRecord.decode)),
+    ):
+        yield
+
+
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
     try:
-        with _logged(world.say if tell is not None else None):
+        with _logged(world.say if tell is not None else None), _decoded_once():
             return world.play()
     except Violation as violation:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
