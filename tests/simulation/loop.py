@@ -184,11 +184,17 @@ class Lock:
         self._free = Signal()
 
     def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
         while self._owner not in (None, getcurrent()):
             sleep((self._free, float("inf")))
         self._owner, self._times = getcurrent(), self._times + 1
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self._times -= 1
         if not self._times:
             self._owner = None

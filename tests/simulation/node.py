@@ -13,7 +13,7 @@ from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.cluster_view import Limits, NodeView
 from elastic_trainer.membership.core import LEASE_SLACK_S, Core, Effect, Probe, Probed
 from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.membership.member import Member, Presence
+from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.view import RunView
 from elastic_trainer.membership.writes import ProbePort, Request
 from elastic_trainer.store.api import (
@@ -82,25 +82,22 @@ class SimStore:
         return SimWatch(self._etcd, self._host, self._link, prefix, listener, exact=exact)
 
 
-class SimPresence(Presence):
-    """Its lock is one of greenlets, and it proves no death of the owner of a key."""
-
-    def __init__(self, node: SimNode) -> None:
-        super().__init__(node.store, KEYS, node.name, cast("LeaseSession", node.lease), node.loop)
-        self._lock = Lock()  # type: ignore[assignment]
-
-    def _answer(self, request: Request) -> TransactionResult | bool | None:
-        return False if isinstance(request, ProbePort) else super()._answer(request)
-
-
 class SimMember(Member):
-    """Its chance is that of the schedule, and it probes over the schedule's network."""
+    """Its chance is that of the schedule, and it probes over the schedule's network.
 
-    def __init__(self, node: SimNode, presence: Presence, probe: Callable[[str, str], bool | None]) -> None:
-        super().__init__(node.store, KEYS, presence, node.limits, lambda error: None, node.loop)
+    Its lock is one of greenlets, and it proves no death of the owner of a key.
+    """
+
+    def __init__(self, node: SimNode, probe: Callable[[str, str], bool | None]) -> None:
+        lease = cast("LeaseSession", node.lease)
+        super().__init__(node.store, KEYS, node.name, lease, node.limits, lambda error: None, node.loop)
+        self.key, self._key_lock = self._key, Lock()  # type: ignore[assignment]
         self.name, self._host, self._chance, self._probe = node.name, node.host, node.chance, probe
         self.view = self._view = RunView(KEYS, Changed(node.loop, node.changed))
         self._core = Core(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
+
+    def _ask(self, request: Request) -> TransactionResult | bool | None:
+        return False if isinstance(request, ProbePort) else super()._ask(request)
 
     def _do(self, effect: Effect) -> bool:
         if not isinstance(effect, Probe):
@@ -129,8 +126,8 @@ class SimNode:
         self.host, self.link, self.changed = Host(self.loop), Link(), Signal()
         self.store = cast("Store", SimStore(etcd, self.host, self.link))
         self.lease = SimLease(self._granted)
-        presence = SimPresence(self)
-        self.member, self.key = SimMember(self, presence, probe), presence.key
+        self.member = SimMember(self, probe)
+        self.key = self.member.key
         self.view = self.member.view
         self.see: Callable[[RoundDocument], None] = lambda document: None
         self.member.on_round(lambda document: self.see(document))
