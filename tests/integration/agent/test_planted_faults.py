@@ -64,10 +64,6 @@ MEMBERSHIP = {
         "if (usable := len(in_groups(view, ready))) < view.limits.min_nodes:",
         "if (usable := 1) < 1:",
     ),
-    "any life of a node": (
-        "return member is not None and (member.create_revision, member.life) == mine",
-        "return member is not None and mine is not None and member.create_revision == mine[0]",
-    ),
 }
 HISTORY = {
     "a planned change for a node whose workers are ending": (

@@ -21,7 +21,6 @@ from elastic_trainer.store.api import Compare, Field, Relation
 from tests.simulation.invariants import (
     KEEP_ORDER,
     LIVENESS,
-    NO_REPLACED,
     ONE_ACTIVE,
     ONLY_GROW,
     SAME_RANKS,
@@ -131,11 +130,6 @@ def drop_one_of_the_planned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "_switching", dropped)
 
 
-def take_any_place(patch: pytest.MonkeyPatch) -> None:
-    """A node takes the place that a round has for an earlier life of it."""
-    patch.setattr(writes.OwnKey, "is_mine", lambda self, member: member is not None)
-
-
 def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """A closed run counts as one whose round is broken."""
     decide = rules.decide
@@ -184,7 +178,6 @@ def never_move(patch: pytest.MonkeyPatch) -> None:
         (give_all_the_first_rank, SAME_RANKS),
         (put_newcomers_first, KEEP_ORDER),
         (drop_one_of_the_planned, SAME_RANKS),
-        (take_any_place, NO_REPLACED),
         (go_on_after_the_end, STAYS_CLOSED),
         (take_one_more, WITHIN_LIMITS),
         (never_return, LIVENESS),
