@@ -35,7 +35,7 @@ from elastic_trainer.worker.comm.control import (
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.restore import packed, unpacked
 from elastic_trainer.worker.state.saver import Saver
-from elastic_trainer.worker.steps.engine import Turn, Workplace
+from elastic_trainer.worker.steps.engine import BoundaryAction, WorkerContext
 from elastic_trainer.worker.steps.training import Training
 
 Number = float | int | torch.Tensor
@@ -111,7 +111,7 @@ def _shard(fetch: Fetcher, batch_size: int, part: DataPart, turn: Callable[[], N
     begin, end = cut(batches, part.world, part.rank)
     for turns in range(begin, begin + -(-batches // part.world)):
         number, counts = (turns, part.first) if turns < end else (0, False)
-        if turns < end or part.even:
+        if turns < end or part.always_even:
             ids = np.arange(number * batch_size, min((number + 1) * batch_size, fetch.length))
             yield Batch(fetch, ids, ids), counts
         turn()
@@ -167,7 +167,7 @@ _TREE = Codec(packed, unpacked)
 class Collectives:
     """See the module. ``training`` None: the script has no model yet."""
 
-    def __init__(self, place: Workplace, training: Training | None) -> None:
+    def __init__(self, place: WorkerContext, training: Training | None) -> None:
         self._place, self._training = place, training
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
@@ -178,8 +178,7 @@ class Collectives:
         """
         if self._training is None:
             return attempt()
-        if self._training.outer is not None:
-            self._training.outer.require_closed()
+        self._training.steps.sync.require_closed()
         return self._training.round_end.repeated(attempt, codec)
 
     def finished(self, attempt: Callable[[], None]) -> None:
@@ -287,13 +286,9 @@ class Collectives:
     def _turn(self) -> None:
         self._place.report()
         self._place.tracker.moved()
-        if self._place.present.boundaries.cross() is Turn.STOP:
-            self.stop()
-
-    def stop(self) -> None:
-        if self._training is not None:
-            self._training.stop()
-        self._place.stop()
+        boundaries = self._place.present.boundaries
+        if boundaries.cross() is BoundaryAction.STOP:
+            boundaries.stop()
 
     # ---- the script's own
 

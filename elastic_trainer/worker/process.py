@@ -25,7 +25,7 @@ from elastic_trainer.worker.recovery import Escape, InPlaceRecovery, Rounds
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.engine import Boundaries, OneRound, RankContext, Workplace
+from elastic_trainer.worker.steps.engine import Boundaries, OneRound, RankContext, WorkerContext
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.training import Training, Wrapped
@@ -61,7 +61,7 @@ class OneGathering:
     def close(self, status: str) -> None:
         """The launcher sees the exit code."""
 
-    def meet(self, place: Workplace) -> None:
+    def meet(self, place: WorkerContext) -> None:
         place.position.generation = self._formation.round
         with place.tracker.during(Phase.RENDEZVOUS):
             self._sockets.forming(groups.store_ends(self._formation))
@@ -69,7 +69,7 @@ class OneGathering:
             group = groups.form(self._formation, place.placement, self.timeouts, waits)
             self._sockets.formed(group.listening)
         place.arrive(group)
-        place.context = RankContext(group, Boundaries(group.control, place.signals))
+        place.context = RankContext(group, Boundaries(group.control, place))
         check_storage(place.manager, group.control, place.environment)
 
     def round_end(self, training: Training) -> OneRound:
@@ -100,7 +100,7 @@ class InPlaceGathering:
             groups.abort_nccl()
         self._escape.sockets.sever(number)
 
-    def meet(self, place: Workplace) -> None:
+    def meet(self, place: WorkerContext) -> None:
         """Ranks meet only once there is a model."""
 
     def round_end(self, training: Training) -> InPlaceRecovery:
@@ -140,7 +140,7 @@ class Process:
                 self._gathering.stop_requested,
                 leave_within_s=environment.leave_within,
             )
-            self.place = Workplace(
+            self.place = WorkerContext(
                 options,
                 environment,
                 self._gathering.report,

@@ -22,7 +22,6 @@ import torch
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import (
     CheckpointError,
-    ConfigError,
     RejoinError,
     RoundBrokenError,
     StepGivenUpError,
@@ -47,6 +46,7 @@ from elastic_trainer.worker.comm.control import Codec, Control
 from elastic_trainer.worker.comm.groups import Group, RoundPlace
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model.replica import Use
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import Origin, heal, identity
 from elastic_trainer.worker.state.saver import check_storage
@@ -302,11 +302,8 @@ class MemoryShortage:
     def __init__(self, training: Training) -> None:
         self._training, self._place = training, training.place
         self._policy = OnShortage(self._place.options.checks.out_of_memory)
-        if self._policy is OnShortage.HALVE and training.replica.tree is not None:
-            raise ConfigError(
-                "out_of_memory='halve' cannot go with reduction='tree', whose bits depend on the micro-batches",
-                hint="use out_of_memory='skip', or a smaller micro_batch_size",
-            )
+        if self._policy is OnShortage.HALVE:
+            training.replica.check(Use.HALVING)
         self._step = 0
         """The step for which this rank had too little memory; 0: none."""
 
@@ -441,8 +438,7 @@ class InPlaceRecovery:
         healed = heal(control, mine, least, self, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
         if behind:
-            if training.outer is not None:
-                training.outer.healed()
+            training.steps.sync.healed()
             training.origin = Origin(None, healed.notes["fields"])
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
@@ -531,7 +527,7 @@ class InPlaceRecovery:
         error = self._shortage.seen(step, error)
         if not self._confirms(error):
             return False
-        if not step.committed or self._training.apart:
+        if not step.committed or self._training.steps.sync.open:
             self._give_up(step)
         else:
             self._place.record(step)
@@ -580,8 +576,7 @@ class InPlaceRecovery:
         self._change_due = False
         self._training.replica.release()
         self._rounds.abandon()
-        if self._training.outer is not None:
-            self._training.outer.undo()
+        self._training.steps.sync.undo()
         self._place.present.boundaries.refuse_nonfinite()
         self._enter(joinable=joinable)
         self._place.feed.redraw()  # the script may open another step with the same batch
@@ -597,7 +592,7 @@ class InPlaceRecovery:
     def check_gradients(self) -> None:
         """RoundBrokenError if the gradients may lack those of other ranks, or if no sum would say that one is gone."""
         device = self._place.placement.device
-        if device.type == "cuda" or self._training.apart:
+        if device.type == "cuda" or self._training.steps.sync.open:
             self._rounds.check_device(device)
 
     # ---- planned changes

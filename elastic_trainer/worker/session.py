@@ -50,13 +50,13 @@ from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.abort import is_collective_failure
 from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose
 from elastic_trainer.worker.comm.groups import self_started
-from elastic_trainer.worker.model.local import Apart
-from elastic_trainer.worker.model.replica import Reduction, WrappedModel, check_bare, refuse_ddp
+from elastic_trainer.worker.model.local import LocalSgd
+from elastic_trainer.worker.model.replica import Reduction, Use, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
-from elastic_trainer.worker.steps.engine import DrivenStep, Step, Workplace
+from elastic_trainer.worker.steps.engine import ManualStep, Step, WorkerContext
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.training import Training, Wrapped
@@ -121,7 +121,7 @@ class Session:
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._meshes = Meshes()
-        self._driven: DrivenStep | None = None
+        self._driven: ManualStep | None = None
         """The last step that the script began itself."""
         self._show_ranks: Callable[[], None] | None = None
 
@@ -184,11 +184,10 @@ class Session:
         place = self._here
         place.tracker.change(Phase.ENDING)
         place.signals.agreed()
-        if self._training is not None and self._training.outer is not None:
-            self._training.outer.finish()
-        place.present.boundaries.end()
         if self._training is not None:
-            self._training.save_last("done")
+            self._training.steps.finish()
+        place.present.boundaries.end()
+        place.present.boundaries.save_last("done")
         place.present.control.sum(Purpose.FINISH)
 
     def _disown(self) -> None:
@@ -244,7 +243,7 @@ class Session:
         return self._process
 
     @property
-    def _here(self) -> Workplace:
+    def _here(self) -> WorkerContext:
         return self._require_open().place
 
     @property
@@ -384,7 +383,7 @@ class Session:
                 scaler,
                 sync_batchnorm,
                 how,
-                Apart.of(how, sync_every, outer_lr, outer_momentum),
+                LocalSgd.of(how, sync_every, outer_lr, outer_momentum),
                 average,
                 ddp_options or {},
                 self._meshes.layout,
@@ -500,13 +499,13 @@ class Session:
             ("scale_from", plan.scale_from is not None),
             ("workers", loading.workers > 0),
             ("bad_samples='skip'", loading.bad_samples != "raise"),
-            ("reduction='local_sgd' or 'diloco'", self._trained.replica.apart),
         ):
             if given:
                 raise ConfigError(
                     f"{option} does not go with Streams",
                     hint="leave it out; a stream may read ahead itself, as torchdata's StatefulDataLoader does",
                 )
+        self._trained.replica.check(Use.STREAMS)
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
@@ -562,16 +561,16 @@ class Session:
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
-        return self._trained.begin_step(Step)
+        return self._trained.steps.begin(Step)
 
-    def begin_step(self) -> DrivenStep:
+    def begin_step(self) -> ManualStep:
         """:meth:`step` without a block, for loops of others; ``step.end()`` closes it (see driven).
 
         A step whose ``end()`` returns False is repeated by drawing the next batch, which is the same one.
         """
         if self._driven is not None and not self._driven.ended:
             raise ConfigError("begin_step() before the end of the last step", hint="call step.end() first")
-        self._driven = self._trained.begin_step(DrivenStep)
+        self._driven = self._trained.steps.begin(ManualStep)
         return self._driven
 
     @contextmanager

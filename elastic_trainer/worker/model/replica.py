@@ -9,7 +9,7 @@ costs one copy of all of them, and one look at each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,9 +23,11 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import BatchNorm
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, Work, collective
@@ -33,7 +35,7 @@ from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.model.average import averaged
 from elastic_trainer.worker.report import HeartbeatReporter
 
 
@@ -182,7 +184,7 @@ Reduce = Callable[[torch.Tensor], None]
 """Sums a tensor over all ranks, in place."""
 
 
-class Company:
+class SyncContext:
     """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
 
     def __init__(self) -> None:
@@ -201,7 +203,7 @@ class SharedBatchNorm(BatchNorm):
     A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
     """
 
-    company: Company
+    context: SyncContext
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -209,11 +211,11 @@ class SharedBatchNorm(BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        alone = self.company.world_size == 1 and input.numel() > input.shape[1]
+        alone = self.context.world_size == 1 and input.numel() > input.shape[1]
         if alone or not self.training:  # in evaluation ranks have different numbers of batches
             return super().forward(input)
         output: torch.Tensor
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.company)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.context)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
             self._move(mean, variance, float(count))
         return output
@@ -233,10 +235,10 @@ class _Normalize(torch.autograd.Function):
     """Statistics of all ranks; the backward pass sums over all ranks again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, company: Company) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, context: SyncContext) -> Any:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        mean, variance, count = _joined(wide, axes, company)
+        mean, variance, count = _joined(wide, axes, context)
         shape = [1, -1] + [1] * (x.dim() - 2)
         scale = torch.rsqrt(variance + eps)
         normal = (wide - mean.view(shape)) * scale.view(shape)
@@ -244,7 +246,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None:
             output = normal * weight.view(shape).to(wide.dtype) + bias.view(shape).to(wide.dtype)
         ctx.save_for_backward(normal, scale, weight)
-        ctx.company, ctx.axes, ctx.shape, ctx.count, ctx.counts = company, axes, shape, count, company.counts
+        ctx.context, ctx.axes, ctx.shape, ctx.count, ctx.counts = context, axes, shape, count, context.counts
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
@@ -255,7 +257,7 @@ class _Normalize(torch.autograd.Function):
         wide = grad.to(normal.dtype)
         total, along = wide.sum(axes), (wide * normal).sum(axes)
         of_all = torch.cat([total, along])
-        ctx.company.reduce(of_all)
+        ctx.context.reduce(of_all)
         mean_total, mean_along = (of_all / ctx.count).chunk(2)
         back = wide
         if ctx.counts:  # a filler has no part in the statistics
@@ -265,14 +267,14 @@ class _Normalize(torch.autograd.Function):
         return (back * factor.view(shape)).to(grad.dtype), *weights, None, None
 
 
-def _joined(x: torch.Tensor, axes: list[int], company: Company) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _joined(x: torch.Tensor, axes: list[int], context: SyncContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and (biased) variance per channel over all ranks, and the number of values."""
     channels = x.shape[1]
-    stats = x.new_zeros(company.world_size, 2 * channels + 1)
-    if company.counts and x.numel():
+    stats = x.new_zeros(context.world_size, 2 * channels + 1)
+    if context.counts and x.numel():
         variance, mean = torch.var_mean(x, axes, correction=0)
-        stats[company.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
-    company.reduce(stats)
+        stats[context.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
+    context.reduce(stats)
     means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
     count = counts.sum().clamp_(min=1.0)
     mean = (counts * means).sum(0) / count
@@ -280,7 +282,7 @@ def _joined(x: torch.Tensor, axes: list[int], company: Company) -> tuple[torch.T
     return mean, variance, count
 
 
-def share_batchnorm(module: nn.Module, company: Company) -> nn.Module:
+def share_batchnorm(module: nn.Module, context: SyncContext) -> nn.Module:
     """``module`` with every layer of batch normalization over all ranks; parameters, buffers and names stay."""
     if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
         shared = SharedBatchNorm(
@@ -290,10 +292,10 @@ def share_batchnorm(module: nn.Module, company: Company) -> nn.Module:
         shared.running_mean, shared.running_var = module.running_mean, module.running_var
         shared.num_batches_tracked = module.num_batches_tracked
         shared.training = module.training
-        shared.company = company
+        shared.context = context
         return shared
     for name, child in module.named_children():
-        module.add_module(name, share_batchnorm(child, company))
+        module.add_module(name, share_batchnorm(child, context))
     return module
 
 
@@ -416,15 +418,10 @@ class Trainable:
                 f"parameter {_first_new(self, names, parameters)!r} is not the one that session.wrap() was given",
                 hint="make all parameters before wrap(), and freeze those that are to be trained later",
             )
-        self._flags, self._groups = list(map(_required, parameters)), len(groups)
+        self._flags, self.groups = list(map(_required, parameters)), len(groups)
         held = {id(each) for group in groups for each in group["params"]}
         self.outside = [each for each in parameters if id(each) not in held]
         """Those in no group of the optimizer."""
-
-    @property
-    def regrouped(self) -> bool:
-        """Whether the optimizer has a new group."""
-        return len(self._optimizer.param_groups) != self._groups
 
     @property
     def switched(self) -> bool:
@@ -511,8 +508,9 @@ _OWN = ("init_sync", "device_ids", "output_device", "process_group")
 class DataPart:
     """Which part of the data a rank draws: part ``rank`` of ``world``, as do ``alike`` ranks together.
 
-    ``first``: it is the one of them that counts the samples. ``even``: the model computes together with other ranks, so
-    all need equally many forward passes.
+    ``first``: it is the one of them that counts the samples. ``even``: its passes in training are collectives, so all
+    ranks need equally many; ``always_even``: those of an evaluation too. ``fixed``: nothing that is drawn may depend on
+    the number of ranks.
     """
 
     rank: int
@@ -520,75 +518,73 @@ class DataPart:
     alike: int = 1
     first: bool = True
     even: bool = False
+    always_even: bool = False
+    fixed: bool = False
+
+
+Own = tuple[torch.Tensor, float]
+"""The loss of a part of a batch, and the weight with which it goes into the mean over the global batch."""
+
+
+class Use(StrEnum):
+    """What a script may ask for that not every replica goes with."""
+
+    CLOSURE = "optimizer.step(closure)"
+    MANUAL_STEP = "session.begin_step()"
+    STREAMS = "session.batches(Streams(...))"
+    AUDIT = "audit_every"
+    HALVING = "out_of_memory='halve'"
 
 
 class Replica:
-    """The model of this rank. ``lasting``: the process outlives rounds (in-place recovery)."""
+    """One rank's copy of the model, and how it is kept equal to those of other ranks; each mode is a type.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        placement: Placement,
-        options: Mapping[str, Any],
-        tracker: HeartbeatReporter,
-        *,
-        sync: bool,
-        lasting: bool = False,
-        reduction: Reduction = Reduction.DDP,
-    ) -> None:
-        check_options(options)
-        if reduction is Reduction.TREE and (sync or options):
-            raise ConfigError(
-                f"reduction='tree' does not go with {'sync_batchnorm' if sync else 'ddp_options'}",
-                hint="leave it out: the tree does not use DistributedDataParallel",
-            )
-        self._placement, self._options, self._tracker = placement, dict(options), tracker
-        self.module, self._company = self._moved(bare(module), placement.device), Company()
-        compiled = module is not self.module
-        if sync and placement.device.type != "cuda":
-            self.module = share_batchnorm(self.module, self._company)
-        elif sync:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        self.lasting = lasting
-        self.runner = WrappedModel(self.module, module if compiled else self.module)
+    What only some modes need is a method that does nothing here. ``in_place``: the process outlives rounds, so what a
+    step does to the buffers can be undone.
+    """
+
+    refused: Mapping[Use, tuple[str, str]] = {}
+    """What does not go with this mode: why, and what to do instead."""
+    layout: ShardLayout | None = None
+    """How the model is sharded, if it is."""
+    anywhere: Callable[[bool], bool] | None = None
+    """Whether any rank that holds a part of this state says so; all of them ask at once. None: this rank holds all."""
+    fitted = False
+    """Whether the reduction was built for a fixed set of trained parameters."""
+    share = 1.0
+    """Factor for the loss that turns gradients into means over the ranks."""
+    averaged_over = 1
+    """Over how many ranks gradients are means, with that factor."""
+    own_optimizer = False
+    """Whether each rank holds a state of its optimizer that is its own."""
+    loss_weight = 1
+    """For how many ranks this one counts in a sum of losses."""
+    summed = True
+    """Whether the gradients are sums over all ranks, as far as that is known."""
+    prepared = 0
+    """The number of the step that a peer may have committed; 0 if there is none."""
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        self._placement, self.in_place = placement, in_place
+        self.module = self._moved(bare(module), placement.device)
+        self.runner = WrappedModel(self.module, self.module if bare(module) is module else module)
         """What the script calls."""
-        self._buffers = Buffers(self.module) if lasting or reduction is Reduction.TREE else None
-        self.even = sync
-        """Whether all ranks need the same number of micro-batches (collectives in the forward pass)."""
-        self._parallel: DistributedDataParallel | None = None
-        self._gradients: Gradients | None = None
-        self.tree: TreeReduction | None = None
-        if reduction is Reduction.TREE and self._buffers is not None:
-            self._check_trainable()
-            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
+        self._buffers = Buffers(self.module) if in_place else None
 
     def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module.to(device)
 
-    def begin_step(self, *, counts: bool = True) -> None:
-        """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
-        self._company.counts = counts
-        replaced = self._buffers.keep() if self._buffers is not None else None
-        if self._gradients is not None:
-            self._gradients.begin_step()
-        if self.tree is not None:
-            if replaced is not None:
-                raise ConfigError(
-                    f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
-                    hint="change it in place, with copy_()",
-                )
-            self.tree.begin_step()
+    def check(self, use: Use) -> None:
+        """ConfigError if this mode does not go with ``use``."""
+        if use in self.refused:
+            sentence, hint = self.refused[use]
+            raise ConfigError(sentence, hint=hint)
 
-    def begin_micro_batch(self, *, counts: bool = True) -> None:
-        """In the tree each micro-batch begins with the buffers that the step began with."""
-        self._company.counts = counts
-        if self.tree is not None and self._buffers is not None:
-            self._buffers.restore()
+    def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
+        """The moving average to keep of the parameters: with this decay, the given one, or none."""
+        return averaged(self.module, wanted)
 
-    layout: ShardLayout | None = None
-    """How the model is sharded, if it is."""
-    apart = False
-    """Whether ranks hold different parameters between two synchronisations."""
+    # ---- rounds
 
     def join(self, group: Group) -> None:
         """A round was formed."""
@@ -600,105 +596,209 @@ class Replica:
         """The ranks that must hold what this one holds."""
         return control
 
-    def part(self, control: Control) -> DataPart:
-        """What this rank draws of each global batch."""
-        return DataPart(control.rank, control.world_size)
-
     @property
     def peers(self) -> Control | None:
         """The ranks that hold one whole state together with this one."""
         return None
 
+    def part(self, control: Control) -> DataPart:
+        """What this rank draws of each global batch."""
+        return DataPart(control.rank, control.world_size)
+
+    def claims(self, control: Control, resumed: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+        """What checkpoints say of how this replica computes.
+
+        ConfigError on ranks that compute otherwise than rank 0, or than the fields ``resumed``.
+        """
+        return {}
+
+    def bind(self, control: Control) -> None:
+        """Train with the ranks of the present round, which all hold the same state."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
+        self.averaged_over = self.part(control).world
+
+    def fit(self, control: Control, change: str) -> None:
+        """Follow a ``change`` of the trained parameters, between two steps, on all ranks alike."""
+        self.bind(control)
+
+    def release(self) -> None:
+        """Leave the round."""
+
+    # ---- steps
+
     def share_buffers(self) -> None:
         """Before a step; DistributedDataParallel does it in the forward pass."""
 
-    def commit_together(self, number: int) -> None:
-        """Before the update of step ``number``: wait for ranks that must make it together with this one."""
+    def begin_step(self, *, counts: bool = True) -> None:
+        """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
+        if self._buffers is not None:
+            self._buffers.keep()
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether any rank that holds a part of this state says so; all of them ask at once."""
-        return flag
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        """Before the forward pass of one of several micro-batches."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context in which backward passes only add up locally."""
+        return nullcontext()
+
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
+        """Before any collective of a backward pass: the weight of its loss. ``done`` are starts of earlier parts.
+
+        Where ranks compute together they find out here whether all are there.
+        """
+        return 1.0 if part is None else part.weight
+
+    def counting(self, control: Control) -> Control:
+        """The ranks that add up what they count of a batch."""
+        return control
+
+    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+        """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left to a later pass.
+
+        ``own`` is the unscaled loss of ``part`` with its weight, ``last`` whether no other part of the batch follows.
+        Returns the mean loss over the global batch (a float) where the pass finds it, else None.
+        """
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def run(
+        self,
+        schedule: str | None,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        loss_of: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        """All passes of a step at once, where the model is computed in stages."""
+        raise ConfigError(
+            "step.pipeline() of a model without stages", hint="say session.wrap(..., stage=PipelineStage(...))"
+        )
+
+    def scale_gradients(self, factor: float) -> None:
+        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+    def commit_together(self, number: int, *, fused: bool = False) -> None:
+        """Before the update of step ``number``: wait for ranks that must make it together with this one.
+
+        ``fused``: the optimizer unscales the gradients itself.
+        """
+
     def undo(self) -> None:
+        """Put back the buffers that the step began with."""
         if self._buffers is not None:
             self._buffers.undo()
 
+    # ---- between steps
+
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Between steps: passes in here leave no trace in the buffers."""
+        """Passes in here leave no trace in the buffers."""
         if self._buffers is not None:
             self._buffers.keep()
         yield
         self.undo()
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The bare module if ``model`` wraps it, else ``model`` itself."""
+        model = bare(model)
+        if model is self.runner:
+            return self.module
+        return bare(model.module) if isinstance(model, DistributedDataParallel) else model
+
+    def align_buffers(self, control: Control, average: nn.Module | None) -> None:
+        """Give all ranks rank 0's buffers, as the next forward pass would, and those of the ``average``.
+
+        Rank 0's are the ones that are saved, however they came about (``update_bn``).
+        """
+
+
+class DdpReplica(Replica):
+    """Gradients are averaged by DistributedDataParallel, with these ``options``, in every step.
+
+    ``sync_batchnorm``: layers of batch normalization compute over the samples of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        tracker: HeartbeatReporter,
+        options: Mapping[str, Any],
+        *,
+        sync_batchnorm: bool,
+        in_place: bool = False,
+    ) -> None:
+        check_options(options)
+        self._tracker, self._options, self._even, self._context = tracker, dict(options), sync_batchnorm, SyncContext()
+        super().__init__(module, placement, in_place=in_place)
+        self._parallel: DistributedDataParallel | None = None
+        self._gradients: Gradients | None = None
+        if sync_batchnorm:
+            self.refused = {Use.AUDIT: ("audit_every does not go with sync_batchnorm", "leave it out")}
+
+    def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
+        module = super()._moved(module, device)
+        if self._even and device.type == "cuda":
+            return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-any-return, no-untyped-call]
+        return share_batchnorm(module, self._context) if self._even else module
+
+    def part(self, control: Control) -> DataPart:
+        return DataPart(control.rank, control.world_size, even=self._even)
+
     def bind(self, control: Control) -> None:
-        """Average gradients over the ranks of the present round, which all hold the same state."""
         self.release()
-        self._check_trainable()
-        if self.tree is not None and self._buffers is not None:
-            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
-            self.tree.bind(control, None if control.alone else dist.group.WORLD)
-            return
+        super().bind(control)
         if control.alone:
             return
         cuda = self._placement.device.type == "cuda"
-        if self.even and not cuda:
-            self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
+        if self._even and not cuda:
+            self._context.bind(control.rank, control.world_size, partial(all_reduce, control))
         ids = [self._placement.device.index] if cuda else None
         # Else gradients are copied back and held twice. With DDP's mixed precision they do not fit their bucket.
         options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
-        interruptible = self.lasting and not cuda and options["gradient_as_bucket_view"]
         self._parallel = DistributedDataParallel(self.runner.called, device_ids=ids, init_sync=False, **options)
-        if interruptible:
+        self.fitted = True
+        if self.in_place and not cuda and options["gradient_as_bucket_view"]:
             self._gradients = Gradients(self._parallel, control.works)
+            self.share = self._gradients.share
         self.runner.go_through(self._parallel)
 
-    @property
-    def fitted(self) -> bool:
-        """Whether the reduction was built for a fixed set of trained parameters."""
-        return self._parallel is not None or self.tree is not None
-
     def fit(self, control: Control, change: str) -> None:
-        """Follow a ``change`` of the trained parameters, between two steps, on all ranks alike."""
-        if self._parallel is not None and not self.lasting:
+        if not self.in_place:
             raise ConfigError(
                 f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
                 hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
             )
         self.bind(control)
 
-    @property
-    def summed(self) -> bool:
-        """Whether the gradients are sums over all ranks, as far as that is known."""
-        return self._gradients is None or self._gradients.complete
-
-    def _check_trainable(self) -> None:
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
-
     def release(self) -> None:
-        self._company.bind(0, 1, lambda tensor: None)
-        if self.tree is not None:
-            self.tree.unbind()
+        self._context.bind(0, 1, lambda tensor: None)
         self._parallel = self._gradients = None
+        self.fitted, self.summed, self.share = False, True, 1.0
         self.runner.go_through(None)
 
-    @property
-    def share(self) -> float:
-        """Factor for the loss that turns gradients into means over the ranks."""
-        return 1.0 if self._gradients is None else self._gradients.share
+    def begin_step(self, *, counts: bool = True) -> None:
+        self._context.counts = counts
+        if self._buffers is not None:
+            self._buffers.keep()
+        if self._gradients is not None:
+            self._gradients.begin_step()
+            self.summed = False
 
-    def before_backward(self) -> None:
-        """Before any collective of a backward pass: find out whether ranks that compute together are all there."""
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        self._context.counts = counts
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass; gradients are averaged over the ranks unless that is left to a later pass."""
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._parallel is None else self._parallel.no_sync()
+
+    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
         if self._gradients is not None:
             self._gradients.backward(loss)
+            self.summed = self._gradients.complete
         elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -715,41 +815,8 @@ class Replica:
         finally:
             self._tracker.resumes()
 
-    def run(
-        self,
-        schedule: str | None,
-        inputs: Sequence[tuple[torch.Tensor, ...]],
-        loss_of: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> None:
-        """All passes of a step at once, where the model is computed in stages."""
-        raise ConfigError(
-            "step.pipeline() of a model without stages", hint="say session.wrap(..., stage=PipelineStage(...))"
-        )
-
-    stands_for = 1
-    """For how many ranks this one counts in a sum of losses."""
-
-    def scale_gradients(self, factor: float) -> None:
-        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """A context in which backward passes only add up locally."""
-        return nullcontext() if self._parallel is None else self._parallel.no_sync()
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """The bare module if ``model`` wraps it, else ``model`` itself."""
-        model = bare(model)
-        if model is self._parallel or model is self.runner:
-            return self.module
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
     def align_buffers(self, control: Control, average: nn.Module | None) -> None:
-        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise).
-
-        Those of the ``average`` too: rank 0's are the ones that are saved, however they came about (``update_bn``).
-        """
+        """As the options of DistributedDataParallel say."""
         if self._parallel is None or not forwards_buffers(self._parallel):
             return
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())

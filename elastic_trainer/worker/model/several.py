@@ -15,45 +15,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Replica, bare, share, unflatten
-from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, share, unflatten
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
 
 
-class SeveralReplica(Replica):
+class MultiOptimizerReplica(Replica):
     """See the module. ``module`` holds all models."""
 
-    def __init__(
-        self, module: nn.Module, placement: Placement, tracker: HeartbeatReporter, *, lasting: bool = False
-    ) -> None:
-        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.CLOSURE: (
+            "one of several optimizers does not go with a closure",
+            "call its step() after step.backward(loss)",
+        ),
+        Use.MANUAL_STEP: ("begin_step() with several models or optimizers", "use `with session.step()`"),
+        Use.AUDIT: ("audit_every does not go with several models or optimizers", "leave it out"),
+    }
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        super().__init__(module, placement, in_place=in_place)
         self._control = Control()
         self._parameters = list(self.module.parameters())
         self._summed: list[torch.Tensor | None] = []
         """Gradients from before a pass, by parameter; empty outside of passes and between accumulated ones."""
         self._accumulates = False
 
+    def bind(self, control: Control) -> None:
+        super().bind(control)
+        self._control, self.share = control, 1.0 / control.world_size
+
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
         self._summed, self._accumulates = [], False
-
-    def bind(self, control: Control) -> None:
-        self._control = control
-        self._check_trainable()
-
-    @property
-    def share(self) -> float:
-        return 1.0 / self._control.world_size
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -63,7 +67,7 @@ class SeveralReplica(Replica):
         finally:
             self._accumulates = False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
         if self._control.alone:
             super().backward(loss)
             return

@@ -14,8 +14,8 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, collective
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
@@ -36,28 +38,41 @@ from elastic_trainer.worker.comm.groups import FormTimeouts, Group, ShardGroups,
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
-from elastic_trainer.worker.model.replica import DataPart, Replica, share
-from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.model.average import ShardedAverage, checked_decay
+from elastic_trainer.worker.model.replica import DataPart, Own, Replica, Use, share
 
 
 class ShardedReplica(Replica):
     """See the module. ``layout`` is that of the session's mesh; ``patience`` limits the forming of groups."""
 
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.CLOSURE: (
+            "a sharded model does not go with a closure",
+            "call optimizer.step() after step.backward(loss)",
+        ),
+        Use.MANUAL_STEP: (
+            "begin_step() of a sharded model, which no rank can compute alone",
+            "use `with session.step()`",
+        ),
+        Use.AUDIT: ("audit_every does not go with a model that is sharded or in stages", "leave it out"),
+    }
+    fitted = True
+
     def __init__(
         self,
         module: nn.Module,
         placement: Placement,
-        tracker: HeartbeatReporter,
         layout: ShardLayout,
         patience: FormTimeouts,
         *,
-        lasting: bool,
+        in_place: bool,
     ) -> None:
         self._check(module, layout)
-        if lasting:
+        if in_place:
             warm_up(placement.device)
-        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
-        self.even, self.layout, self._layout, self._patience = True, layout, layout, patience
+        super().__init__(module, placement, in_place=in_place)
+        self.layout = self._layout = layout
+        self._patience = patience
         self._fsdp = [each for each in self._modules(module) if isinstance(each, FSDPModule)]
         for each in self._fsdp:
             each.set_gradient_divide_factor(1.0)
@@ -71,11 +86,11 @@ class ShardedReplica(Replica):
         self._begun: list[Any] = []
         self._begun_in: set[int] = set()
         """Memory whose sum over the replicas was started."""
-        self._starts = self._holds = self._summed = False
+        self._starts = self._holds = self.summed = False
         self._passes: list[Pending] | None = None
         """What was announced of forward passes since the last meeting; None outside of steps."""
         self.runner.go_through(self._called)
-        self._share, self._control = 1.0, Control()
+        self._control = Control()
         kept = ((each, torch_internals.saved_buffers(each)) for each in self._modules(module))
         self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
 
@@ -92,6 +107,9 @@ class ShardedReplica(Replica):
         groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
         names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
         return frozenset(dim for dim, name in enumerate(self._layout.names) if name in names)
+
+    def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
+        return None if wanted is None else ShardedAverage(self.module, checked_decay(wanted))
 
     # ---- rounds
 
@@ -129,11 +147,12 @@ class ShardedReplica(Replica):
             self._layout.coordinate[dim] == 0 for dim in range(len(self._layout.shape)) if dim not in self._data_dims
         )
         groups, alike = self.groups, self._layout.size // size
-        return DataPart(groups.number * size + mine, groups.count * size, alike, first=first, even=True)
+        mine += groups.number * size
+        return DataPart(mine, groups.count * size, alike, first=first, even=True, always_even=True)
 
     def bind(self, control: Control) -> None:
-        self._check_trainable()
-        self._share, self._control = 1.0 / self.part(control).world, control
+        super().bind(control)
+        self.share, self._control = 1.0 / self.averaged_over, control
 
     def release(self) -> None:
         """FSDP may be anywhere inside a pass. Finished gradients stay: a peer may have committed the step."""
@@ -141,10 +160,6 @@ class ShardedReplica(Replica):
         self._begun = []
         torch_internals.leave_fsdp_pass(self._fsdp)
         self._layout.leave()
-
-    @property
-    def fitted(self) -> bool:
-        return True
 
     def fit(self, control: Control, change: str) -> None:
         raise ConfigError(
@@ -156,7 +171,7 @@ class ShardedReplica(Replica):
 
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
-        self._summed = self._holds = False
+        self.summed = self._holds = False
         self._passes = []
         self.reshard()
 
@@ -167,11 +182,12 @@ class ShardedReplica(Replica):
 
     def undo(self) -> None:
         super().undo()
-        self._summed = self._holds = False
+        self.summed = self._holds = False
         self._passes = None
 
-    def before_backward(self) -> None:
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
         self._meet(Purpose.BACKWARD)
+        return super().before_backward(part, done)
 
     def _called(self, *inputs: Any, **named: Any) -> Any:
         """The model. In a step the call is announced: if peers call it less often, they find out where they meet next.
@@ -189,38 +205,27 @@ class ShardedReplica(Replica):
             each.wait()
         self.groups.peers.sum(purpose, values)
 
-    @property
-    def share(self) -> float:
-        return self._share
-
-    @property
-    def summed(self) -> bool:
-        return self._summed
-
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes sum over the shard group only: the whole gradient has no place in memory."""
         self._holds = True
         try:
             yield
         finally:
             self._holds = False
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Backward passes sum over the shard group only: the whole gradient has no place in memory."""
-        return self._held()
-
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
         self._pass(loss.backward)
 
     def _pass(self, backward: Callable[[], object]) -> None:
-        if self._summed and self.groups.count > 1:  # the sum will be summed again together with what is new
+        if self.summed and self.groups.count > 1:  # the sum will be summed again together with what is new
             self.scale_gradients(1.0 / self.groups.count)
         self._starts = not self._holds and all(each.grad is None for each in self._parameters)
         self._begun_in.clear()
         backward()
         if not self._holds:
             self._sum_over_replicas()
-            self._summed = True
+            self.summed = True
 
     def _reduced(self, module: FSDPModule, output: torch.Tensor) -> None:
         """FSDP has summed a parameter group's gradient over the shard group; ``.grad`` will be views of ``output``."""
@@ -294,12 +299,17 @@ class ShardedReplica(Replica):
         sharded = [size for size, each in zip(shape, placements, strict=True) if not isinstance(each, Replicate)]
         return self._layout.size // stages // int(torch.Size(sharded).numel())
 
-    def commit_together(self, number: int) -> None:
+    def commit_together(self, number: int, *, fused: bool = False) -> None:
         """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
 
         A shard behind its peers is in no whole state. With groups of several nodes all ranks have to be ready:
         survivors of two groups may have to form a whole one, and then all make the step that one of them has made.
         """
+        if fused:
+            raise ConfigError(
+                "a GradScaler with a fused optimizer does not go with a sharded model", hint="leave fused=True out"
+            )
+        self.prepared = number
         self._meet(Purpose.COMMIT, float(number))
         self._passes = None
         if self._layout.spans_nodes:

@@ -15,13 +15,17 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer import torch_internals
 from elastic_trainer.data.plan import cut
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.abort import Work, collective
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model.replica import Buffers, DataPart, Own, Replica, Use
 
 FIELD = "arithmetic"
 """Its field in checkpoints, for ``allow_changed`` too."""
@@ -354,3 +358,74 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+class TreeReplica(Replica):
+    """Gradients are added up in a tree of micro-batches: the same bits at any number of ranks."""
+
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.HALVING: (
+            "out_of_memory='halve' cannot go with reduction='tree', whose bits depend on the micro-batches",
+            "use out_of_memory='skip', or a smaller micro_batch_size",
+        )
+    }
+    fitted = True
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        super().__init__(module, placement, in_place=in_place)
+        self._kept = self._buffers = self._buffers or Buffers(self.module)
+        self.tree = TreeReduction(self.module, self._kept.live, self._kept.kept)
+
+    def part(self, control: Control) -> DataPart:
+        return DataPart(control.rank, control.world_size, fixed=True)
+
+    def claims(self, control: Control, resumed: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+        mine = arithmetic(self._placement.device)
+        check_ranks(control, mine)
+        check_resumed(mine, resumed.get(FIELD), allowed)
+        return {FIELD: mine}
+
+    def bind(self, control: Control) -> None:
+        self.release()
+        super().bind(control)
+        self.averaged_over = 1
+        self.tree = TreeReduction(self.module, self._kept.live, self._kept.kept)
+        self.tree.bind(control, None if control.alone else dist.group.WORLD)
+
+    def release(self) -> None:
+        self.tree.unbind()
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        replaced = self._kept.keep()
+        if replaced is not None:
+            raise ConfigError(
+                f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
+                hint="change it in place, with copy_()",
+            )
+        self.tree.begin_step()
+
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        """Each micro-batch begins with the buffers that the step began with."""
+        self._kept.restore()
+
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
+        """The share of the micro-batch in the global batch, the same at any number of ranks."""
+        if part is None or (part.number is None and part.weight):
+            raise ConfigError(
+                "reduction='tree' adds up micro-batches",
+                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
+            )
+        if part.start in done:
+            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
+        return len(part.ids) / part.global_size
+
+    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+        super().backward(loss)
+        if part is None or own is None or part.number is None:
+            self.tree.discard()
+        else:
+            self.tree.capture(part.number, len(part.ids) / part.global_size, own[0] * own[1])
+        if last and part is not None:
+            self.tree.combine(part.parts)
+            return self.tree.loss
+        return None

@@ -29,7 +29,7 @@ from elastic_trainer.torch_internals import tree_map
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.model.replica import Buffers, Replica
+from elastic_trainer.worker.model.replica import Buffers, Replica, Use
 from elastic_trainer.worker.model.tree import arithmetic, check_ranks
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import packed, unpacked
@@ -572,21 +572,14 @@ class PassAudit:
         return new
 
 
-def check_auditable(replica: Replica, *, several: bool, repeats: bool, device: torch.device) -> None:
+def check_auditable(replica: Replica, *, repeats: bool, device: torch.device) -> None:
     """ConfigError where a pass cannot be repeated by another rank alone, or not to the same bits."""
-    if repeats and not replica.lasting:
+    if repeats and not replica.in_place:
         raise ConfigError(
             "on_mismatch='repeat' undoes a step, which in-place recovery does",
             hint="start the run with --rdzv-conf recovery=in_place, or say on_mismatch='report'",
         )
-    for what, true in (
-        ("a model that is sharded or in stages", replica.layout is not None),
-        ("reduction='local_sgd' or 'diloco'", replica.apart),
-        ("several models or optimizers", several),
-        ("sync_batchnorm", replica.even),
-    ):
-        if true:
-            raise ConfigError(f"audit_every does not go with {what}", hint="leave it out")
+    replica.check(Use.AUDIT)
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
             f"{_PROMISE}, and some CUDA kernels give other bits each time",

@@ -184,7 +184,6 @@ class DataFeed:
         self._part = DataPart(0, 1)
         self.lr_factor = 1.0
         """Factor for the learning rate at the present number of ranks."""
-        self._even = self._fixed = False
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
         self._sampler: Sampler | None = None
@@ -202,22 +201,13 @@ class DataFeed:
         self._idle = (0, 0)
         """Ranks and micro-batches at the last warning about idle ranks."""
 
-    def bind(
-        self,
-        control: Control,
-        part: DataPart,
-        resumed: Mapping[str, Any],
-        given: Mapping[str, Any],
-        *,
-        even: bool,
-        fixed: bool,
-    ) -> None:
+    def bind(self, control: Control, part: DataPart, resumed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Draw this ``part`` in the present round.
 
         ``resumed``: the fields of the checkpoint that it began from. ``given``: those of the plan of the rank that this
-        one was healed from, if any. ``fixed``: nothing drawn may depend on the number of ranks.
+        one was healed from, if any.
         """
-        self._part, self._resumed, self._even, self._fixed = part, resumed, even, fixed
+        self._part, self._resumed = part, resumed
         self._look_up_lr()
         self.accord.bind(control, given)
 
@@ -294,7 +284,7 @@ class DataFeed:
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
                 hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
             )
-        if self._fixed and plan.scale_from is not None:
+        if self._part.fixed and plan.scale_from is not None:
             raise ConfigError(
                 "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
                 hint="leave one of them out",
@@ -314,7 +304,7 @@ class DataFeed:
         else:
             source = self._source_of(dataset, collate, loading, plan)
             timed = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, steps, change)
+        return self._drawn(Sampler(timed, plan, even=self._part.even, until=until), epochs, steps, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """Reuse the previous epoch's source if it fits: its data workers go on."""
@@ -337,7 +327,7 @@ class DataFeed:
         self._sampler, self._same_until, self._most_steps = sampler, epochs or 0, steps
         self._look_up_lr()
         while (epochs is None or position.cursor.epoch < epochs) and not self._made:
-            while not sampler.plan.ended(position.cursor) and not self._made:
+            while not self._made and not sampler.plan.ended(position.cursor):
                 if change():
                     continue
                 self.batch = self._draw(sampler)

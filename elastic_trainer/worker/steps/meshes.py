@@ -16,7 +16,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.steps.engine import Workplace
+from elastic_trainer.worker.steps.engine import WorkerContext
 
 
 class Meshes:
@@ -25,7 +25,7 @@ class Meshes:
     def __init__(self) -> None:
         self.layout: ShardLayout | None = None
 
-    def make(self, place: Workplace, shape: Sequence[int], names: Sequence[str], *, whole_job: bool) -> DeviceMesh:
+    def make(self, place: WorkerContext, shape: Sequence[int], names: Sequence[str], *, whole_job: bool) -> DeviceMesh:
         if self.layout is not None:
             raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
         torch_internals.require(torch_internals.SHARDED)
@@ -41,7 +41,7 @@ class Meshes:
         return self.layout.mesh
 
     @contextmanager
-    def parallelizing(self, place: Workplace) -> Iterator[None]:
+    def parallelizing(self, place: WorkerContext) -> Iterator[None]:
         if self.layout is None:
             raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
         with self.layout.parallelizing():

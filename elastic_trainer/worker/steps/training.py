@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,8 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
-from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
+from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm.abort import is_collective_failure
@@ -32,11 +31,17 @@ from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpo
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
-from elastic_trainer.worker.model.average import averaged, checked_decay
-from elastic_trainer.worker.model.local import Apart, LocalReplica
-from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
-from elastic_trainer.worker.model.several import SeveralReplica
-from elastic_trainer.worker.model.tree import FIELD, arithmetic, check_ranks, check_resumed
+from elastic_trainer.worker.model.local import LocalReplica, LocalSgd
+from elastic_trainer.worker.model.replica import (
+    DdpReplica,
+    Reduction,
+    Replica,
+    check_optimizer,
+    check_options,
+    is_sharded,
+)
+from elastic_trainer.worker.model.several import MultiOptimizerReplica
+from elastic_trainer.worker.model.tree import TreeReplica
 from elastic_trainer.worker.state.made import CUT, check_run
 from elastic_trainer.worker.state.restore import (
     Origin,
@@ -62,14 +67,14 @@ from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
 from elastic_trainer.worker.steps.engine import (
     Comparison,
     Difference,
+    EveryStep,
+    MultiOptimizerSteps,
     RankContext,
     RoundEnd,
     Step,
     StepBoundaries,
     Steps,
-    StepT,
-    Turn,
-    Workplace,
+    WorkerContext,
 )
 from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch, OnShortage
 
@@ -123,23 +128,26 @@ def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
     return frozenset(map(id, parameters))
 
 
-class OuterSteps:
-    """See the module. ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one.
+class LocalSgdSync(EveryStep):
+    """Ranks come to one state after ``every`` steps of their own; a fault undoes those since the last time.
+
+    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one.
 
     A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
     none reaches over it.
     """
 
+    rare = True
+
     def __init__(
         self,
-        place: Workplace,
+        place: WorkerContext,
         replica: LocalReplica,
         every: int,
-        round_end: RoundEnd,
         collect: Callable[[], dict[str, Any]],
         take_over: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._place, self._replica, self._every, self._round_end = place, replica, every, round_end
+        self._place, self._replica, self._every = place, replica, every
         self._collect, self._take_over = collect, take_over
         self._kept: dict[str, Any] | None = None
         """The state at the last synchronisation; None until a step is begun from there."""
@@ -154,8 +162,7 @@ class OuterSteps:
         self._identity: dict[str, int] = {}
 
     @property
-    def open(self) -> bool:
-        """Whether a step was begun since the last synchronisation."""
+    def open(self) -> bool:  # type: ignore[override]
         return self._kept is not None
 
     def begin(self) -> None:
@@ -163,23 +170,22 @@ class OuterSteps:
         if self._kept is not None:
             return
         self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
-        if self._replica.lasting:
+        if self._replica.in_place:
             self._kept = copy.deepcopy(self._collect())
         else:  # the end of the round ends the process
             self._kept = {"model": self._replica.anchor()}
 
-    def made(self, step: Step) -> bool:
-        """After ``step``: synchronise if it is time; whether all ranks hold one state now."""
+    def made(self, step: Step, check: Callable[[], None]) -> bool:
         if self._place.ledger.enabled:
             self._lines.append(self._place.entry(step))
         step.recorded = True
         self._made += 1
         if step.number % self._every and not self._place.feed.at_end:
             return False
-        self.synchronise()
+        self._synchronise(check)
         return True
 
-    def synchronise(self) -> None:
+    def _synchronise(self, check: Callable[[], None]) -> None:
         """All ranks come to one state, unless they hold it."""
         if self._kept is None or not self._made:
             return
@@ -191,20 +197,17 @@ class OuterSteps:
                 f"at step {position.step} ranks average, but other ranks have made a different number of steps",
                 hint="say the same sync_every on all ranks, and let all make the same steps",
             )
-        self._replica.synchronise(self._kept["model"], self._round_end.check_gradients)
+        self._replica.synchronise(self._kept["model"], check)
         self._kept = None
         self._record()
 
     def undo(self) -> None:
-        """The round has ended: go back to the last synchronisation."""
         if self._kept is not None:
             kept, self._kept, self._undone = self._kept, None, self._made
             self._take_over(kept)
 
-    def finish(self) -> None:
-        """The script has left its loop: all ranks come to one state. ConfigError if a fault has undone the last steps:
-        the script would not make them again.
-        """
+    def finish(self, check: Callable[[], None]) -> None:
+        """ConfigError if a fault has undone the last steps: the script would not make them again."""
         if self._undone:
             raise ConfigError(
                 f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
@@ -212,18 +215,16 @@ class OuterSteps:
                 hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
                 f" ({self._every}), or with an epoch, loses none",
             )
-        self.synchronise()
+        self._synchronise(check)
 
     def healed(self) -> None:
-        """This rank has received the state of a peer. If that comes from the synchronisation that failed here, the
-        steps of this rank are in it."""
+        """If the peer's state comes from the synchronisation that failed here, the steps of this rank are in it."""
         position = self._place.position
         if self._attempted == (position.step, position.lineage):
             self._undone = 0
             self._record()
 
     def require_closed(self) -> None:
-        """ConfigError between two synchronisations."""
         if self._kept is not None and self._made:
             raise ConfigError(
                 f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
@@ -247,7 +248,7 @@ class Wrapped:
     scaler: torch.amp.GradScaler | None
     sync_batchnorm: bool
     reduction: Reduction
-    apart: Apart | None
+    local_sgd: LocalSgd | None
     average: float | AveragedModel | None
     ddp_options: Mapping[str, Any]
     layout: ShardLayout | None
@@ -256,27 +257,47 @@ class Wrapped:
     pending: dict[str, Any]
 
 
-def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
-    """The replica for what was ``wrapped``."""
-    reduction, lasting = wrapped.reduction, place.environment.in_place
-    if wrapped.apart is not None:
-        _check_apart(place, wrapped, wrapped.apart)
-        return LocalReplica(wrapped.model, place.placement, place.tracker, wrapped.apart, lasting=lasting)
+def _check_optimizers(wrapped: Wrapped) -> None:
+    """ConfigError for a scheduler or an optimizer that a session cannot drive."""
+    schedulers = wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else ()
+    if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in (wrapped.scheduler, *schedulers)):
+        raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
+    for each in members_of(wrapped.optimizer):
+        check_optimizer(each, wrapped.model)
+
+
+def replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
+    """The replica for what was ``wrapped``: the mode of this training, chosen here alone."""
+    model, placement, in_place = wrapped.model, place.placement, place.environment.in_place
+    options, sync, tree = wrapped.ddp_options, wrapped.sync_batchnorm, wrapped.reduction is Reduction.TREE
+    if wrapped.local_sgd is not None:
+        _check_local_sgd(place, wrapped, wrapped.local_sgd)
+        return LocalReplica(model, placement, wrapped.local_sgd, in_place=in_place)
     if isinstance(wrapped.optimizer, OptimizerSet):
-        _check_several(wrapped, reduction)
-        return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
-    if not is_sharded(wrapped.model) and not wrapped.stages:
-        return Replica(
-            wrapped.model,
-            place.placement,
-            wrapped.ddp_options,
-            place.tracker,
-            sync=wrapped.sync_batchnorm,
-            lasting=lasting,
-            reduction=reduction,
+        _refuse(
+            ("a sharded model", is_sharded(model)),
+            ("reduction='tree'", tree),
+            ("ddp_options", bool(options)),
+            ("sync_batchnorm", sync),
+            ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+            to="several models or optimizers",
+            hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
         )
+        return MultiOptimizerReplica(model, placement, in_place=in_place)
+    if is_sharded(model) or wrapped.stages:
+        return _sharded_replica_of(place, wrapped)
+    if tree:
+        hint = "leave it out: the tree does not use DistributedDataParallel"
+        check_options(options)
+        _refuse(("reduction='tree'", sync), to="sync_batchnorm", hint=hint)
+        _refuse(("reduction='tree'", bool(options)), to="ddp_options", hint=hint)
+        return TreeReplica(model, placement, in_place=in_place)
+    return DdpReplica(model, placement, place.tracker, options, sync_batchnorm=sync, in_place=in_place)
+
+
+def _sharded_replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
     _refuse(
-        ("reduction='tree'", reduction is Reduction.TREE),
+        ("reduction='tree'", wrapped.reduction is Reduction.TREE),
         ("ddp_options", bool(wrapped.ddp_options)),
         ("sync_batchnorm", wrapped.sync_batchnorm),
         to="a sharded model",
@@ -287,41 +308,21 @@ def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
             "the model is sharded, and not over a mesh of the session's",
             hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
         )
+    model, placement, layout, timeouts = wrapped.model, place.placement, wrapped.layout, place.timeouts
+    in_place = place.environment.in_place
     # slow to import, and what most jobs do not need
     if wrapped.stages:
         if wrapped.average is not None:
             raise ConfigError("average does not go with stages", hint="leave it out")
         from elastic_trainer.worker.model.stages import StagedReplica
 
-        return StagedReplica(
-            wrapped.model,
-            place.placement,
-            place.tracker,
-            wrapped.layout,
-            place.timeouts,
-            wrapped.stages,
-            lasting=lasting,
-        )
+        return StagedReplica(model, placement, layout, timeouts, wrapped.stages, in_place=in_place)
     from elastic_trainer.worker.model.sharded import ShardedReplica
 
-    return ShardedReplica(
-        wrapped.model, place.placement, place.tracker, wrapped.layout, place.timeouts, lasting=lasting
-    )
+    return ShardedReplica(model, placement, layout, timeouts, in_place=in_place)
 
 
-def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
-    _refuse(
-        ("a sharded model", is_sharded(wrapped.model)),
-        ("reduction='tree'", reduction is Reduction.TREE),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-        ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
-        to="several models or optimizers",
-        hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
-    )
-
-
-def _check_apart(place: Workplace, wrapped: Wrapped, how: Apart) -> None:
+def _check_local_sgd(place: WorkerContext, wrapped: Wrapped, how: LocalSgd) -> None:
     name, options = f"reduction={wrapped.reduction.value!r}", place.options
     _refuse(
         ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
@@ -357,92 +358,137 @@ _DOING = {
 }
 EPOCH_CLOSED = "epoch_closed"
 """In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
-_UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
+
+
+class WholeStates:
+    """Who keeps the states of this rank's replica, where each rank holds a whole one: rank 0 writes for all."""
+
+    sharding: Any = None
+    """What tells a whole state from a shard of one."""
+
+    def __init__(self, place: WorkerContext, replica: Replica) -> None:
+        self._place, self._replica, self.manager = place, replica, place.manager
+
+    def memory(self) -> Memory:
+        """Each place of the node has memory files of its own; whole states are those of the first."""
+        environment = self._place.environment
+        first = SLOTS * environment.local_rank
+        return Memory(environment.memory[first : first + SLOTS], self._place.options.saving.snapshot_every_s)
+
+    def meet(self, saver: Saver) -> None:
+        """A round begins with these ranks of the shard group."""
+
+    def serve(self, saver: Saver, group: Group) -> None:
+        """From now on ``saver`` keeps the states of the ranks of this round."""
+        rank, world = group.formation.rank, group.formation.world_size
+        shares = Shares()
+        if not self._replica.own_optimizer:  # what a rank holds of its own is written by one rank
+            shares = Shares.among(group.formation, Writers(self._place.options.saving.writers))
+        saver.serve(saves=rank == 0, world_size=world, shares=shares)
+
+    def serve_alone(self, saver: Saver) -> bool:
+        """Without a round: whether this rank can save."""
+        saver.serve(saves=True)
+        return True
+
+
+class ShardedStates(WholeStates):
+    """Where each rank holds a shard: the ranks of one shard group write together, each its own."""
+
+    def __init__(self, place: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
+        super().__init__(place, replica)
+        self._layout, self.manager = layout, place.shards_manager()
+        self.sharding = import_module("elastic_trainer.worker.state.shards")  # slow to import
+
+    def memory(self) -> Memory:
+        files, first = self._place.environment.memory, SLOTS * self._place.environment.local_rank
+        return replace(super().memory(), beside=(*files[:first], *files[first + SLOTS :]))
+
+    def meet(self, saver: Saver) -> None:
+        if self._replica.peers is not None:
+            saver.meet(self._replica.peers)
+
+    def serve(self, saver: Saver, group: Group) -> None:
+        rank, world = group.formation.rank, group.formation.world_size
+        self.meet(saver)
+        part = self._part(self._replica.peers, writes=rank < self._layout.size)
+        neighbour, environment = None, self._place.environment
+        if self._layout.size == world:
+            neighbour = find_neighbour(group.control, environment.copies_here, environment.local_rank)
+        saver.serve(saves=rank == 0, world_size=world, shares=Shares(), part=part, neighbour=neighbour)
+
+    def serve_alone(self, saver: Saver) -> bool:
+        part = self._part(None, writes=True)
+        if part is None:
+            return False
+        saver.serve(saves=part.leads, part=part)
+        return True
+
+    def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
+        """What this rank copies: in the first shard group of its node."""
+        if self._place.environment.local_rank >= self._layout.size:
+            return None
+        return ShardPart(Places(self._layout.mesh, self._layout.stages), peers, writes)
 
 
 class Training:
-    """See the module. ``round_end`` makes what carries this training across rounds."""
+    """What a script trains, from ``session.wrap`` on; ``round_end`` makes what carries it across rounds."""
 
-    def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
-        members = (
-            wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else [wrapped.scheduler]
-        )
-        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in members):
-            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
-        for each in members_of(wrapped.optimizer):
-            check_optimizer(each, wrapped.model)
-        self.place, options, position, tracker = place, place.options, place.position, place.tracker
+    def __init__(self, place: WorkerContext, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
+        _check_optimizers(wrapped)
+        self.place, options = place, place.options
         self.origin = Origin()
-        self.replica = replica_of(place, wrapped)
-        sharded = self.replica.layout is not None
+        self._claims: dict[str, Any] = {}
+        """Further fields of checkpoints, beside the cut of the data."""
+        self._whereabouts: Whereabouts | None = None
+        self.replica = replica = replica_of(place, wrapped)
+        layout = replica.layout
+        self._states = WholeStates(place, replica) if layout is None else ShardedStates(place, replica, layout)
         self.state = TrainingState(
-            module=self.replica.module,
+            module=replica.module,
             optimizer=wrapped.optimizer,
             scheduler=wrapped.scheduler,
             scaler=wrapped.scaler,
-            position=position,
+            position=place.position,
             user=wrapped.user,
             pending=wrapped.pending,
             device=place.placement.device,
-            average=self._average(wrapped.average),
-            sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
-            own_optimizer=self.replica.apart,
+            average=replica.averaged(wrapped.average),
+            sharding=self._states.sharding,
+            own_optimizer=replica.own_optimizer,
         )
         self.state.made.check(options.allow_changed)
-        self._claims: dict[str, Any] = {}
-        """Further fields of checkpoints, beside the cut of the data."""
-        self._manager = place.shards_manager() if sharded else place.manager
         self.saver = Saver(
-            self._manager,
+            self._states.manager,
             options.cadence,
             self.state,
             self.fields,
             place.saved,
-            tracker,
+            place.tracker,
             WhenBehind(options.saving.when_behind),
-            self._memory(),
+            self._states.memory(),
         )
+        optimizers, sync = [*members_of(wrapped.optimizer)], EveryStep()
+        if isinstance(replica, LocalReplica) and wrapped.local_sgd is not None:
+            sync = LocalSgdSync(place, replica, wrapped.local_sgd.sync_every, self.collect, self.take_over)
+            if replica.outer is not None:
+                optimizers.append(replica.outer)
+                self.state.register("outer_optimizer", replica.outer)
+        kind = MultiOptimizerSteps if isinstance(wrapped.optimizer, OptimizerSet) else Steps
+        audit = self._audit(wrapped.optimizer)  # its hook comes before those of the steps
+        self.steps = kind(place, replica, self.state, sync, audit)
+        in_place = place.environment.in_place
+        self._second = SecondOptimizers(replica.module, optimizers, wrapped.user, self.steps) if in_place else None
         self.round_end = round_end(self)
-        self._audit = self._auditing(wrapped.optimizer)  # its hook comes before those of the steps
-        self.steps = Steps(
-            self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
-        )
-        own = [*members_of(wrapped.optimizer)]
-        self.outer: OuterSteps | None = None
-        """Where ranks train apart between two synchronisations."""
-        if isinstance(self.replica, LocalReplica) and wrapped.apart is not None:
-            every, collect, take_over = wrapped.apart.sync_every, self.collect, self.take_over
-            self.outer = OuterSteps(place, self.replica, every, self.round_end, collect, take_over)
-            if self.replica.outer is not None:
-                own.append(self.replica.outer)
-                self.state.register("outer_optimizer", self.replica.outer)
-        self._whereabouts: Whereabouts | None = None
-        lasts = place.environment.in_place
-        self._second = SecondOptimizers(self.replica.module, own, wrapped.user, self.steps) if lasts else None
 
-    def _average(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
-        if self.replica.layout is None or wanted is None:
-            return averaged(self.replica.module, wanted)
-        from elastic_trainer.worker.model.average import ShardedAverage
-
-        return ShardedAverage(self.replica.module, checked_decay(wanted))
-
-    def _auditing(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
-        place, checks = self.place, self.place.options.checks
-        every, repeats = checks.audit_every, checks.on_mismatch == OnMismatch.REPEAT
-        if every is None:
+    def _audit(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
+        place, checks, device = self.place, self.place.options.checks, self.place.placement.device
+        repeats = checks.on_mismatch == OnMismatch.REPEAT
+        if checks.audit_every is None:
             return None
-        device = place.placement.device
-        check_auditable(self.replica, several=isinstance(optimizer, OptimizerSet), repeats=repeats, device=device)
-        return PassAudit(every, self.replica, optimizer, device, place.environment.node, place.tracker, repeats=repeats)
-
-    def _memory(self) -> Memory:
-        """Each place of the node has memory files of its own; whole states are those of the first."""
-        files, every_s = self.place.environment.memory, self.place.options.saving.snapshot_every_s
-        first = SLOTS * self.place.environment.local_rank
-        if self.replica.layout is None:
-            return Memory(files[first : first + SLOTS], every_s)
-        return Memory(files[first : first + SLOTS], every_s, beside=(*files[:first], *files[first + SLOTS :]))
+        check_auditable(self.replica, repeats=repeats, device=device)
+        node = place.environment.node
+        return PassAudit(checks.audit_every, self.replica, optimizer, device, node, place.tracker, repeats=repeats)
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
@@ -496,7 +542,7 @@ class Training:
 
         self.replica.join(group)
         self.replica.level()
-        self._meet()
+        self._states.meet(self.saver)
         self.saver.wait(control)
         left, tracker, live = self.saver.left_in_memory(), place.tracker, self.state.live()
         if self.replica.layout is None:
@@ -504,7 +550,7 @@ class Training:
         else:
             with together(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
                 left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
-                source = ShardSource(self._manager, left, live, tracker, looks=place.manager is not None)
+                source = ShardSource(self._states.manager, left, live, tracker, looks=place.manager is not None)
                 alike = self.replica.alike(control)
                 self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
         self.steps.dirty = False
@@ -528,28 +574,16 @@ class Training:
         ``given``: the data plan of the rank that this one was healed from, if it has one.
         """
         place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
-        position, device, tree = place.position, place.placement.device, self.replica.tree is not None
-        if tree:
-            self._claims = {FIELD: (mine := arithmetic(device))}
-            check_ranks(control, mine)
-            check_resumed(mine, fields.get(FIELD), place.options.allow_changed)
+        position = place.position
+        self._claims = self.replica.claims(control, fields, place.options.allow_changed)
         position.generation = generation
         place.tracker.holds(position.step, position.cursor)
         if rank != 0:
-            reseed(place.options.seed, position, rank, device)
+            reseed(place.options.seed, position, rank, place.placement.device)
         self.replica.bind(control)
-        self.steps.bind(control)
-        if self._audit is not None:
-            self._audit.bind(control)
-        part, layout = self.replica.part(control), self.replica.layout
-        place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
-        whole = layout is None and not self.replica.apart  # what a rank holds of its own is written by one rank
-        shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
-        self._meet()
-        copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
-        only, here = layout is not None and layout.size == world, place.environment.copies_here
-        neighbour = find_neighbour(control, here, place.environment.local_rank) if only else None
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, neighbour=neighbour)
+        self.steps.bind(control, self.round_end)
+        place.feed.bind(control, self.steps.part, fields, given or {})
+        self._states.serve(self.saver, group)
         place.context = RankContext(group, self._boundaries(control))
         self._watch(group)
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
@@ -580,17 +614,6 @@ class Training:
             return self._whereabouts.compared(error)
         return self._whereabouts.error if is_collective_failure(error) else None
 
-    def _meet(self) -> None:
-        if self.replica.peers is not None:
-            self.saver.meet(self.replica.peers)
-
-    def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
-        """What this rank copies of a sharded model: in the first shard group of its node."""
-        layout = self.replica.layout
-        if layout is None or self.place.environment.local_rank >= layout.size:
-            return None
-        return ShardPart(Places(layout.mesh, layout.stages), peers, writes)
-
     def _boundaries(self, control: Control) -> StepBoundaries:
         place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)
 
@@ -609,70 +632,9 @@ class Training:
             checks.audit_every,
             place.environment.node,
         )
-        return StepBoundaries(
-            control,
-            place.signals,
-            saver=self.saver,
-            steps=self.steps,
-            accord=place.feed.accord,
-            comparison=comparison,
-            tracker=place.tracker,
-            fatal=checks.nonfinite == "raise",
-            round_end=self.round_end,
-            rare=self.outer is not None,
-        )
-
-    # ---- steps
-
-    @property
-    def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
-        return self.outer is not None and self.outer.open
-
-    def begin_step(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
-        """A step of this ``kind`` about the batch at hand."""
-        feed = self.place.feed
-        if feed.batch is None:
-            self.round_end.change()
-        step = self.steps.begin(feed.batch, kind)
-        if self._audit is not None:
-            self._audit.begin(step.number)
-        if self.outer is not None:
-            self.outer.begin()
-        return step
-
-    def _after_step(self, step: Step) -> None:
-        if self.outer is not None and not self.outer.made(step):
-            return
-        self.place.record(step)
-        self.place.report()
-        turn = self.place.present.boundaries.after_step(self.place.position.step)
-        if turn is Turn.STOP:
-            self.stop()
-        elif turn is Turn.SWITCH:
-            self.round_end.agreed()
+        return StepBoundaries(control, place, self.saver, self.steps, comparison, self.round_end)
 
     # ---- the last checkpoints
-
-    def stop(self) -> None:
-        """All ranks leave here, with a checkpoint."""
-        self.place.stop(lambda: self.save_last("stopped"))
-
-    def save_last(self, status: str) -> None:
-        """Save unsaved work, all ranks together, before they leave.
-
-        SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
-        """
-        problem = self.saver.settle()
-        refused = isinstance(problem, StorageError)
-        flags = [float(problem is not None), float(problem is not None and not refused)]
-        unsaved, unsound = map(bool, self.place.present.control.sum(Purpose.STOP, flags)[:2])
-        if unsaved:
-            fails = unsound or self.place.options.saving.require_last_save
-            logs.logger().error("session.unsaved", step=self.place.position.step, reason=_UNSAVED, fails=fails)
-            if fails:
-                raise SystemExit(EXIT_CANNOT_WRITE) from problem
-        self.place.closed(status)
 
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
@@ -687,7 +649,5 @@ class Training:
         """
         if self.saver.copied:
             return
-        part, layout = self._part(None, writes=True), self.replica.layout
-        if layout is None or part is not None:
-            self.saver.serve(saves=part is None or part.leads, part=part)
+        if self._states.serve_alone(self.saver):
             self.saver.settle()

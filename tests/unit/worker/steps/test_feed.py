@@ -32,7 +32,7 @@ def made(control: Control, *, given: EpochPlan | None = None, resumed: EpochPlan
     """The feed of a rank whose state is from the second loop: steps 10 and on, epochs 2 and 3."""
     feed = DataFeed(Position(step=10, cursor=Cursor(2, 30)), torch.device("cpu"), (), HeartbeatReporter())
     known = [{} if plan is None else asdict(plan) for plan in (resumed, given)]
-    feed.bind(control, DataPart(control.rank, control.world_size), *known, even=False, fixed=False)
+    feed.bind(control, DataPart(control.rank, control.world_size), *known)
     return feed
 
 
