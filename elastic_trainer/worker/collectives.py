@@ -1,7 +1,12 @@
-"""Metrics and predictions over a whole data set, each sample exactly once at any number of ranks.
+"""What all ranks do together between steps: saves, evaluations, and the script's own sums and barriers.
+
+In place a call is repeated when a round ends in the middle of it, or its result is taken from a peer that completed it.
+Metrics and predictions are over a whole data set, each sample exactly once at any number of ranks.
 
 *Runs in* the worker's main thread of all ranks at once.
-*Fails by* ConfigError for invalid results of the script's function; its own errors pass through.
+*Fails by* ConfigError for calls in the wrong place and for invalid results of the script's functions, whose own errors
+pass through; CheckpointError and NonFiniteError on all ranks for a state that cannot be saved. A refusal by the storage
+is not an error: it may accept a later save.
 """
 
 from __future__ import annotations
@@ -165,7 +170,7 @@ _TREE = Codec(packed, unpacked)
 
 
 class Collectives:
-    """See the module. ``training`` None: the script has no model yet."""
+    """Makes these calls. ``training`` None: the script has no model yet."""
 
     def __init__(self, place: WorkerContext, training: Training | None) -> None:
         self._place, self._training = place, training

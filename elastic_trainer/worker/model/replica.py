@@ -1,9 +1,17 @@
-"""The buffers of a model at the start of a step, so that what its body does to them can be undone.
+"""This rank's copy of the model: the bare module, what the script calls in its place, what is trained, and how gradients
+of all ranks become one.
 
-A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
-costs one copy of all of them, and one look at each.
+Each mode is a type of :class:`Replica` with the same methods: here :class:`DdpReplica`, the default; beside it tree,
+sharded, stages, several and local.
+
+DistributedDataParallel is built with ``init_sync=False``: states are already equal, and its broadcast would overwrite
+a rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass after a
+synchronised one, so once per step at any number of micro-batches; rank 0's buffers are the ones that count and are
+saved. Rank 0 always has samples of its own, never a filler.
 
 *Runs in* the worker's main thread.
+*Fails by* ConfigError for a change of the script that cannot be followed, naming the first parameter; RoundBrokenError
+when the round is over.
 """
 
 from __future__ import annotations
@@ -39,264 +47,31 @@ from elastic_trainer.worker.model.average import averaged
 from elastic_trainer.worker.report import HeartbeatReporter
 
 
-class Buffers:
-    """See the module. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay."""
-
-    def __init__(self, module: nn.Module) -> None:
-        owners = {name: torch_internals.buffers_of(each) for name, each in module.named_modules()}
-        self._owners, self._tables = list(owners), list(owners.values())
-        self._present: list[torch.Tensor | None] = []
-        self._before: list[dict[str, torch.Tensor | None]] = []
-        self.live: list[torch.Tensor] = []
-        self.kept: list[torch.Tensor] = []
-        self._renew(self._look())
-
-    def keep(self) -> str | None:
-        """At the start of a step; returns the name of a buffer that was replaced since the previous step, if any."""
-        if not self._tables:
-            return None
-        present, replaced = self._look(), None
-        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
-            replaced = self._replaced()
-            self._renew(present)
-        if self.live:
-            torch._foreach_copy_(self.kept, self.live)
-        return replaced
-
-    def restore(self) -> None:
-        """Put the kept values back into the tensors that the step began with."""
-        if self.live:
-            torch._foreach_copy_(self.live, self.kept)
-
-    def undo(self) -> None:
-        """Put back the tensors that the step began with, and their values."""
-        for table, before in zip(self._tables, self._before, strict=True):
-            table.clear()
-            table.update(before)
-        self.restore()
-
-    def _look(self) -> list[torch.Tensor | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def _replaced(self) -> str | None:
-        for owner, now, then in zip(self._owners, self._tables, self._before, strict=True):
-            for name in {**now, **then}:
-                if now.get(name) is not then.get(name):
-                    return f"{owner}.{name}" if owner else name
-        return None
-
-    def _renew(self, present: list[torch.Tensor | None]) -> None:
-        self._present, self._before = present, [dict(table) for table in self._tables]
-        once = {id(each): each for each in present if each is not None}.values()
-        self.live[:] = [each.detach() if each.requires_grad else each for each in once]
-        self.kept[:] = [torch.empty_like(each) for each in self.live]
+def bare(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, if ``module`` is compiled."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
 
 
-def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
-    """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
-    if control.alone:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    for alike in kinds.values():
-        flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
-        control.broadcast(flat, 0)
-        unflatten(flat, alike)
+_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
 
 
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy what ``flat`` holds, one tensor behind another, into ``tensors``."""
-    parts = torch.split(flat, [each.numel() for each in tensors])
-    torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
+def check_bare(model: nn.Module) -> None:
+    """ConfigError if ``model`` sums gradients by itself."""
+    for each in model.modules():
+        if isinstance(each, DistributedDataParallel | nn.DataParallel):
+            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
 
 
-class _Sums:
-    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
-
-    def __init__(self, group: Any, works: InterruptibleWaits) -> None:
-        self._group, self._works = group, works
-        self.begun: list[Work] = []
-        self.complete = False
-        """Whether the last bucket was started; buckets start in order, when they are full."""
-        self._lost: RoundBrokenError | None = None
-
-    def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        self.complete = bucket.is_last()
-        try:
-            with collective("all_reduce"):
-                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
-        except RoundBrokenError as error:
-            self._lost = error  # C++ calls this; raised after the pass
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-
-    def wait(self) -> bool:
-        """Wait for all sums; whether there were any."""
-        begun, self.begun = self.begun, []
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
-        with collective("all_reduce"):
-            for work in begun:
-                self._works.wait(work)
-        return bool(begun)
+def refuse_ddp(module: nn.Module) -> None:
+    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
+    if isinstance(module, WrappedModel) or not dist.is_initialized():
+        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
 
 
-class Gradients:
-    """The gradients of one round."""
-
-    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
-        self._parallel = parallel
-        self._summed = False
-        group = parallel.process_group
-        self.share = 1.0 / group.size()
-        """Factor for the loss that turns summed gradients into those of the mean."""
-        self._sums = sums = _Sums(group, works)
-        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
-
-    def begin_step(self) -> None:
-        self._summed = self._sums.complete = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the sums hold all gradients of the step."""
-        return self._sums.complete
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
-        if self._summed:
-            self._divide()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._summed = self._sums.wait()
-
-    def _divide(self) -> None:
-        """Gradients already summed will be summed again together with the new ones."""
-        with torch.no_grad():
-            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
-            if grads:  # the script may have dropped them
-                torch._foreach_mul_(grads, self.share)
-
-
-Reduce = Callable[[torch.Tensor], None]
-"""Sums a tensor over all ranks, in place."""
-
-
-class SyncContext:
-    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.counts = True
-        self.reduce: Reduce = lambda tensor: None
-
-    def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
-        self.rank, self.world_size, self.reduce = rank, world_size, reduce
-        self.counts = True
-
-
-class SharedBatchNorm(BatchNorm):
-    """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
-
-    A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
-    """
-
-    context: SyncContext
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
-        alone = self.context.world_size == 1 and input.numel() > input.shape[1]
-        if alone or not self.training:  # in evaluation ranks have different numbers of batches
-            return super().forward(input)
-        output: torch.Tensor
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.context)  # type: ignore[no-untyped-call]
-        if self.track_running_stats:
-            self._move(mean, variance, float(count))
-        return output
-
-    @torch.no_grad()
-    def _move(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-        unbiased = variance * (count / max(count - 1.0, 1.0))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
-
-
-class _Normalize(torch.autograd.Function):
-    """Statistics of all ranks; the backward pass sums over all ranks again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, context: SyncContext) -> Any:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        mean, variance, count = _joined(wide, axes, context)
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        scale = torch.rsqrt(variance + eps)
-        normal = (wide - mean.view(shape)) * scale.view(shape)
-        output = normal
-        if weight is not None:
-            output = normal * weight.view(shape).to(wide.dtype) + bias.view(shape).to(wide.dtype)
-        ctx.save_for_backward(normal, scale, weight)
-        ctx.context, ctx.axes, ctx.shape, ctx.count, ctx.counts = context, axes, shape, count, context.counts
-        ctx.mark_non_differentiable(mean, variance, count)
-        return output.to(x.dtype), mean, variance, count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
-        normal, scale, weight = ctx.saved_tensors
-        shape, axes = ctx.shape, ctx.axes
-        wide = grad.to(normal.dtype)
-        total, along = wide.sum(axes), (wide * normal).sum(axes)
-        of_all = torch.cat([total, along])
-        ctx.context.reduce(of_all)
-        mean_total, mean_along = (of_all / ctx.count).chunk(2)
-        back = wide
-        if ctx.counts:  # a filler has no part in the statistics
-            back = wide - mean_total.view(shape) - normal * mean_along.view(shape)
-        factor = scale if weight is None else scale * weight.to(scale.dtype)
-        weights = (along.to(weight.dtype), total.to(weight.dtype)) if weight is not None else (None, None)
-        return (back * factor.view(shape)).to(grad.dtype), *weights, None, None
-
-
-def _joined(x: torch.Tensor, axes: list[int], context: SyncContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and (biased) variance per channel over all ranks, and the number of values."""
-    channels = x.shape[1]
-    stats = x.new_zeros(context.world_size, 2 * channels + 1)
-    if context.counts and x.numel():
-        variance, mean = torch.var_mean(x, axes, correction=0)
-        stats[context.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
-    context.reduce(stats)
-    means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
-    count = counts.sum().clamp_(min=1.0)
-    mean = (counts * means).sum(0) / count
-    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
-    return mean, variance, count
-
-
-def share_batchnorm(module: nn.Module, context: SyncContext) -> nn.Module:
-    """``module`` with every layer of batch normalization over all ranks; parameters, buffers and names stay."""
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        shared = SharedBatchNorm(
-            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-        )
-        shared.weight, shared.bias = module.weight, module.bias
-        shared.running_mean, shared.running_var = module.running_mean, module.running_var
-        shared.num_batches_tracked = module.num_batches_tracked
-        shared.training = module.training
-        shared.context = context
-        return shared
-    for name, child in module.named_children():
-        module.add_module(name, share_batchnorm(child, context))
-    return module
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are DTensors."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
 Call = Callable[[Callable[..., Any], Any, Any], Any]
@@ -370,26 +145,26 @@ class WrappedModel(nn.Module):
         return copy.deepcopy(self.module, memo)
 
 
-def refuse_ddp(module: nn.Module) -> None:
-    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
-    if isinstance(module, WrappedModel) or not dist.is_initialized():
-        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.distributed.optim"):
+            raise ConfigError(
+                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
+                hint="use the ordinary optimizer that it wraps",
+            )
+    check_members(optimizer, module)
 
 
-def check_bare(model: nn.Module) -> None:
-    """ConfigError if ``model`` sums gradients by itself."""
-    for each in model.modules():
-        if isinstance(each, DistributedDataParallel | nn.DataParallel):
-            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
-
-
-_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, if ``module`` is compiled."""
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else module
+def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that trains what is not in the model."""
+    known = set(map(id, module.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
+                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
+            )
 
 
 _required = attrgetter("requires_grad")
@@ -460,17 +235,6 @@ class Trainable:
         )
 
 
-def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for an optimizer that trains what is not in the model."""
-    known = set(map(id, module.parameters()))
-    for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) not in known for parameter in group["params"]):
-            raise ConfigError(
-                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
-                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
-            )
-
-
 def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     named = list(module.named_parameters())
     return [name for name, _ in named], [parameter for _, parameter in named]
@@ -481,6 +245,82 @@ def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter
     before = set(map(id, known.parameters))
     added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
     return [*added, *sorted(set(known._names) - set(names)), *names][0]
+
+
+class Buffers:
+    """The buffers of a model at the start of a step, so that what its body does to them can be undone.
+
+    A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
+    costs one copy of all of them, and one look at each. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = {name: torch_internals.buffers_of(each) for name, each in module.named_modules()}
+        self._owners, self._tables = list(owners), list(owners.values())
+        self._present: list[torch.Tensor | None] = []
+        self._before: list[dict[str, torch.Tensor | None]] = []
+        self.live: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        self._renew(self._look())
+
+    def keep(self) -> str | None:
+        """At the start of a step; returns the name of a buffer that was replaced since the previous step, if any."""
+        if not self._tables:
+            return None
+        present, replaced = self._look(), None
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+            replaced = self._replaced()
+            self._renew(present)
+        if self.live:
+            torch._foreach_copy_(self.kept, self.live)
+        return replaced
+
+    def restore(self) -> None:
+        """Put the kept values back into the tensors that the step began with."""
+        if self.live:
+            torch._foreach_copy_(self.live, self.kept)
+
+    def undo(self) -> None:
+        """Put back the tensors that the step began with, and their values."""
+        for table, before in zip(self._tables, self._before, strict=True):
+            table.clear()
+            table.update(before)
+        self.restore()
+
+    def _look(self) -> list[torch.Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _replaced(self) -> str | None:
+        for owner, now, then in zip(self._owners, self._tables, self._before, strict=True):
+            for name in {**now, **then}:
+                if now.get(name) is not then.get(name):
+                    return f"{owner}.{name}" if owner else name
+        return None
+
+    def _renew(self, present: list[torch.Tensor | None]) -> None:
+        self._present, self._before = present, [dict(table) for table in self._tables]
+        once = {id(each): each for each in present if each is not None}.values()
+        self.live[:] = [each.detach() if each.requires_grad else each for each in once]
+        self.kept[:] = [torch.empty_like(each) for each in self.live]
+
+
+def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
+    """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
+    if control.alone:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+    for alike in kinds.values():
+        flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
+        control.broadcast(flat, 0)
+        unflatten(flat, alike)
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what ``flat`` holds, one tensor behind another, into ``tensors``."""
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
 
 
 class Reduction(StrEnum):
@@ -499,9 +339,6 @@ class Reduction(StrEnum):
     def apart(self) -> bool:
         """Whether ranks hold different parameters between two synchronisations."""
         return self in (Reduction.LOCAL_SGD, Reduction.DILOCO)
-
-
-_OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -716,6 +553,18 @@ class Replica:
         """
 
 
+_OWN = ("init_sync", "device_ids", "output_device", "process_group")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """ConfigError for options of DistributedDataParallel that cannot work here."""
+    if options.get("static_graph"):
+        raise ConfigError("ddp_options: static_graph cannot survive a change of ranks", hint="leave it out")
+    for name in _OWN:
+        if name in options:
+            raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
+
+
 class DdpReplica(Replica):
     """Gradients are averaged by DistributedDataParallel, with these ``options``, in every step.
 
@@ -824,11 +673,6 @@ class DdpReplica(Replica):
         share(control, [each for model in models for name, each in model.named_buffers() if name not in ignored])
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are DTensors."""
-    return any(hasattr(each, "device_mesh") for each in module.parameters())
-
-
 def forwards_buffers(parallel: DistributedDataParallel) -> bool:
     """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
     old: bool = getattr(parallel, "broadcast_buffers", True)
@@ -836,21 +680,199 @@ def forwards_buffers(parallel: DistributedDataParallel) -> bool:
     return new
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """ConfigError for options of DistributedDataParallel that cannot work here."""
-    if options.get("static_graph"):
-        raise ConfigError("ddp_options: static_graph cannot survive a change of ranks", hint="leave it out")
-    for name in _OWN:
-        if name in options:
-            raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
+class Gradients:
+    """Sums gradients over the ranks during the backward pass, with waits that the end of a round can interrupt.
+
+    DistributedDataParallel waits for its buckets inside the backward pass, where nothing can interrupt it. Here its
+    communication hook starts a bucket's sum and reports it done at once; gradients are views of the buckets, so nothing
+    is copied; the wait for the sums comes after the pass. The hook does not divide by the number of ranks, which would
+    be another pass over all gradients. The loss is divided instead (``share``).
+    """
+
+    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
+        self._parallel = parallel
+        self._summed = False
+        group = parallel.process_group
+        self.share = 1.0 / group.size()
+        """Factor for the loss that turns summed gradients into those of the mean."""
+        self._sums = sums = _Sums(group, works)
+        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
+
+    def begin_step(self) -> None:
+        self._summed = self._sums.complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sums hold all gradients of the step."""
+        return self._sums.complete
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
+        if self._summed:
+            self._divide()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._summed = self._sums.wait()
+
+    def _divide(self) -> None:
+        """Gradients already summed will be summed again together with the new ones."""
+        with torch.no_grad():
+            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
+            if grads:  # the script may have dropped them
+                torch._foreach_mul_(grads, self.share)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.distributed.optim"):
-            raise ConfigError(
-                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
-                hint="use the ordinary optimizer that it wraps",
-            )
-    check_members(optimizer, module)
+class _Sums:
+    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
+
+    def __init__(self, group: Any, works: InterruptibleWaits) -> None:
+        self._group, self._works = group, works
+        self.begun: list[Work] = []
+        self.complete = False
+        """Whether the last bucket was started; buckets start in order, when they are full."""
+        self._lost: RoundBrokenError | None = None
+
+    def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        self.complete = bucket.is_last()
+        try:
+            with collective("all_reduce"):
+                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
+        except RoundBrokenError as error:
+            self._lost = error  # C++ calls this; raised after the pass
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def wait(self) -> bool:
+        """Wait for all sums; whether there were any."""
+        begun, self.begun = self.begun, []
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        with collective("all_reduce"):
+            for work in begun:
+                self._works.wait(work)
+        return bool(begun)
+
+
+Reduce = Callable[[torch.Tensor], None]
+"""Sums a tensor over all ranks, in place."""
+
+
+class SyncContext:
+    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.counts = True
+        self.reduce: Reduce = lambda tensor: None
+
+    def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
+        self.rank, self.world_size, self.reduce = rank, world_size, reduce
+        self.counts = True
+
+
+def share_batchnorm(module: nn.Module, context: SyncContext) -> nn.Module:
+    """``module`` with every layer of batch normalization over all ranks; parameters, buffers and names stay."""
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        shared = SharedBatchNorm(
+            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+        )
+        shared.weight, shared.bias = module.weight, module.bias
+        shared.running_mean, shared.running_var = module.running_mean, module.running_var
+        shared.num_batches_tracked = module.num_batches_tracked
+        shared.training = module.training
+        shared.context = context
+        return shared
+    for name, child in module.named_children():
+        module.add_module(name, share_batchnorm(child, context))
+    return module
+
+
+class SharedBatchNorm(BatchNorm):
+    """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
+
+    For devices that torch's own SyncBatchNorm does not support. Each rank contributes mean, variance and count; they
+    are combined as in Chan, Golub and LeVeque (1979), so no precision is lost by subtracting large squares. Ranks may
+    have different numbers of samples; a filler's do not count.
+
+    A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
+    """
+
+    context: SyncContext
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        alone = self.context.world_size == 1 and input.numel() > input.shape[1]
+        if alone or not self.training:  # in evaluation ranks have different numbers of batches
+            return super().forward(input)
+        output: torch.Tensor
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.context)  # type: ignore[no-untyped-call]
+        if self.track_running_stats:
+            self._move(mean, variance, float(count))
+        return output
+
+    @torch.no_grad()
+    def _move(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+        unbiased = variance * (count / max(count - 1.0, 1.0))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
+
+
+class _Normalize(torch.autograd.Function):
+    """Statistics of all ranks; the backward pass sums over all ranks again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, context: SyncContext) -> Any:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        mean, variance, count = _joined(wide, axes, context)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        output = normal
+        if weight is not None:
+            output = normal * weight.view(shape).to(wide.dtype) + bias.view(shape).to(wide.dtype)
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.context, ctx.axes, ctx.shape, ctx.count, ctx.counts = context, axes, shape, count, context.counts
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        normal, scale, weight = ctx.saved_tensors
+        shape, axes = ctx.shape, ctx.axes
+        wide = grad.to(normal.dtype)
+        total, along = wide.sum(axes), (wide * normal).sum(axes)
+        of_all = torch.cat([total, along])
+        ctx.context.reduce(of_all)
+        mean_total, mean_along = (of_all / ctx.count).chunk(2)
+        back = wide
+        if ctx.counts:  # a filler has no part in the statistics
+            back = wide - mean_total.view(shape) - normal * mean_along.view(shape)
+        factor = scale if weight is None else scale * weight.to(scale.dtype)
+        weights = (along.to(weight.dtype), total.to(weight.dtype)) if weight is not None else (None, None)
+        return (back * factor.view(shape)).to(grad.dtype), *weights, None, None
+
+
+def _joined(x: torch.Tensor, axes: list[int], context: SyncContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and (biased) variance per channel over all ranks, and the number of values."""
+    channels = x.shape[1]
+    stats = x.new_zeros(context.world_size, 2 * channels + 1)
+    if context.counts and x.numel():
+        variance, mean = torch.var_mean(x, axes, correction=0)
+        stats[context.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
+    context.reduce(stats)
+    means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
+    count = counts.sum().clamp_(min=1.0)
+    mean = (counts * means).sum(0) / count
+    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
+    return mean, variance, count

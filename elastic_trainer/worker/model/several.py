@@ -27,8 +27,19 @@ from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, share, unflatten
 
+
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
+
+
+def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """``models`` as one, whose parameters have the model's name in front of theirs."""
+    if not models:
+        raise ConfigError("model is an empty dictionary", hint="give at least one")
+    try:
+        return nn.ModuleDict({name: bare(each) for name, each in models.items()})
+    except KeyError as error:
+        raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
 
 
 class MultiOptimizerReplica(Replica):
@@ -117,16 +128,6 @@ class MultiOptimizerReplica(Replica):
         self.share_buffers()
         if average is not None:
             share(control, list(average.buffers()))
-
-
-def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """``models`` as one, whose parameters have the model's name in front of theirs."""
-    if not models:
-        raise ConfigError("model is an empty dictionary", hint="give at least one")
-    try:
-        return nn.ModuleDict({name: bare(each) for name, each in models.items()})
-    except KeyError as error:
-        raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
 
 
 def add_up(control: Control, tensors: Sequence[torch.Tensor]) -> None:

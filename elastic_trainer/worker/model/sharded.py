@@ -42,6 +42,37 @@ from elastic_trainer.worker.model.average import ShardedAverage, checked_decay
 from elastic_trainer.worker.model.replica import DataPart, Own, Replica, Use, share
 
 
+def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
+    """ConfigError unless it is a shard over the mesh of ``layout``, with memory."""
+    if not isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"parameter {name!r} is not sharded, and others are",
+            hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
+        )
+    used = torch_internals.group_names(parameter.device_mesh) or [""]
+    if not {group.group_name for group in layout.dims}.issuperset(used):
+        raise ConfigError(
+            f"parameter {name!r} is sharded over another mesh than the session's",
+            hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    if local(parameter).is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device",
+            hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
+        )
+
+
+def warm_up(device: torch.device) -> None:
+    """Make the first step of FSDP, with its imports, before others wait for this process: it takes up to a second."""
+    alone, toy = ShardLayout(device.type, (1,), ("alone",), 0, 1), nn.Linear(2, 2, device=device)
+    with alone.parallelizing():
+        fully_shard(toy, mesh=alone.mesh)
+    alone.enter(None, [None], InterruptibleWaits())
+    toy(torch.ones(1, 2, device=device)).sum().backward()
+    torch.optim.AdamW(toy.parameters()).step()
+    alone.leave()
+
+
 class ShardedReplica(Replica):
     """See the module. ``layout`` is that of the session's mesh; ``patience`` limits the forming of groups."""
 
@@ -337,34 +368,3 @@ class ShardedReplica(Replica):
         """An average computes with the live buffers."""
         self.reshard()
         self.share_buffers()
-
-
-def warm_up(device: torch.device) -> None:
-    """Make the first step of FSDP, with its imports, before others wait for this process: it takes up to a second."""
-    alone, toy = ShardLayout(device.type, (1,), ("alone",), 0, 1), nn.Linear(2, 2, device=device)
-    with alone.parallelizing():
-        fully_shard(toy, mesh=alone.mesh)
-    alone.enter(None, [None], InterruptibleWaits())
-    toy(torch.ones(1, 2, device=device)).sum().backward()
-    torch.optim.AdamW(toy.parameters()).step()
-    alone.leave()
-
-
-def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
-    """ConfigError unless it is a shard over the mesh of ``layout``, with memory."""
-    if not isinstance(parameter, DTensor):
-        raise ConfigError(
-            f"parameter {name!r} is not sharded, and others are",
-            hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
-        )
-    used = torch_internals.group_names(parameter.device_mesh) or [""]
-    if not {group.group_name for group in layout.dims}.issuperset(used):
-        raise ConfigError(
-            f"parameter {name!r} is sharded over another mesh than the session's",
-            hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
-        )
-    if local(parameter).is_meta:
-        raise ConfigError(
-            f"parameter {name!r} is on the meta device",
-            hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
-        )

@@ -3,8 +3,8 @@
 From top to bottom, in the order in which it happens:
 
 - :class:`Step`, which the script holds: micro-batches, backward passes, loss, clipping. The gradient becomes that of
-  the mean over the global batch.
-- :class:`Steps` opens a step, commits and closes it. It commits in the hook after its one optimizer step; with several
+  the mean over the global batch. :class:`ManualStep` is the one of a loop that is not the session's.
+- :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after its one optimizer step; with several
   optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number and cursor advance there together,
   so no later error can make a step count twice or not at all.
 - :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
@@ -14,8 +14,8 @@ From top to bottom, in the order in which it happens:
 
 *Runs in* the worker's main thread; the signals' thread reads the present round. *Owns* two hooks of the optimizer, the
 ledger, the feed and the manager of the checkpoints.
-*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, and RoundBrokenError when a
-peer is gone; errors of the body pass through.
+*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, RoundBrokenError when a peer
+is gone, SystemExit 73 where the last save fails and 143 when stopped; errors of the body pass through.
 """
 
 from __future__ import annotations
@@ -74,38 +74,6 @@ from elastic_trainer.worker.steps.audit import PassAudit
 from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
-
-
-def _mean_of(losses: Pending, control: Control) -> float:
-    """The mean over the global batch, from the sum of all ranks' weighted losses."""
-    return losses.wait()[0] / control.world_size
-
-
-class LaterLoss:
-    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
-
-    __slots__ = ("_control", "_mean", "_pending", "_steps")
-
-    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
-        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
-
-    def read(self) -> float | None:
-        """The loss, after a wait if necessary; any rank may read it at any time, once.
-
-        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
-        ConfigError if another rank did something else in place of its step.
-        """
-        if self._control is not self._steps.control:
-            return None
-        mean, pending = self._mean, self._pending
-        if mean is None and pending is not None:
-            try:
-                mean = _mean_of(pending, self._control)
-            except RoundBrokenError as error:
-                logger().info("loss.unknown", reason=str(error))
-                return None
-        self._steps.knows_loss(mean)
-        return mean
 
 
 class Step:
@@ -365,7 +333,7 @@ class Step:
         if control is not self._steps.control:
             return self.local_mean()  # the ranks have changed
         pending = self._pending if self._pending is not None else self._sum_losses()
-        return _mean_of(pending, control)
+        return pending.wait()[0] / control.world_size
 
     def _sum_losses(self) -> Pending:
         return self._control.start(Purpose.LOSS, [self.local_sum()])
@@ -424,6 +392,107 @@ class Step:
 # optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
 # returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
 # and restored if a round ends in a pass.
+
+
+Returned = TypeVar("Returned")
+
+
+class ManualStep(Step):
+    """A step whose body is a framework's or a script's own loop, between ``session.begin_step()`` and ``end()``.
+
+    There is no block that the end of a round could leave. So the step joins the next round in the very call that finds
+    out that its own has ended. From then on a call of the model computes on this rank alone; ``backward``, ``clip``,
+    ``skip`` and ``update`` do nothing, and ``end()`` returns False. The batch then comes again. ``lost``: its round has ended, and what it computes is for nothing.
+    """
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        steps.replica.check(Use.MANUAL_STEP)
+        super().__init__(steps, batch)
+        self._driver = steps
+        self.lost = self.ended = False
+        self.__enter__()
+        steps.replica.runner.intercept(self._call)
+
+    def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
+        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
+
+    def _alone(self, inputs: Any, named: Any) -> Any:
+        with self._driver.replica.aside():
+            return self._driver.replica.module(*inputs, **named)
+
+    def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
+        if not self.lost:
+            try:
+                return act()
+            except (RejoinError, TransientError, RuntimeError) as error:
+                if not self._driver.closed(self, error):
+                    self.end()
+                    raise
+                self.lost = True
+        return otherwise()
+
+    def _begin(self, part: Batch) -> None:
+        if not self.lost:
+            super()._begin(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        self._unless_lost(lambda: super(ManualStep, self).backward(loss, count), lambda: None)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self._unless_lost(lambda: super(ManualStep, self).clip(max_norm), lambda: torch.tensor(0.0))
+
+    def skip(self) -> None:
+        self._unless_lost(super().skip, lambda: None)
+
+    def update(self) -> None:
+        """``optimizer.step()``, unless the round has ended."""
+        self._unless_lost(self._driver.update, lambda: None)
+
+    def end(self) -> bool:
+        """Whether the step counts; if not, the ranks have changed, and the next batch drawn is this one again.
+
+        ConfigError if the step has neither made its update nor skipped it.
+        """
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.closed(self, None)
+        return self.committed
+
+    def abandon(self) -> None:
+        """The loop was left in the middle of the step: undo it."""
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.abandon(self)
+
+
+class LaterLoss:
+    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
+
+    __slots__ = ("_control", "_mean", "_pending", "_steps")
+
+    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+
+    def read(self) -> float | None:
+        """The loss, after a wait if necessary; any rank may read it at any time, once.
+
+        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
+        ConfigError if another rank did something else in place of its step.
+        """
+        if self._control is not self._steps.control:
+            return None
+        mean, pending = self._mean, self._pending
+        if mean is None and pending is not None:
+            try:
+                mean = pending.wait()[0] / self._control.world_size
+            except RoundBrokenError as error:
+                logger().info("loss.unknown", reason=str(error))
+                return None
+        self._steps.knows_loss(mean)
+        return mean
+
 
 Closure = Callable[[], Any]
 
@@ -1683,71 +1752,3 @@ class WorkerContext:
 
     def closed(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
-
-
-Returned = TypeVar("Returned")
-
-
-class ManualStep(Step):
-    """See the module. ``lost``: its round has ended, and what it computes is for nothing."""
-
-    def __init__(self, steps: Steps, batch: Batch | None) -> None:
-        steps.replica.check(Use.MANUAL_STEP)
-        super().__init__(steps, batch)
-        self._driver = steps
-        self.lost = self.ended = False
-        self.__enter__()
-        steps.replica.runner.intercept(self._call)
-
-    def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
-        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
-
-    def _alone(self, inputs: Any, named: Any) -> Any:
-        with self._driver.replica.aside():
-            return self._driver.replica.module(*inputs, **named)
-
-    def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
-        if not self.lost:
-            try:
-                return act()
-            except (RejoinError, TransientError, RuntimeError) as error:
-                if not self._driver.closed(self, error):
-                    self.end()
-                    raise
-                self.lost = True
-        return otherwise()
-
-    def _begin(self, part: Batch) -> None:
-        if not self.lost:
-            super()._begin(part)
-
-    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
-        self._unless_lost(lambda: super(ManualStep, self).backward(loss, count), lambda: None)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return self._unless_lost(lambda: super(ManualStep, self).clip(max_norm), lambda: torch.tensor(0.0))
-
-    def skip(self) -> None:
-        self._unless_lost(super().skip, lambda: None)
-
-    def update(self) -> None:
-        """``optimizer.step()``, unless the round has ended."""
-        self._unless_lost(self._driver.update, lambda: None)
-
-    def end(self) -> bool:
-        """Whether the step counts; if not, the ranks have changed, and the next batch drawn is this one again.
-
-        ConfigError if the step has neither made its update nor skipped it.
-        """
-        if not self.ended:
-            self.ended = True
-            self._driver.replica.runner.intercept(None)
-            self._driver.closed(self, None)
-        return self.committed
-
-    def abandon(self) -> None:
-        """The loop was left in the middle of the step: undo it."""
-        if not self.ended:
-            self.ended = True
-            self._driver.replica.runner.intercept(None)
-            self._driver.abandon(self)

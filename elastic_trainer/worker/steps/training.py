@@ -1,10 +1,12 @@
-"""Refuses further optimizers where a step that is given up could not undo their update.
+"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, as one value.
 
-In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
-Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
+What the script has given decides the mode of the training here, and nowhere else: the type of the replica, who writes
+its states (:class:`WholeStates`, :class:`ShardedStates`), when ranks come to one state (:class:`LocalSgdSync`, or in
+every step). Each round binds it anew: other ranks share gradients, another rank saves, the data is cut differently.
 
-*Runs in* the worker's main thread. *Owns* a hook that torch calls before each step of any optimizer.
-*Fails by* ConfigError, before the second optimizer has changed anything.
+*Runs in* the worker's main thread. *Owns* in place a hook that torch calls before each step of any optimizer.
+*Fails by* ConfigError for what does not go together, CheckpointError for what cannot be resumed, RoundBrokenError when
+a peer is lost.
 """
 
 from __future__ import annotations
@@ -80,7 +82,12 @@ from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMism
 
 
 class SecondOptimizers:
-    """See the module. ``own`` are the session's, ``parts`` the script's registered objects, at any time."""
+    """Refuses further optimizers where a step that is given up could not undo their update, before they change anything.
+
+    In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
+    Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
+    ``own`` are the session's, ``parts`` the script's registered objects, at any time.
+    """
 
     def __init__(
         self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
@@ -129,9 +136,16 @@ def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 class LocalSgdSync(EveryStep):
-    """Ranks come to one state after ``every`` steps of their own; a fault undoes those since the last time.
+    """Steps that ranks make apart between two synchronisations, as one unit that all agree on or none.
 
-    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one.
+    What the ranks share is the state at a synchronisation: parameters, schedule, position in the data, and the outer
+    optimizer. Only there are checkpoints saved, calls of all ranks made and rounds changed by plan. A round that ends
+    between two of them undoes the steps since the last one, from a copy in memory, and their samples come again; so the
+    ledger gets its lines about them at the synchronisation. Each rank keeps the state of its own (inner) optimizer;
+    that of the rank that saves or heals is what others begin with.
+
+    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one. ConfigError for ranks
+    that have made different numbers of steps.
 
     A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
     none reaches over it.
