@@ -527,7 +527,7 @@ class InPlaceRecovery:
         error = self._shortage.seen(step, error)
         if not self._confirms(error):
             return False
-        if not step.committed or self._training.steps.sync.open:
+        if not step.committed or self._training.apart:
             self._give_up(step)
         else:
             self._place.record(step)
@@ -592,7 +592,7 @@ class InPlaceRecovery:
     def check_gradients(self) -> None:
         """RoundBrokenError if the gradients may lack those of other ranks, or if no sum would say that one is gone."""
         device = self._place.placement.device
-        if device.type == "cuda" or self._training.steps.sync.open:
+        if device.type == "cuda" or self._training.apart:
             self._rounds.check_device(device)
 
     # ---- planned changes

@@ -1,5 +1,5 @@
-"""This rank's copy of the model: the bare module, what the script calls in its place, what is trained, and how gradients
-of all ranks become one.
+"""This rank's copy of the model: the bare module, what the script calls in its place, what is trained, and how all ranks'
+gradients become one.
 
 Each mode is a type of :class:`Replica` with the same methods: here :class:`DdpReplica`, the default; beside it tree,
 sharded, stages, several and local.
@@ -251,7 +251,8 @@ class Buffers:
     """The buffers of a model at the start of a step, so that what its body does to them can be undone.
 
     A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
-    costs one copy of all of them, and one look at each. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay.
+    costs one copy of all of them, and one look at each. ``live`` are the model's tensors, ``kept`` their values at the
+    step's start; the lists stay.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -27,7 +27,6 @@ from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, share, unflatten
 
-
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
 

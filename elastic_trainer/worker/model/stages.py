@@ -38,7 +38,6 @@ from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import share
 from elastic_trainer.worker.model.sharded import ShardedReplica, check_parameter
 
-
 Inputs = tuple[torch.Tensor, ...]
 _OF_ONE: dict[str, Any] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 _OF_SEVERAL: dict[str, Any] = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}

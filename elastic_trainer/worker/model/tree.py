@@ -1,4 +1,4 @@
-"""The replica whose gradients are added in one fixed order, so that a training has the same bits at any number of ranks.
+"""The replica whose gradients are added in one fixed order: a training has the same bits at any number of ranks.
 
 The gradient of each micro-batch is a leaf of one binary tree. Floating point addition is not associative, so the sum of
 V micro-batches has the same bits only if the same pairs are added in the same order. The tree over V leaves is fixed: a
@@ -36,7 +36,6 @@ from elastic_trainer.worker.comm.abort import Work, collective
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import Buffers, DataPart, Own, Replica, Use
-
 
 FIELD = "arithmetic"
 """Its field in checkpoints, for ``allow_changed`` too."""

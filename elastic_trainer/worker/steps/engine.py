@@ -4,9 +4,9 @@ From top to bottom, in the order in which it happens:
 
 - :class:`Step`, which the script holds: micro-batches, backward passes, loss, clipping. The gradient becomes that of
   the mean over the global batch. :class:`ManualStep` is the one of a loop that is not the session's.
-- :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after its one optimizer step; with several
-  optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number and cursor advance there together,
-  so no later error can make a step count twice or not at all.
+- :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after
+  its one optimizer step; with several optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number
+  and cursor advance there together, so no later error can make a step count twice or not at all.
 - :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
 - :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
   (:class:`Consensus`).
@@ -402,7 +402,9 @@ class ManualStep(Step):
 
     There is no block that the end of a round could leave. So the step joins the next round in the very call that finds
     out that its own has ended. From then on a call of the model computes on this rank alone; ``backward``, ``clip``,
-    ``skip`` and ``update`` do nothing, and ``end()`` returns False. The batch then comes again. ``lost``: its round has ended, and what it computes is for nothing.
+    ``skip`` and ``update`` do nothing, and ``end()`` returns False. The batch then comes again.
+
+    ``lost``: its round has ended, and what it computes is for nothing.
     """
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:

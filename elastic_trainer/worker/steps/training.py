@@ -82,7 +82,7 @@ from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMism
 
 
 class SecondOptimizers:
-    """Refuses further optimizers where a step that is given up could not undo their update, before they change anything.
+    """Refuses further optimizers, before they act, where a step that is given up could not undo their update.
 
     In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
     Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
@@ -647,6 +647,13 @@ class Training:
             place.environment.node,
         )
         return StepBoundaries(control, place, self.saver, self.steps, comparison, self.round_end)
+
+    # ---- steps
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has begun a step since the last synchronisation."""
+        return self.steps.sync.open
 
     # ---- the last checkpoints
 

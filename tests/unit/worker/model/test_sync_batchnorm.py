@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.replica import SyncContext, SharedBatchNorm, share_batchnorm
+from elastic_trainer.worker.model.replica import SharedBatchNorm, SyncContext, share_batchnorm
 from tests.unit.worker.ranks import run_ranks
 
 SIZES = [5, 1, 3]
