@@ -1,5 +1,4 @@
-"""This rank's copy of the model: the bare module, what the script calls in its place, what is trained, and how all ranks'
-gradients become one.
+"""This rank's copy of the model: the bare module, what the script calls, what is trained, how gradients become one.
 
 Each mode is a type of :class:`Replica` with the same methods: here :class:`DdpReplica`, the default; beside it tree,
 sharded, stages, several and local.

@@ -5,8 +5,8 @@ From top to bottom, in the order in which it happens:
 - :class:`Step`, which the script holds: micro-batches, backward passes, loss, clipping. The gradient becomes that of
   the mean over the global batch. :class:`ManualStep` is the one of a loop that is not the session's.
 - :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after
-  its one optimizer step; with several optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number
-  and cursor advance there together, so no later error can make a step count twice or not at all.
+  its one optimizer step; with several optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), number and
+  cursor advance there together, so no later error can make a step count twice or not at all.
 - :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
 - :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
   (:class:`Consensus`).
@@ -215,7 +215,7 @@ class Step:
                 "step.pipeline() without a batch, or a second time",
                 hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
             )
-        replica.before_backward(batch, ())
+        replica.before_backward(batch.micro_batches[0], ())
         steps.agree()
         parts = batch.micro_batches
         read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
@@ -386,14 +386,6 @@ class Step:
         return [loss for loss, weight in self._losses if weight and not self.skipped]
 
 
-# Closures given to ``optimizer.step()``: their passes are collectives, and belong before the update.
-#
-# Most of torch's optimizers call the closure once and then update, so the session calls it for them. LBFGS and foreign
-# optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
-# returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
-# and restored if a round ends in a pass.
-
-
 Returned = TypeVar("Returned")
 
 
@@ -496,6 +488,12 @@ class LaterLoss:
         return mean
 
 
+# Closures given to ``optimizer.step()``: their passes are collectives, and belong before the update.
+#
+# Most of torch's optimizers call the closure once and then update, so the session calls it for them. LBFGS and foreign
+# optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
+# returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
+# and restored if a round ends in a pass.
 Closure = Callable[[], Any]
 
 
@@ -645,9 +643,9 @@ class Steps:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self.begun += 1
         self._lost = None
-        epoch, accord = self.position.cursor.epoch, self._feed.accord
+        epoch, plan_check = self.position.cursor.epoch, self._feed.plan_check
         try:
-            accord.at_step(epoch)
+            plan_check.at_step(epoch)
             self.replica.share_buffers()
         except RoundBrokenError as error:  # raised in the body: only there it can be absorbed
             self._lost = error
@@ -1453,6 +1451,9 @@ class Boundaries:
 
     def __init__(self, control: Control, context: WorkerContext, *, rare: bool = False) -> None:
         self._consensus, self._context = Consensus(control, at_once=rare), context
+        self._at_once = rare or control.alone
+        self._crossing = self._asked_at = self._saved_at = 0
+        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
 
     @property
     def span_s(self) -> float:
@@ -1467,10 +1468,16 @@ class Boundaries:
 
     def cross(self, *, saved: bool = False) -> BoundaryAction:
         """Pass a boundary; what all ranks do now. ``saved``: this state has just been saved."""
+        self._crossing += 1
+        before = self._asked_at
         agreed = self._consensus.boundary(self._wishes, urgent=self._context.signals.requested is not None)
-        return BoundaryAction.GO_ON if agreed is None else self._follow(agreed, saved=saved)
+        if agreed is None:
+            return BoundaryAction.GO_ON
+        asked_at = self._asked_at if self._at_once else before
+        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
 
     def _wishes(self) -> Flags:
+        self._asked_at = self._crossing
         return Flags(stop=self._context.signals.requested is not None)
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
@@ -1520,15 +1527,11 @@ class StepBoundaries(Boundaries):
         comparison: Comparison,
         round_end: RoundEnd,
     ) -> None:
-        rare = steps.sync.rare
-        super().__init__(control, context, rare=rare)
+        super().__init__(control, context, rare=steps.sync.rare)
         self._control, self._saver, self._steps, self._comparison = control, saver, steps, comparison
-        self._tracker, self._accord, self._round_end = context.tracker, context.feed.accord, round_end
+        self._tracker, self._plan_check, self._round_end = context.tracker, context.feed.plan_check, round_end
         self._fatal = context.options.checks.nonfinite == "raise"
-        self._rank0, self._at_once = control.rank == 0, rare or control.alone
-        self._refused = False
-        self._crossing = self._asked_at = self._saved_at = 0
-        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
+        self._rank0, self._refused = control.rank == 0, False
 
     def after_step(self, step: int) -> BoundaryAction:
         saver = self._saver
@@ -1542,15 +1545,6 @@ class StepBoundaries(Boundaries):
         saver.prepare()
         return self.cross(saved=saved)
 
-    def cross(self, *, saved: bool = False) -> BoundaryAction:
-        self._crossing += 1
-        before = self._asked_at
-        agreed = self._consensus.boundary(self._wishes, urgent=self._context.signals.requested is not None)
-        if agreed is None:
-            return BoundaryAction.GO_ON
-        asked_at = self._asked_at if self._at_once else before
-        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
-
     def _wishes(self) -> Flags:
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
@@ -1560,12 +1554,12 @@ class StepBoundaries(Boundaries):
             nonfinite=self._own_nonfinite(),
             switch=self._round_end.knows_change(),
             copy=self._saver.wants_copy(),
-            mark=self._accord.mark(),
+            mark=self._plan_check.mark(),
         )
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         if agreed.differ:
-            self._accord.compare()
+            self._plan_check.compare()
         if agreed.nonfinite:
             self._meet_nonfinite()
         if agreed.stop:

@@ -2,11 +2,12 @@
 
 The position moves when a step commits, not when a batch is drawn; so a batch is repeated until it is committed.
 
-Ranks that cut the data differently would miss or repeat samples, so they compare their plans (:class:`Accord`): at the
-first step of each round, and of each epoch for which no rank has promised the same plan (``batches(epochs=5)`` promises
-five, and a script may make another plan after them), by one sum, before anything is computed, as ranks that differ in
-micro-batches would wait for each other in SyncBatchNorm. And they compare behind steps by a number that travels with
-what they agree on anyway. So nothing depends on how often a rank calls ``batches()``, and all other steps cost nothing.
+Ranks that cut the data differently would miss or repeat samples, so they compare their plans (:class:`DataPlanCheck`):
+at the first step of each round, and of each epoch for which no rank has promised the same plan (``batches(epochs=5)``
+promises five, and a script may make another plan after them), by one sum, before anything is computed, as ranks that
+differ in micro-batches would wait for each other in SyncBatchNorm. And they compare behind steps by a number that
+travels with what they agree on anyway. So nothing depends on how often a rank calls ``batches()``, and all other steps
+cost nothing.
 
 *Runs in* the worker's main thread, the comparison on all ranks at once. *Owns* the source of samples, with its data
 worker processes.
@@ -51,7 +52,7 @@ _MARK_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankDataPlan:
     """How one rank cuts the data (``fields`` of its plan, empty if it has none), and whether it has trained so."""
 
     rank: int
@@ -63,20 +64,20 @@ class Cut:
         return f"rank {self.rank}" + (f" (node {self.node})" if self.node != UNNAMED else "")
 
 
-def refusals(cuts: Sequence[Cut]) -> dict[int, str]:
-    """What is wrong with each rank that cannot go on. Pure; ``cuts`` are in rank order.
+def refusals(plans: Sequence[RankDataPlan]) -> dict[int, str]:
+    """What is wrong with each rank that cannot go on. Pure; ``plans`` are in rank order.
 
     Ranks that have trained are right. Where there are none, nobody knows who is right, and all are refused.
     """
-    right = next((cut for cut in cuts if cut.trained), cuts[0])
-    found = {cut.rank: sentence for cut in cuts if (sentence := _difference(cut, right))}
+    right = next((cut for cut in plans if cut.trained), plans[0])
+    found = {cut.rank: sentence for cut in plans if (sentence := _difference(cut, right))}
     if found and not right.trained:
         first = next(iter(found.values()))
-        return {cut.rank: found.get(cut.rank, first) for cut in cuts}
+        return {cut.rank: found.get(cut.rank, first) for cut in plans}
     return found
 
 
-def _difference(cut: Cut, right: Cut) -> str:
+def _difference(cut: RankDataPlan, right: RankDataPlan) -> str:
     for name in sorted({*cut.fields, *right.fields}):
         mine, other = (each.fields.get(name, "not set") for each in (cut, right))
         if mine != other:
@@ -90,7 +91,7 @@ def mark(fields: Fields) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=_MARK_BYTES).digest())
 
 
-class Accord:
+class DataPlanCheck:
     """Compares how ranks cut the data. ``plan()`` is the one that the batch at hand was drawn by."""
 
     def __init__(self, node: str, plan: Callable[[], Plan]) -> None:
@@ -109,7 +110,7 @@ class Accord:
         """Before the first batch: ConfigError unless the plan is that of the ranks that this one has joined."""
         for name, value in fields.items():
             if not self._trained and self._given.get(name, value) != value:
-                here = Cut(self._control.rank, self._node, fields, trained=False)
+                here = RankDataPlan(self._control.rank, self._node, fields, trained=False)
                 raise ConfigError(
                     f"ranks cut the data differently: '{name}' is {value} on {here} and {self._given[name]} on the"
                     " ranks that train already",
@@ -137,7 +138,7 @@ class Accord:
         text = json.dumps({"node": self._node, "fields": dict(fields), "trained": self._trained, "until": until})
         rows = [json.loads(each) for each in self._control.gather_bytes(text.encode())]
         common = min(int(row.pop("until")) for row in rows)
-        refused = refusals([Cut(rank, **row) for rank, row in enumerate(rows)])
+        refused = refusals([RankDataPlan(rank, **row) for rank, row in enumerate(rows)])
         if self._control.rank in refused:
             raise ConfigError(refused[self._control.rank], hint=_ADVICE)
         for sentence in refused.values():
@@ -197,7 +198,7 @@ class DataFeed:
         self.halvings = 0
         """How often micro-batches were halved because memory was short."""
         self.tally = Tally()
-        self.accord = Accord(node, self._cut)
+        self.plan_check = DataPlanCheck(node, self._cut)
         self._idle = (0, 0)
         """Ranks and micro-batches at the last warning about idle ranks."""
 
@@ -209,7 +210,7 @@ class DataFeed:
         """
         self._part, self._resumed = part, resumed
         self._look_up_lr()
-        self.accord.bind(control, given)
+        self.plan_check.bind(control, given)
 
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: replace it by this rank's part of what comes next."""
@@ -290,7 +291,7 @@ class DataFeed:
                 hint="leave one of them out",
             )
         try:
-            self.accord.check(asdict(plan))
+            self.plan_check.check(asdict(plan))
             self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         except ConfigError:
             over = epochs is not None and self._position.cursor.epoch >= epochs

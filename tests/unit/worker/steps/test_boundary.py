@@ -17,11 +17,13 @@ from elastic_trainer.worker.steps.options import CheckOptions
 from tests.support.memory_backend import ManualClock
 
 
-def context(tracker: HeartbeatReporter, *, nonfinite: str = "raise", accord: Any = None, signals: Any = None) -> Any:
+def context(
+    tracker: HeartbeatReporter, *, nonfinite: str = "raise", plan_check: Any = None, signals: Any = None
+) -> Any:
     return SimpleNamespace(
         tracker=tracker,
         signals=signals,
-        feed=SimpleNamespace(accord=accord),
+        feed=SimpleNamespace(plan_check=plan_check),
         options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite)),
     )
 
@@ -81,7 +83,7 @@ class Two:
             wants_copy=lambda: False,
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
-        where = context(HeartbeatReporter(), accord=quiet, signals=self.signals)
+        where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
         self.boundaries = StepBoundaries(control, where, saver, steps, quiet, OneRound(lambda: None))
 
     def _start(self, purpose: object, values: list[float]) -> Both:

@@ -43,7 +43,7 @@ def test_a_newcomer_passes_through_the_loops_that_are_over_and_compares_the_next
         feed = made(control, given=SECOND if control.rank else None)
         over = len(list(drawn(feed, FIRST, epochs=2))) if control.rank else 0
         size = next(drawn(feed, SECOND, epochs=4)).ids.size
-        feed.accord.at_step(2)
+        feed.plan_check.at_step(2)
         return over, size
 
     assert run_ranks(2, body) == [(0, 15), (0, 15)]
