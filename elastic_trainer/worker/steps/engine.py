@@ -61,7 +61,6 @@ from elastic_trainer.worker.model.tree import TreeReduction
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import advanced
-from elastic_trainer.worker.state.made import advanced
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import (
     OptimizerSet,
