@@ -24,11 +24,6 @@ SETTINGS = ("optimizer", "scheduler", "scaler")
 """What has settings of its own, such as ``optimizer.lr``: see made."""
 
 
-def advanced(scheduler: Any) -> Any:
-    """How often ``scheduler`` was advanced; None without one."""
-    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
-
-
 def allows(name: str, allow_changed: Collection[str]) -> bool:
     """Whether the setting ``name`` may have changed: it is named, or what it belongs to."""
     return any(name == each or name.startswith(f"{each}.") for each in allow_changed)
