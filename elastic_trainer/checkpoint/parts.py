@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from elastic_trainer.checkpoint.goals import Detour, FileRange, plan
-from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, seal
+from elastic_trainer.checkpoint.manifest import FileRecord, Manifest
 from elastic_trainer.checkpoint.reading import (
     CheckpointFiles,
     Filling,
@@ -22,10 +22,8 @@ from elastic_trainer.checkpoint.reading import (
     cut,
     opened,
     read_chunk,
-    read_manifest,
 )
 from elastic_trainer.checkpoint.storage import ByteSource
-from elastic_trainer.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +57,6 @@ class PartReader:
         self._files, self._name = files, manifest.name
         self._sources: dict[str, ByteSource] = {}
         self._lock, self._opened = threading.Lock(), ExitStack()
-
-    @classmethod
-    def of(cls, files: CheckpointFiles, manifest: Manifest) -> PartReader | None:
-        """None if ``files`` have no such checkpoint, or another one of its name."""
-        try:
-            mine = read_manifest(files, manifest.name)
-        except CheckpointError:
-            return None
-        return cls(files, manifest) if seal(mine) == seal(manifest) else None
 
     def read(self, part: CheckpointPart, into: memoryview) -> None:
         """Fill ``into`` with the verified bytes of ``part``."""

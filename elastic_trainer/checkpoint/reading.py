@@ -89,7 +89,9 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHIN
         skeleton = read_skeleton(storage, manifest)
         loaded = tensors.build(*read_tensors(storage, manifest))
         return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
-    return fill(storage, read_outline(storage, manifest), live)
+    filling = Filling(read_outline(storage, manifest), live)
+    fill(storage, manifest.name, filling)
+    return filling.state()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,10 @@ def read_outline(storage: CheckpointFiles, manifest: Manifest) -> Outline:
     return Outline(manifest, bytes(read_skeleton(storage, manifest)), heads)
 
 
-def fill(storage: CheckpointFiles, outline: Outline, live: Live) -> dict[str, Any]:
-    """The state of ``outline``; see :func:`read_state`."""
-    filling = Filling(outline, live)
+def fill(storage: CheckpointFiles, name: str, filling: Filling) -> None:
+    """Read all that ``filling`` lacks of the checkpoint ``name``."""
     for file in filling.files:
-        _fill(storage, outline.manifest.name, file, filling.goals)
-    return filling.state()
+        _fill(storage, name, file, filling.goals)
 
 
 class Filling:
@@ -128,12 +128,24 @@ class Filling:
         found = whole_tensors(self.files, outline.manifest)
         leaves = codec.outline(self._skeleton, self._where)
         blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
-        fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
+        fits = live is NOTHING_LIVE or live.fits(
+            codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where)
+        )
         self._held = live.chosen(leaves, found) if fits else {}
         self._fresh = tensorfile.place([each for each in found if each.name not in self._held])
         self._slabs = tensors.allocate(self._fresh)
         held = {name: tensors.goal_of(each) for name, each in self._held.items() if not each.is_meta}
         self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
+
+    def wanted(self) -> frozenset[tuple[str, int]]:
+        """The chunks that hold data for the goals, each by the name of its file and its number there."""
+        return frozenset(
+            (file.record.name, index)
+            for file in self.files
+            for segments, _ in plan(file.record.head_size, file.placed, file.slices(), self.goals)
+            for each in segments
+            for index in file.record.chunks_of(each.begin, each.end)
+        )
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""

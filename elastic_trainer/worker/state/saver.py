@@ -31,7 +31,7 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
-from elastic_trainer.checkpoint.neighbours import Neighbour
+from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
 from elastic_trainer.ipc.page import SAVE_SUFFIX
@@ -348,6 +348,21 @@ def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> 
     else:
         with storage_awaited():
             wait()
+
+
+def find_neighbour(control: Control, here: str | None, number: int) -> Neighbour | None:
+    """Who keeps copies of what this rank, the ``number``-th of its node, alone holds: the agent of the next node.
+
+    ``here``: where this node's own agent does so for others.
+    """
+    at = following([row.decode() for row in control.gather_bytes((here or "").encode())], control.rank)
+    return Neighbour(MemoryAddress.parse(at), number) if at else None
+
+
+def following(rows: Sequence[str], rank: int) -> str:
+    """The address of the node after that of ``rank``, from those of all ranks; empty if there is none. Pure."""
+    mine, others = rows[rank], [*rows[rank:], *rows[:rank]]
+    return next((each for each in others if each and each != mine), "") if mine else ""
 
 
 def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:

@@ -45,17 +45,8 @@ from elastic_trainer.worker.model.replica import (
 from elastic_trainer.worker.model.several import MultiOptimizerReplica
 from elastic_trainer.worker.model.tree import TreeReplica
 from elastic_trainer.worker.state.made import CUT, check_run
-from elastic_trainer.worker.state.restore import (
-    Origin,
-    ShardSource,
-    find_neighbour,
-    give,
-    kept_fields,
-    restore,
-    restore_shards,
-    together,
-)
-from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers
+from elastic_trainer.worker.state.restore import Origin, StoredStates, give, joined_copies, restore
+from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers, find_neighbour
 from elastic_trainer.worker.state.training_state import (
     OptimizerSet,
     SchedulerSet,
@@ -518,7 +509,7 @@ class Training:
         kept = self.origin.fields
         cut = self.place.feed.fields or {name: kept[name] for name in CUT if name in kept}
         closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
-        return {**cut, **self._claims, **kept_fields(kept), **closed}
+        return {**cut, **self._claims, **closed}
 
     # ---- the state, as others get it
 
@@ -558,15 +549,12 @@ class Training:
         self.replica.level()
         self._states.meet(self.saver)
         self.saver.wait(control)
-        left, tracker, live = self.saver.left_in_memory(), place.tracker, self.state.live()
-        if self.replica.layout is None:
-            self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
-        else:
-            with together(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
-                left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
-                source = ShardSource(self._states.manager, left, live, tracker, looks=place.manager is not None)
-                alike = self.replica.alike(control)
-                self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
+        left, alike = self.saver.left_in_memory(), self.replica.alike(control)
+        with joined_copies(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
+            left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
+            stored = StoredStates(self._states.manager, place.tracker, left, looks=place.manager is not None)
+            live = self.state.live()
+            self.origin = restore(control, alike, stored, self.collect, take_over, check, unfit, live)
         self.steps.dirty = False
         if self.origin.fields.get(EPOCH_CLOSED):
             place.position.cursor = Cursor(place.position.cursor.epoch + 1, 0)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo, StateSnapshot
 from elastic_trainer.checkpoint.checking import records
@@ -19,7 +17,7 @@ from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state import restore as transfer
-from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
+from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
@@ -49,12 +47,11 @@ class Rank:
     def loaded(self, left: StateSnapshot | None = None) -> Origin:
         return restore(
             self.control,
-            self.manager,
+            self.control,
+            StoredStates(self.manager, HeartbeatReporter(), left),
             lambda: self.state,
             self.apply,
-            HeartbeatReporter(),
             lambda origin: None,
-            snapshot=left,
             live=self.live(),
         )
 
@@ -91,21 +88,6 @@ def damage(directory: Path, step: int) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-
-
-candidates = st.lists(st.one_of(st.none(), st.builds(StateCandidate, st.integers(0, 3), st.integers(0, 3))), max_size=8)
-
-
-@given(rows=candidates)
-def test_the_newest_wins_and_the_lowest_rank_breaks_a_tie(rows: list[StateCandidate | None]) -> None:
-    """A later round beats a higher step."""
-    winner = choose(rows)
-    known = [row for row in rows if row is not None]
-    if winner is None:
-        assert not known
-        return
-    assert rows[winner] == max(known)
-    assert all(row != max(known) for row in rows[:winner])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +185,7 @@ def test_ranks_that_differ_after_resuming_are_found(tmp_path: Path) -> None:
     assert all("rank 1 holds another state than rank 0" in text for text in run_ranks(3, body))
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end anywhere inside tensors; empty, scalar and shared tensors included."""
     monkeypatch.setattr(transfer, "CHUNK", 1000)
@@ -216,8 +198,9 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
     }
 
     def body(control: Control) -> tuple[int, dict[str, Any]]:
-        got = transfer.share_state(control, world - 1, state if control.rank == world - 1 else None)
-        return fingerprint(got), got
+        takes = control.rank != world - 1
+        got = transfer.transfer(control, world - 1, lambda: state, takes=takes)
+        return fingerprint(got if takes else state), got
 
     results = run_ranks(world, body)
     assert {number for number, _ in results} == {fingerprint(state)}
@@ -229,7 +212,7 @@ def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
     """Before anything is sent, so that no rank waits for it."""
 
     def body(control: Control) -> str:
-        return outcome(lambda: transfer.share_state(control, 0, {"x": object()} if control.rank == 0 else None))
+        return outcome(lambda: transfer.transfer(control, 0, lambda: {"x": object()}))
 
     first, second = run_ranks(2, body)
     assert "cannot save state['x']" in first

@@ -18,7 +18,7 @@ from elastic_trainer.errors import CheckpointError, RoundBrokenError
 from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.restore import Origin, ShardSource, restore_shards
+from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
 from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.state.test_restore import damage, in_memory, saved
@@ -34,9 +34,9 @@ def restored(control: Control, directory: Path, left: StateSnapshot | None = Non
         state.update(tree)
 
     live = Live({"value": state["value"]}, fits=how.get("fits", lambda tree: True))
-    source = ShardSource(CheckpointManager(directory), left, live, HeartbeatReporter(), looks=control.rank == 0)
-    alike = how.get("alike", Control())
-    origin = restore_shards(control, alike, source, lambda: state, apply, lambda origin: None)
+    stored = StoredStates(CheckpointManager(directory), HeartbeatReporter(), left, looks=control.rank == 0)
+    alike = how.get("alike", Control(works=control.works))
+    origin = restore(control, alike, stored, lambda: state, apply, lambda origin: None, live=live)
     assert bool((state["value"] == state["value"][0]).all())
     return origin, float(state["value"][0])
 
@@ -77,9 +77,9 @@ def test_what_is_read_when_the_round_breaks_is_read_no_further(tmp_path: Path) -
     """The next round must not wait for slow storage; and nothing writes to the tensors any more."""
     works, tensor = InterruptibleWaits(interruptible=True), torch.full((1000,), -1.0)
     manager = CheckpointManager(tmp_path, storage=EndsTheRound(saved(tmp_path, NEW, 1), works))
-    source = ShardSource(manager, None, Live({"value": tensor}), HeartbeatReporter(), looks=True)
+    stored, live = StoredStates(manager, HeartbeatReporter()), Live({"value": tensor})
     with pytest.raises(RoundBrokenError, match="a peer is gone"):
-        restore_shards(Control(works=works), Control(), source, dict, lambda tree: None, lambda origin: None)
+        restore(Control(works=works), Control(), stored, dict, lambda tree: None, lambda origin: None, live=live)
     assert bool((tensor == -1.0).all())
 
 
