@@ -7,7 +7,6 @@ From top to bottom, in the order in which it happens:
 - :class:`Steps` opens a step, commits and closes it. It commits in the hook after its one optimizer step; with several
   optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number and cursor advance there together,
   so no later error can make a step count twice or not at all.
-- :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
 - :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
   (:class:`Consensus`).
 - :class:`Workplace`, what a process has from the opening of its session to the end, across rounds.
@@ -24,12 +23,11 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -53,11 +51,12 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.control import Codec, Control, EqualityCheck, Pending, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import Replica, Trainable
 from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import advanced
@@ -499,12 +498,10 @@ class Steps:
         feed: DataFeed,
         tracker: HeartbeatReporter,
         seed: int,
-        round_end: RoundEnd,
+        round_end: Recovery,
         after_step: Callable[[Step], None],
     ) -> None:
         self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
-        self._lost: BaseException | None = None
-        """Set if the round ended before the body of the present step began, or in it behind the commit."""
         self._own_lrs: list[tuple[dict[str, Any], Any]] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
@@ -564,7 +561,7 @@ class Steps:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self.begun += 1
-        self._lost = self._meet()
+        self._round_end.lost = self._meet()
         self._current, self.updating = step, False
         self._tracker.step_begins(step.number)
         self.scaling.begin()
@@ -588,15 +585,12 @@ class Steps:
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
-        if self._current is step:
-            self._lost = error
-            return True
-        return self._round_end.absorb(step, error)
+        return self._round_end.absorb(step, error, inside=self._current is step)
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
-        if self._lost is not None:
-            raise self._lost
+        if self._round_end.lost is not None:
+            raise self._round_end.lost
 
     def _follow(self) -> None:
         """Train what the script has frozen, unfrozen and regrouped since the last step."""
@@ -644,9 +638,10 @@ class Steps:
             self._restore_lr()
         if error is not None:
             return self.absorb(step, error)
-        if self._lost is not None:
-            if not self.absorb(step, self._lost):
-                raise self._lost
+        lost = self._round_end.lost
+        if lost is not None:
+            if not self.absorb(step, lost):
+                raise lost
             return False
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
@@ -1004,75 +999,6 @@ def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool]
         each.fill_(float(overflow))
 
 
-Result = TypeVar("Result")
-
-
-class RoundEnd(Protocol):
-    """What happens to a training when its round ends; in place it is
-    :class:`~elastic_trainer.worker.recovery.InPlaceRecovery`.
-
-    ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
-    through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
-    in another; ``check_gradients`` raises unless gradients are of all ranks. A planned change is known first, agreed on
-    after a step, then made; ``change`` says whether the ranks may have changed.
-    """
-
-    @property
-    def led(self) -> bool: ...
-
-    def begin(self) -> None: ...
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result: ...
-
-    def evaluating(self) -> AbstractContextManager[None]: ...
-
-    def absorb(self, step: Step, error: BaseException) -> bool: ...
-
-    def check_gradients(self) -> None: ...
-
-    def knows_change(self) -> bool: ...
-
-    def agreed(self) -> None: ...
-
-    def change(self) -> bool: ...
-
-
-class OneRound:
-    """There the end of the round ends the process; the launcher starts another one, which resumes.
-
-    ``resume()`` brings all ranks to one state.
-    """
-
-    led = False
-
-    def __init__(self, resume: Callable[[], None]) -> None:
-        self._resume = resume
-
-    def begin(self) -> None:
-        self._resume()
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        return attempt()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        return False
-
-    def check_gradients(self) -> None:
-        return
-
-    def knows_change(self) -> bool:
-        return False
-
-    def agreed(self) -> None:
-        return
-
-    def change(self) -> bool:
-        return False
-
-
 Row = Sequence[int]
 """A number for each parameter."""
 
@@ -1417,7 +1343,7 @@ class StepBoundaries(Boundaries):
         comparison: Comparison,
         tracker: HeartbeatReporter,
         fatal: bool,
-        round_end: RoundEnd,
+        round_end: Recovery,
         rare: bool = False,
     ) -> None:
         super().__init__(control, signals, rare=rare)

@@ -10,10 +10,12 @@ Optimizers of tensors that do not outlive the step (a latent code, the inner loo
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +26,10 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StepGivenUpError, StorageError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.abort import is_collective_failure
+from elastic_trainer.worker.comm.abort import chain, is_collective_failure
 from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
@@ -37,6 +39,7 @@ from elastic_trainer.worker.model.local import Apart, LocalReplica
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
 from elastic_trainer.worker.model.several import SeveralReplica
 from elastic_trainer.worker.model.tree import FIELD, arithmetic, check_ranks, check_resumed
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.state.made import CUT, check_run
 from elastic_trainer.worker.state.restore import (
     Origin,
@@ -48,9 +51,10 @@ from elastic_trainer.worker.state.restore import (
     restore_shards,
     together,
 )
-from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers
+from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers, check_storage
 from elastic_trainer.worker.state.training_state import (
     OptimizerSet,
+    Position,
     SchedulerSet,
     Stateful,
     TrainingState,
@@ -63,7 +67,6 @@ from elastic_trainer.worker.steps.engine import (
     Comparison,
     Difference,
     RankContext,
-    RoundEnd,
     Step,
     StepBoundaries,
     Steps,
@@ -135,7 +138,7 @@ class OuterSteps:
         place: Workplace,
         replica: LocalReplica,
         every: int,
-        round_end: RoundEnd,
+        round_end: Recovery,
         collect: Callable[[], dict[str, Any]],
         take_over: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -256,6 +259,59 @@ class Wrapped:
     pending: dict[str, Any]
 
 
+class MemoryShortage:
+    """What all ranks do when one has too little memory for a step: they give it up, and then divide its batch, or leave
+    it out.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._place = training, training.place
+        self._policy = OnShortage(self._place.options.checks.out_of_memory)
+        if self._policy is OnShortage.HALVE and training.replica.tree is not None:
+            raise ConfigError(
+                "out_of_memory='halve' cannot go with reduction='tree', whose bits depend on the micro-batches",
+                hint="use out_of_memory='skip', or a smaller micro_batch_size",
+            )
+        self._step = 0
+        """The step for which this rank had too little memory; 0: none."""
+
+    def seen(self, step: Step, error: BaseException) -> BaseException:
+        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
+        if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
+            return error
+        if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
+            return error
+        if self._policy is OnShortage.HALVE and max(map(len, step.batch.micro_batches)) <= 1:
+            return error
+        self._step = step.number
+        for each in chain(error):
+            traceback.clear_frames(each.__traceback__)
+        logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
+        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
+
+    def agree(self, control: Control) -> None:
+        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
+        if self._policy is OnShortage.RAISE:
+            return
+        position, feed = self._place.position, self._place.feed
+        rows = control.gather([self._step, feed.next_size, feed.halvings])
+        short = [size for step, size, _ in rows if step == position.step + 1]
+        self._step = 0
+        feed.halvings = max(halvings for _, _, halvings in rows)
+        if not short:
+            return
+        gc.collect()
+        if self._place.placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._policy is OnShortage.HALVE:
+            feed.halvings += 1
+            logs.logger().warning("batch.repeated", step=position.step + 1, halvings=feed.halvings)
+        else:
+            cursor = Cursor(position.cursor.epoch, position.cursor.samples + short[0])
+            self._training.steps.pass_over(cursor)
+            logs.logger().warning("batch.skipped", step=position.step, samples=short[0])
+
+
 def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
     """The replica for what was ``wrapped``."""
     reduction, lasting = wrapped.reduction, place.environment.in_place
@@ -363,7 +419,7 @@ _UNSAVED = "the last checkpoint could not be saved: what was trained since the n
 class Training:
     """See the module. ``round_end`` makes what carries this training across rounds."""
 
-    def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
+    def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], Recovery]) -> None:
         members = (
             wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else [wrapped.scheduler]
         )
@@ -402,6 +458,7 @@ class Training:
             WhenBehind(options.saving.when_behind),
             self._memory(),
         )
+        self._shortage = MemoryShortage(self)
         self.round_end = round_end(self)
         self._audit = self._auditing(wrapped.optimizer)  # its hook comes before those of the steps
         self.steps = Steps(
@@ -460,10 +517,49 @@ class Training:
         closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
         return {**cut, **self._claims, **kept_fields(kept), **closed}
 
-    # ---- the state, as others get it
+    # ---- the state, as recovery sees it (worker.recovery.State)
+
+    @property
+    def position(self) -> Position:
+        return self.place.position
+
+    @property
+    def whole(self) -> bool:
+        return not self.steps.dirty
+
+    @property
+    def sharded(self) -> bool:
+        return self.replica.layout is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has begun a step since the last synchronisation."""
+        return self.outer is not None and self.outer.open
+
+    @property
+    def prepared(self) -> int:
+        return self.steps.prepared
+
+    @property
+    def next_size(self) -> int:
+        return self.place.feed.next_size
+
+    @property
+    def span_s(self) -> float:
+        return self.place.span_s
+
+    @property
+    def leaves(self) -> bool:
+        return self.place.signals.requested is not None
+
+    def show(self, phase: Phase) -> Phase:
+        return self.place.tracker.change(phase)
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
+
+    def committed(self) -> dict[str, Any]:
+        return self.state.committed()
 
     def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
         """Adopt the ``state`` of another rank; the ``first_rank`` with its random generators, as when it resumes."""
@@ -471,9 +567,67 @@ class Training:
         self.state.apply(state, first_rank=first_rank)
         self.steps.dirty = False
 
+    def record(self, step: Step) -> None:
+        self.place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+
+    # ---- the end of a round
+
+    def gives_up(self, step: Step, error: BaseException) -> BaseException:
+        return self._shortage.seen(step, error)
+
+    def undo(self) -> None:
+        self.steps.undo()
+
+    def release(self) -> None:
+        self.replica.release()
+
+    def rewind(self) -> None:
+        if self.outer is not None:
+            self.outer.undo()
+        self.place.present.boundaries.refuse_nonfinite()
+
+    def doubts_gradients(self) -> bool:
+        device = self.place.placement.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return device.type == "cuda" or self.apart
+
     # ---- rounds
 
-    def begin_here(self) -> None:
+    def join(self, group: Group) -> None:
+        self.place.arrive(group)
+        self.replica.join(group)
+
+    def alike(self, control: Control) -> Control:
+        return self.replica.alike(control)
+
+    def settle(self, *, committed: bool) -> Step | None:
+        return self.steps.settle(committed=committed)
+
+    def notes(self) -> dict[str, Any]:
+        return {"fields": self.fields(), "cut": self.place.feed.fields}
+
+    def healed(self, notes: Mapping[str, Any]) -> None:
+        if self.outer is not None:
+            self.outer.healed()
+        self.origin = Origin(None, notes["fields"])
+
+    def agree_on_batch(self, control: Control) -> None:
+        self._shortage.agree(control)
+
+    def redraw(self) -> None:
+        self.place.feed.redraw()
+
+    def save_due(self, step: int) -> None:
+        self.place.present.boundaries.save_due(step)
+
+    def leave_now(self) -> NoReturn:
+        """Leave the job by a planned change."""
+        self.place.stopped = True
+        self.place.closed("stopped")
+        raise SystemExit(self.place.signals.exit_code)
+
+    def resume_alone(self) -> None:
         """Train with the ranks that are already there."""
         present = self.place.present
         present.boundaries.end()
@@ -486,6 +640,8 @@ class Training:
         Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
         """
         place, control, formation = self.place, group.control, group.formation
+        if place.environment.in_place:  # else it was checked when the ranks met
+            check_storage(place.manager, control, place.environment)
 
         def take_over(tree: Mapping[str, Any]) -> None:
             self.state.apply(tree, first_rank=formation.rank == 0)
@@ -516,23 +672,21 @@ class Training:
         first = place.position.generation + 1 if self.origin.name is not None else 0
         read = place.position.generation, place.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
-        self.take_part(group, newest, self.origin.fields)
+        self.take_part(group, newest)
         if self.origin.name is not None:
             self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
 
-    def take_part(
-        self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None
-    ) -> None:
+    def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None = None) -> None:
         """All ranks of ``group`` hold one state: bind everything to the round, and begin.
 
-        ``given``: the data plan of the rank that this one was healed from, if it has one.
+        ``given``: the notes of the rank that this one was healed from, with its data plan if it has one.
         """
         place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
         position, device, tree = place.position, place.placement.device, self.replica.tree is not None
         if tree:
             self._claims = {FIELD: (mine := arithmetic(device))}
             check_ranks(control, mine)
-            check_resumed(mine, fields.get(FIELD), place.options.allow_changed)
+            check_resumed(mine, self.origin.fields.get(FIELD), place.options.allow_changed)
         position.generation = generation
         place.tracker.holds(position.step, position.cursor)
         if rank != 0:
@@ -542,7 +696,8 @@ class Training:
         if self._audit is not None:
             self._audit.bind(control)
         part, layout = self.replica.part(control), self.replica.layout
-        place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
+        cut = (given or {}).get("cut") or {}
+        place.feed.bind(control, part, self.origin.fields, cut, even=self.replica.even, fixed=tree)
         whole = layout is None and not self.replica.apart  # what a rank holds of its own is written by one rank
         shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
         self._meet()
@@ -623,11 +778,6 @@ class Training:
         )
 
     # ---- steps
-
-    @property
-    def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
-        return self.outer is not None and self.outer.open
 
     def begin_step(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
         """A step of this ``kind`` about the batch at hand."""

@@ -11,8 +11,9 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.steps.engine import OneRound, StepBoundaries
+from elastic_trainer.worker.steps.engine import StepBoundaries
 from tests.support.memory_backend import ManualClock
 
 
@@ -29,7 +30,7 @@ def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Step
         comparison=none,
         tracker=tracker,
         fatal=fatal,
-        round_end=OneRound(lambda: None),
+        round_end=Recovery(cast("Any", None)),
     )
 
 
@@ -87,7 +88,7 @@ class Two:
             comparison=quiet,
             tracker=HeartbeatReporter(),
             fatal=True,
-            round_end=OneRound(lambda: None),
+            round_end=Recovery(cast("Any", None)),
         )
 
     def _start(self, purpose: object, values: list[float]) -> Both:
