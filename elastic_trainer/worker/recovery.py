@@ -355,7 +355,7 @@ class InPlaceRecovery(Recovery):
         self._calls = CallReplay()
         self._valid = False
         """Whether other ranks may receive the state held here."""
-        self._first_rank = False
+        self._first_rank = self._alone = False
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
@@ -435,9 +435,9 @@ class InPlaceRecovery(Recovery):
                 return self._calls.answer(codec)  # type: ignore[no-any-return]
 
     def check_gradients(self) -> None:
-        """On CUDA, which runs asynchronously, an update would use partial sums after an abort; and ranks that train
-        apart have no sum that fails."""
-        if self._state.doubts_gradients():
+        """On CUDA, which runs asynchronously, an update would use partial sums after an abort; and a rank that is alone,
+        or trains apart, has no sum that fails."""
+        if self._state.doubts_gradients() or self._alone:
             self._require_round()
 
     def _require_round(self) -> None:
@@ -539,7 +539,7 @@ class InPlaceRecovery(Recovery):
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
         notes = {**state.notes(), "attempted": attempted}
-        self._first_rank = control.rank == 0
+        self._first_rank, self._alone = control.rank == 0, control.alone
         alike = state.alike(control) if state.sharded else None
         healed = heal(control, mine, least, self, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
