@@ -184,14 +184,14 @@ class Collectives:
         if self._training is None:
             return attempt()
         self._training.steps.sync.require_closed()
-        return self._training.round_end.repeated(attempt, codec)
+        return self._training.recovery.repeated(attempt, codec)
 
     def finished(self, attempt: Callable[[], None]) -> None:
         """As :meth:`repeated`, for the last call of all."""
         if self._training is None:
             attempt()
         else:
-            self._training.round_end.repeated(attempt, JSON)
+            self._training.recovery.repeated(attempt, JSON)
 
     def _refuse_inside(self, call: str) -> None:
         if self._training is not None and self._training.steps.inside:
@@ -269,7 +269,7 @@ class Collectives:
             return self._evaluated(model, Fetcher(dataset, self._place.placement.device, collate), batch_size, method)
 
         self._refuse_inside("evaluate() or predict()")
-        lasting = self._training.round_end.evaluating() if self._training is not None else nullcontext()
+        lasting = self._training.recovery.evaluating() if self._training is not None else nullcontext()
         with self._place.tracker.during(Phase.EVALUATION), lasting:
             return self.repeated(attempt, codec)
 
@@ -301,7 +301,7 @@ class Collectives:
         present, training = self._place.present, self._training
         if not present.group.formed or present.control.alone:
             return tensor
-        if training is None or training.steps.inside or not training.round_end.led:
+        if training is None or training.steps.inside or not training.recovery.led:
             groups.all_reduce(present.control, tensor)  # a step that fails is repeated as a whole
             return tensor
         before = tensor.clone()

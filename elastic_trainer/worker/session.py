@@ -392,7 +392,7 @@ class Session:
                 self._pending,
             )
         )
-        self._training.round_end.begin()
+        self._training.recovery.begin()
         if self._options.directory is None and self.environment.launched and self.is_rank0:
             effect = "the session saves nothing: if all workers end at once, what they trained is lost"
             logs.logger().warning("checkpoint.disabled", effect=effect, hint="give Session a checkpoint_dir")
@@ -482,7 +482,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.change, one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -509,7 +509,7 @@ class Session:
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, everyone, position = self._trained.round_end.change, self._all, self._position
+        change, everyone, position = self._trained.recovery.change, self._all, self._position
 
         def changed() -> bool:
             if change():
@@ -548,7 +548,7 @@ class Session:
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
 
         def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
-            return feed.batches(dataset, plan, None, epochs, steps, source, training.round_end.change)
+            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.change)
 
         return SessionSampler(dataset, plan, self.device, begin)
 

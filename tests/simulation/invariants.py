@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from elastic_trainer.ipc.messages import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.rollback_guard import position
 from elastic_trainer.model import Incarnation
-from tests.simulation.agents import Place
+
+if TYPE_CHECKING:
+    from tests.simulation.workers import SimPlace
 
 ONE_ACTIVE = "at most one active round"
 ONLY_GROW = "rounds only grow"
@@ -19,6 +22,9 @@ STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
 WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
+ALIKE = "all ranks of a round hold one state, at one place of the script, and use each sample once"
+NOTHING_LOST = "a round goes on from the newest state that a member or the storage holds"
+NO_RESTART = "a worker that could stay is not ended"
 NO_HEALTHY_KILLED = "a worker that is busy, or leaves its round in time, is not killed"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
@@ -156,7 +162,7 @@ class Invariants:
         if entry != own:
             raise Violation(NO_REPLACED, f"{name} is {own} and takes the place of {entry}")
 
-    def stepped(self, read: Sequence[Place]) -> None:
+    def stepped(self, read: Sequence[SimPlace]) -> None:
         """All members of a round have made a step in it; ``read``: the round as each of them has read it."""
         number, nonce = read[0].number, read[0].nonce
         ranks = {each.rank for each in read}

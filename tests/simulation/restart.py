@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.membership.round_write import RoundFailure, free_again
 from elastic_trainer.model import Cause, Incarnation
-from tests.simulation.agents import Agent, Place, Trainer, Watcher
-from tests.simulation.loop import Process, Signal
+from elastic_trainer.worker.recovery import Recovery
+from tests.simulation.agents import Agent
+from tests.simulation.loop import Process
 from tests.simulation.node import SimNode
+from tests.simulation.workers import FIRST_PID, SimPlace, SimWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 Going = Generator[Any, Any, bool]
 """A process's part; its answer is whether the process goes on."""
 
 
-class Restart(Agent, Trainer):
-    """Workers are started for each round; those of a node act as one."""
+class Restart(Agent):
+    """Workers are started for each round; one acts for those of a node."""
 
     team = 1
 
-    def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
-        Agent.__init__(self, node, watch, size)
-        Trainer.__init__(self, self, node.name)
+    def __init__(self, node: SimNode, watch: World, size: int) -> None:
+        super().__init__(node, watch, size)
+        self.world = watch
+        self.workers: list[SimWorker] = []
         self.life, self.done = 0, False
         self._current: RoundDocument | None = None
         self._failed = False
-        self._news = Signal()
+        self._pids = itertools.count(FIRST_PID)
         node.start()
         self.host.start(self._run())
-
-    @property
-    def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
-        return [self]
-
-    def soon(self, seconds: float, call: Callable[[], None]) -> None:
-        life = self.life
-
-        def same_life() -> None:
-            if self.life == life:
-                call()
-
-        self.loop.after(seconds, lambda: self.host.deliver(same_life))
 
     def _takes(self, mine: RoundMember | None) -> bool:
         """Whether ``mine`` is this node's place in a round."""
@@ -54,21 +48,18 @@ class Restart(Agent, Trainer):
         return True
 
     def crash_worker(self) -> None:
-        self._failed, self.place = True, None
-        self._news.fire()
-        self.node.changed.fire()
+        for worker in self.workers:
+            worker.thread.strikes_in, worker.thread.strike = self.chance.randint(1, 12), lambda: worker.end(1)  # noqa: B023
 
-    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
-        self.crash_worker()
+    def ended(self, worker: SimWorker) -> None:
+        if worker in self.workers and worker.code != -15:
+            self._failed, self.done = worker.code != 0, worker.code == 0
+            self.node.changed.fire()
 
     def evict(self) -> None:
         """SIGTERM: the node goes at once."""
         self.left = True
-        self.node.leave()
-
-    def finish(self) -> None:
-        self.done = True
-        self.node.changed.fire()
+        self.leave()
 
     def _run(self) -> Process:
         while not self.node.started:
@@ -78,13 +69,21 @@ class Restart(Agent, Trainer):
                 return
             yield self.chance.uniform(0.2, 0.8)
             if self._current is not None and not self._failed and not self._over(self._current):
-                current, mine = self._current, self._current.member(self.name)
-                nodes, first = tuple(member.node for member in current.members), mine.first_rank if mine else 0
-                self.enter(Place(current.number, current.nonce, nodes, current.world_size, first))
+                self._begin(self._current)
             if not (yield from self._work()):
                 return
-            self.place = None
+            for worker in self.workers:
+                worker.end(-15)
             yield self.chance.choice([0.01, 0.1, 0.5])
+
+    def _begin(self, current: RoundDocument) -> None:
+        nodes = tuple(member.node for member in current.members)
+        worker = SimWorker(self, self.world, next(self._pids), 0)
+        worker.assigned = SimPlace(
+            current.number, nodes.index(self.name), len(nodes), 0, 1, nonce=current.nonce, nodes=nodes
+        )
+        self.workers = [worker]
+        worker.begin(Recovery(worker.state))
 
     def _over(self, mine: RoundDocument) -> bool:
         seen = self.node.view.look().round
@@ -137,11 +136,12 @@ class Restart(Agent, Trainer):
 
     def _go(self) -> bool:
         self.left = True
-        self.node.leave()
+        self.leave()
         return False
 
     def _announce(self, **fields: Any) -> Process:
-        shown = {"life": self.life, "identity": None, "reached": self.step, **fields}
+        reached = next((each.step for each in self.workers), None)
+        shown = {"life": self.life, "identity": None, "reached": reached, **fields}
         yield from self._show(self.base.model_copy(update=shown))
 
     def _show(self, record: NodeRecord) -> Process:

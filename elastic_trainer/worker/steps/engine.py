@@ -7,7 +7,6 @@ From top to bottom, in the order in which it happens:
 - :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after
   its one optimizer step; with several optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), number and
   cursor advance there together, so no later error can make a step count twice or not at all.
-- :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
 - :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
   (:class:`Consensus`).
 - :class:`WorkerContext`, what a process has from the opening of its session to the end, across rounds.
@@ -24,12 +23,11 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -55,10 +53,11 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.control import Codec, Control, EqualityCheck, Pending, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import DataPart, Replica, Trainable, Use
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import advanced
@@ -530,7 +529,7 @@ class EveryStep:
         """A step begins."""
 
     def made(self, step: Step, check: Callable[[], None]) -> bool:
-        """After ``step``: whether all ranks hold one state now. ``check``: see :meth:`RoundEnd.check_gradients`."""
+        """After ``step``: whether all ranks hold one state now. ``check``: see :meth:`Recovery.check_gradients`."""
         return True
 
     def require_closed(self) -> None:
@@ -572,7 +571,7 @@ class Steps:
         self._seed_all = rng.seeder(state.device)
         self._epoch, self._epoch_stream = -1, 0
         # ---- of the round
-        self._round_end: RoundEnd = OneRound(lambda: None)
+        self._recovery: Recovery  # bound before the first step
         self.control, self.part = Control(), DataPart(0, 1)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
@@ -581,8 +580,6 @@ class Steps:
         """Steps of this round, whatever came of them."""
         # ---- of the present step
         self._current: Step | None = None
-        self._lost: BaseException | None = None
-        """Set if the round ended before the body of the present step began, or in it behind the commit."""
         self._own_lrs: list[tuple[dict[str, Any], Any]] = []
         self.updating = False
         """While an optimizer of the session is at work."""
@@ -602,9 +599,9 @@ class Steps:
             each.register_step_pre_hook(self._before_update)
             each.register_step_post_hook(self._after_update)
 
-    def bind(self, control: Control, round_end: RoundEnd) -> None:
-        """A round begins, in which all ranks hold one state; ``round_end`` is what ends it."""
-        self.control, self.part, self._round_end = control, self.replica.part(control), round_end
+    def bind(self, control: Control, recovery: Recovery) -> None:
+        """A round begins, in which all ranks hold one state; ``recovery`` is what follows its end."""
+        self.control, self.part, self._recovery = control, self.replica.part(control), recovery
         self.trainable.look()
         self._agreed = False
         self._schedule_count = advanced(self._scheduler)
@@ -629,7 +626,7 @@ class Steps:
         """A step of this ``kind`` about the batch at hand."""
         batch = self._feed.batch
         if batch is None:
-            self._round_end.change()
+            self._recovery.change()
         elif batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         step = kind(self, batch)
@@ -642,13 +639,13 @@ class Steps:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self.begun += 1
-        self._lost = None
+        self._recovery.lost = None
         epoch, plan_check = self.position.cursor.epoch, self._feed.plan_check
         try:
             plan_check.at_step(epoch)
             self.replica.share_buffers()
         except RoundBrokenError as error:  # raised in the body: only there it can be absorbed
-            self._lost = error
+            self._recovery.lost = error
         self._current, self.updating = step, False
         self._tracker.step_begins(step.number)
         self.scaling.begin()
@@ -695,8 +692,8 @@ class Steps:
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
-        if self._lost is not None:
-            raise self._lost
+        if self._recovery.lost is not None:
+            raise self._recovery.lost
 
     def agree(self) -> None:
         """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
@@ -749,7 +746,7 @@ class Steps:
                 " session.wrap() returned",
                 hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
             )
-        self._round_end.check_gradients()
+        self._recovery.check_gradients()
 
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep what there was before an update that another pass may follow."""
@@ -859,9 +856,10 @@ class Steps:
             self._restore_lr()
         if error is not None:
             return self.absorb(step, error)
-        if self._lost is not None:
-            if not self.absorb(step, self._lost):
-                raise self._lost
+        lost = self._recovery.lost
+        if lost is not None:
+            if not self.absorb(step, lost):
+                raise lost
             return False
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
@@ -875,7 +873,7 @@ class Steps:
     def _after_step(self, step: Step) -> None:
         """Synchronise if ranks do it now and then; record, report and pass the boundary."""
         context = self._context
-        if not self.sync.made(step, self._round_end.check_gradients):
+        if not self.sync.made(step, self._recovery.check_gradients):
             return
         context.record(step)
         context.report()
@@ -884,14 +882,11 @@ class Steps:
         if action is BoundaryAction.STOP:
             boundaries.stop()
         elif action is BoundaryAction.SWITCH:
-            self._round_end.agreed()
+            self._recovery.agreed()
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
-        if self._current is step:
-            self._lost = error
-            return True
-        return self._round_end.absorb(step, error)
+        return self._recovery.absorb(step, error, inside=self._current is step)
 
     def abandon(self, step: Step) -> None:
         """The script has left its loop in the middle of ``step``."""
@@ -953,7 +948,7 @@ class Steps:
 
     def finish(self) -> None:
         """The script has left its loop: all ranks come to one state."""
-        self.sync.finish(self._round_end.check_gradients)
+        self.sync.finish(self._recovery.check_gradients)
 
     # ---- losses
 
@@ -1093,75 +1088,6 @@ def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool]
     overflow = anywhere(any(bool(each) for each in found.values()))
     for each in found.values():
         each.fill_(float(overflow))
-
-
-Result = TypeVar("Result")
-
-
-class RoundEnd(Protocol):
-    """What happens to a training when its round ends; in place it is
-    :class:`~elastic_trainer.worker.recovery.InPlaceRecovery`.
-
-    ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
-    through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
-    in another; ``check_gradients`` raises unless gradients are of all ranks. A planned change is known first, agreed on
-    after a step, then made; ``change`` says whether the ranks may have changed.
-    """
-
-    @property
-    def led(self) -> bool: ...
-
-    def begin(self) -> None: ...
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result: ...
-
-    def evaluating(self) -> AbstractContextManager[None]: ...
-
-    def absorb(self, step: Step, error: BaseException) -> bool: ...
-
-    def check_gradients(self) -> None: ...
-
-    def knows_change(self) -> bool: ...
-
-    def agreed(self) -> None: ...
-
-    def change(self) -> bool: ...
-
-
-class OneRound:
-    """There the end of the round ends the process; the launcher starts another one, which resumes.
-
-    ``resume()`` brings all ranks to one state.
-    """
-
-    led = False
-
-    def __init__(self, resume: Callable[[], None]) -> None:
-        self._resume = resume
-
-    def begin(self) -> None:
-        self._resume()
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        return attempt()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        return False
-
-    def check_gradients(self) -> None:
-        return
-
-    def knows_change(self) -> bool:
-        return False
-
-    def agreed(self) -> None:
-        return
-
-    def change(self) -> bool:
-        return False
 
 
 Row = Sequence[int]
@@ -1525,11 +1451,11 @@ class StepBoundaries(Boundaries):
         saver: Saver,
         steps: Steps,
         comparison: Comparison,
-        round_end: RoundEnd,
+        recovery: Recovery,
     ) -> None:
         super().__init__(control, context, rare=steps.sync.rare)
         self._control, self._saver, self._steps, self._comparison = control, saver, steps, comparison
-        self._tracker, self._plan_check, self._round_end = context.tracker, context.feed.plan_check, round_end
+        self._tracker, self._plan_check, self._recovery = context.tracker, context.feed.plan_check, recovery
         self._fatal = context.options.checks.nonfinite == "raise"
         self._rank0, self._refused = control.rank == 0, False
 
@@ -1549,10 +1475,10 @@ class StepBoundaries(Boundaries):
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
         return Flags(
-            stop=not self._round_end.led and signals.requested is not None,
+            stop=not self._recovery.led and signals.requested is not None,
             save=self._saver.due_by_time() or on_demand or signals.save_requested,
             nonfinite=self._own_nonfinite(),
-            switch=self._round_end.knows_change(),
+            switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
             mark=self._plan_check.mark(),
         )

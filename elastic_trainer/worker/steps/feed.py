@@ -358,8 +358,7 @@ class DataFeed:
 
     def _draw(self, sampler: Sampler) -> Batch:
         self._drawn_at = cursor, rank, world, _ = self._place
-        parts = sampler.plan.at(world).most_parts
-        if world > parts and self._idle != (world, parts):
+        if world > 1 and world > (parts := sampler.plan.at(world).most_parts) and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
                 logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)

@@ -12,10 +12,12 @@ a peer is lost.
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,10 +27,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
-from elastic_trainer.errors import CheckpointError, ConfigError
+from elastic_trainer.errors import CheckpointError, ConfigError, StepGivenUpError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.abort import is_collective_failure
+from elastic_trainer.worker.comm.abort import chain, is_collective_failure
 from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
@@ -38,17 +40,29 @@ from elastic_trainer.worker.model.replica import (
     DdpReplica,
     Reduction,
     Replica,
+    Use,
     check_optimizer,
     check_options,
     is_sharded,
 )
 from elastic_trainer.worker.model.several import MultiOptimizerReplica
 from elastic_trainer.worker.model.tree import TreeReplica
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.state.made import CUT, check_run
 from elastic_trainer.worker.state.restore import Origin, StoredStates, give, joined_copies, restore
-from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers, find_neighbour
+from elastic_trainer.worker.state.saver import (
+    Memory,
+    Saver,
+    ShardPart,
+    Shares,
+    WhenBehind,
+    Writers,
+    check_storage,
+    find_neighbour,
+)
 from elastic_trainer.worker.state.training_state import (
     OptimizerSet,
+    Position,
     SchedulerSet,
     Stateful,
     TrainingState,
@@ -63,7 +77,6 @@ from elastic_trainer.worker.steps.engine import (
     EveryStep,
     MultiOptimizerSteps,
     RankContext,
-    RoundEnd,
     Step,
     StepBoundaries,
     Steps,
@@ -262,6 +275,56 @@ class Wrapped:
     pending: dict[str, Any]
 
 
+class MemoryShortage:
+    """What all ranks do when one has too little memory for a step: they give it up, and then divide its batch, or leave
+    it out.
+    """
+
+    def __init__(self, place: WorkerContext, steps: Steps) -> None:
+        self._place, self._steps = place, steps
+        self._policy = OnShortage(place.options.checks.out_of_memory)
+        if self._policy is OnShortage.HALVE:
+            steps.replica.check(Use.HALVING)
+        self._step = 0
+        """The step for which this rank had too little memory; 0: none."""
+
+    def seen(self, step: Step, error: BaseException) -> BaseException:
+        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
+        if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
+            return error
+        if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
+            return error
+        if self._policy is OnShortage.HALVE and max(map(len, step.batch.micro_batches)) <= 1:
+            return error
+        self._step = step.number
+        for each in chain(error):
+            traceback.clear_frames(each.__traceback__)
+        logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
+        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
+
+    def agree(self, control: Control) -> None:
+        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
+        if self._policy is OnShortage.RAISE:
+            return
+        position, feed = self._place.position, self._place.feed
+        rows = control.gather([self._step, feed.next_size, feed.halvings])
+        short = [size for step, size, _ in rows if step == position.step + 1]
+        self._step = 0
+        feed.halvings = max(halvings for _, _, halvings in rows)
+        if not short:
+            return
+        gc.collect()
+        if self._place.placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._policy is OnShortage.HALVE:
+            feed.halvings += 1
+            logs.logger().warning("batch.repeated", step=position.step + 1, halvings=feed.halvings)
+        else:
+            cursor = Cursor(position.cursor.epoch, position.cursor.samples + short[0])
+            self._steps.pass_over(cursor)
+            logs.logger().warning("batch.skipped", step=position.step, samples=short[0])
+
+
 def _check_optimizers(wrapped: Wrapped) -> None:
     """ConfigError for a scheduler or an optimizer that a session cannot drive."""
     schedulers = wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else ()
@@ -437,9 +500,9 @@ class ShardedStates(WholeStates):
 
 
 class Training:
-    """What a script trains, from ``session.wrap`` on; ``round_end`` makes what carries it across rounds."""
+    """What a script trains, from ``session.wrap`` on; ``recovery`` makes what carries it across rounds."""
 
-    def __init__(self, place: WorkerContext, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
+    def __init__(self, place: WorkerContext, wrapped: Wrapped, recovery: Callable[[Training], Recovery]) -> None:
         _check_optimizers(wrapped)
         self.place, options = place, place.options
         self.origin = Origin()
@@ -482,9 +545,10 @@ class Training:
         kind = MultiOptimizerSteps if isinstance(wrapped.optimizer, OptimizerSet) else Steps
         audit = self._audit(wrapped.optimizer)  # its hook comes before those of the steps
         self.steps = kind(place, replica, self.state, sync, audit)
+        self._shortage = MemoryShortage(place, self.steps)
         in_place = place.environment.in_place
         self._second = SecondOptimizers(replica.module, optimizers, wrapped.user, self.steps) if in_place else None
-        self.round_end = round_end(self)
+        self.recovery = recovery(self)
 
     def _audit(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
         place, checks, device = self.place, self.place.options.checks, self.place.placement.device
@@ -511,10 +575,49 @@ class Training:
         closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
         return {**cut, **self._claims, **closed}
 
-    # ---- the state, as others get it
+    # ---- the state, as recovery sees it (worker.recovery.State)
+
+    @property
+    def position(self) -> Position:
+        return self.place.position
+
+    @property
+    def whole(self) -> bool:
+        return not self.steps.dirty
+
+    @property
+    def sharded(self) -> bool:
+        return self.replica.layout is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has begun a step since the last synchronisation."""
+        return self.steps.sync.open
+
+    @property
+    def prepared(self) -> int:
+        return self.steps.prepared
+
+    @property
+    def next_size(self) -> int:
+        return self.place.feed.next_size
+
+    @property
+    def span_s(self) -> float:
+        return self.place.span_s
+
+    @property
+    def leaves(self) -> bool:
+        return self.place.signals.requested is not None
+
+    def show(self, phase: Phase) -> Phase:
+        return self.place.tracker.change(phase)
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
+
+    def committed(self) -> dict[str, Any]:
+        return self.state.committed()
 
     def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
         """Adopt the ``state`` of another rank; the ``first_rank`` with its random generators, as when it resumes."""
@@ -522,9 +625,65 @@ class Training:
         self.state.apply(state, first_rank=first_rank)
         self.steps.dirty = False
 
+    def record(self, step: Step) -> None:
+        self.place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+
+    # ---- the end of a round
+
+    def gives_up(self, step: Step, error: BaseException) -> BaseException:
+        return self._shortage.seen(step, error)
+
+    def undo(self) -> None:
+        self.steps.undo()
+
+    def release(self) -> None:
+        self.replica.release()
+
+    def rewind(self) -> None:
+        self.steps.sync.undo()
+        self.place.present.boundaries.refuse_nonfinite()
+
+    def doubts_gradients(self) -> bool:
+        device = self.place.placement.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return device.type == "cuda" or self.apart
+
     # ---- rounds
 
-    def begin_here(self) -> None:
+    def join(self, group: Group) -> None:
+        self.place.arrive(group)
+        self.replica.join(group)
+
+    def alike(self, control: Control) -> Control:
+        return self.replica.alike(control)
+
+    def settle(self, *, committed: bool) -> Step | None:
+        return self.steps.settle(committed=committed)
+
+    def notes(self) -> dict[str, Any]:
+        return {"fields": self.fields(), "cut": self.place.feed.fields}
+
+    def healed(self, notes: Mapping[str, Any]) -> None:
+        self.steps.sync.healed()
+        self.origin = Origin(None, notes["fields"])
+
+    def agree_on_batch(self, control: Control) -> None:
+        self._shortage.agree(control)
+
+    def redraw(self) -> None:
+        self.place.feed.redraw()
+
+    def save_due(self, step: int) -> None:
+        self.place.present.boundaries.save_due(step)
+
+    def leave_now(self) -> NoReturn:
+        """Leave the job by a planned change."""
+        self.place.stopped = True
+        self.place.closed("stopped")
+        raise SystemExit(self.place.signals.exit_code)
+
+    def resume_alone(self) -> None:
         """Train with the ranks that are already there."""
         present = self.place.present
         present.boundaries.end()
@@ -537,6 +696,8 @@ class Training:
         Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
         """
         place, control, formation = self.place, group.control, group.formation
+        if place.environment.in_place:  # else it was checked when the ranks met
+            check_storage(place.manager, control, place.environment)
 
         def take_over(tree: Mapping[str, Any]) -> None:
             self.state.apply(tree, first_rank=formation.rank == 0)
@@ -564,27 +725,25 @@ class Training:
         first = place.position.generation + 1 if self.origin.name is not None else 0
         read = place.position.generation, place.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
-        self.take_part(group, newest, self.origin.fields)
+        self.take_part(group, newest)
         if self.origin.name is not None:
             self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
 
-    def take_part(
-        self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None
-    ) -> None:
+    def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None = None) -> None:
         """All ranks of ``group`` hold one state: bind everything to the round, and begin.
 
-        ``given``: the data plan of the rank that this one was healed from, if it has one.
+        ``given``: the notes of the rank that this one was healed from, with its data plan if it has one.
         """
         place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
         position = place.position
-        self._claims = self.replica.claims(control, fields, place.options.allow_changed)
+        self._claims = self.replica.claims(control, self.origin.fields, place.options.allow_changed)
         position.generation = generation
         place.tracker.holds(position.step, position.cursor)
         if rank != 0:
             reseed(place.options.seed, position, rank, place.placement.device)
         self.replica.bind(control)
-        self.steps.bind(control, self.round_end)
-        place.feed.bind(control, self.steps.part, fields, given or {})
+        self.steps.bind(control, self.recovery)
+        place.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})
         self._states.serve(self.saver, group)
         place.context = RankContext(group, self._boundaries(control))
         self._watch(group)
@@ -634,14 +793,9 @@ class Training:
             checks.audit_every,
             place.environment.node,
         )
-        return StepBoundaries(control, place, self.saver, self.steps, comparison, self.round_end)
+        return StepBoundaries(control, place, self.saver, self.steps, comparison, self.recovery)
 
     # ---- steps
-
-    @property
-    def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
-        return self.steps.sync.open
 
     # ---- the last checkpoints
 

@@ -65,7 +65,7 @@ def strike(what: str, session: Session) -> None:
         session.barrier()
     if what == "planned":
         recovery: Any = session._trained.round_end
-        while recovery._rounds.drain() is None:
+        while not recovery.knows_change():
             pause(0.01)
     if what.startswith("gate:"):
         name = what.removeprefix("gate:")

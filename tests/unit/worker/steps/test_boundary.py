@@ -11,8 +11,9 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.steps.engine import EveryStep, OneRound, StepBoundaries
+from elastic_trainer.worker.steps.engine import EveryStep, StepBoundaries
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.support.memory_backend import ManualClock
 
@@ -35,7 +36,7 @@ def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Step
     )
     none: Any = None
     where = context(tracker, nonfinite="raise" if fatal else "warn")
-    return StepBoundaries(Control(), where, none, steps, none, OneRound(lambda: None))
+    return StepBoundaries(Control(), where, none, steps, none, Recovery(cast("Any", None)))
 
 
 def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:
@@ -84,7 +85,7 @@ class Two:
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
         where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
-        self.boundaries = StepBoundaries(control, where, saver, steps, quiet, OneRound(lambda: None))
+        self.boundaries = StepBoundaries(control, where, saver, steps, quiet, Recovery(cast("Any", None)))
 
     def _start(self, purpose: object, values: list[float]) -> Both:
         self.wishes.append(bool(values[1]))

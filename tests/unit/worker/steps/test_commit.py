@@ -375,8 +375,11 @@ class RoundEnd:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        self.absorbed.append(self._seen())
+    def absorb(self, step: Step, error: BaseException, *, inside: bool) -> bool:
+        if inside:
+            self.lost = error
+        else:
+            self.absorbed.append(self._seen())
         return True
 
 
@@ -392,8 +395,8 @@ def test_a_loss_that_meets_the_end_of_the_round_in_the_body_is_the_last_of_the_s
         wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
         training: Any = session._training
         steps, crossed = training.steps, list[int]()
-        end = RoundEnd(steps._round_end, scaler.get_scale)
-        monkeypatch.setattr(steps, "_round_end", end)
+        end = RoundEnd(steps._recovery, scaler.get_scale)
+        monkeypatch.setattr(steps, "_recovery", end)
         monkeypatch.setattr(steps, "_after_step", lambda step: crossed.append(step.number))
         batch = next(session.batches(data(), global_batch_size=16, epochs=1))
         with session.step() as step:
