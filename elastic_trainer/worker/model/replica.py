@@ -367,6 +367,7 @@ class Use(StrEnum):
     """What a script may ask for that not every replica goes with."""
 
     CLOSURE = "optimizer.step(closure)"
+    FUSED_SCALER = "a GradScaler whose optimizer unscales by itself"
     MANUAL_STEP = "session.begin_step()"
     STREAMS = "session.batches(Streams(...))"
     AUDIT = "audit_every"
@@ -518,11 +519,8 @@ class Replica:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def commit_together(self, number: int, *, fused: bool = False) -> None:
-        """Before the update of step ``number``: wait for ranks that must make it together with this one.
-
-        ``fused``: the optimizer unscales the gradients itself.
-        """
+    def commit_together(self, number: int) -> None:
+        """Before the update of step ``number``: wait for ranks that must make it together with this one."""
 
     def undo(self) -> None:
         """Put back the buffers that the step began with."""

@@ -81,6 +81,10 @@ class ShardedReplica(Replica):
             "a sharded model does not go with a closure",
             "call optimizer.step() after step.backward(loss)",
         ),
+        Use.FUSED_SCALER: (
+            "a GradScaler with a fused optimizer does not go with a sharded model",
+            "leave fused=True out",
+        ),
         Use.MANUAL_STEP: (
             "begin_step() of a sharded model, which no rank can compute alone",
             "use `with session.step()`",
@@ -330,16 +334,12 @@ class ShardedReplica(Replica):
         sharded = [size for size, each in zip(shape, placements, strict=True) if not isinstance(each, Replicate)]
         return self._layout.size // stages // int(torch.Size(sharded).numel())
 
-    def commit_together(self, number: int, *, fused: bool = False) -> None:
+    def commit_together(self, number: int) -> None:
         """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
 
         A shard behind its peers is in no whole state. With groups of several nodes all ranks have to be ready:
         survivors of two groups may have to form a whole one, and then all make the step that one of them has made.
         """
-        if fused:
-            raise ConfigError(
-                "a GradScaler with a fused optimizer does not go with a sharded model", hint="leave fused=True out"
-            )
         self.prepared = number
         self._meet(Purpose.COMMIT, float(number))
         self._passes = None

@@ -780,7 +780,9 @@ class Steps:
         From here on their gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
         """
         self._committing = step, updates
-        self.replica.commit_together(step.number, fused=getattr(self._optimizer, "grad_scale", None) is not None)
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            self.replica.check(Use.FUSED_SCALER)
+        self.replica.commit_together(step.number)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_lr()

@@ -64,7 +64,7 @@ def strike(what: str, session: Session) -> None:
     if what == "barrier":
         session.barrier()
     if what == "planned":
-        recovery: Any = session._trained.round_end
+        recovery: Any = session._trained.recovery
         while not recovery.knows_change():
             pause(0.01)
     if what.startswith("gate:"):
