@@ -85,177 +85,6 @@ from elastic_trainer.worker.steps.engine import (
 from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch, OnShortage
 
 
-class SecondOptimizers:
-    """Refuses further optimizers, before they act, where a step that is given up could not undo their update.
-
-    In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
-    Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
-    ``own`` are the session's, ``parts`` the script's registered objects, at any time.
-    """
-
-    def __init__(
-        self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
-    ) -> None:
-        self._own, self._parts, self._steps = own, parts, steps
-        self._wrapped = _ids(module.parameters())
-        self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """The step in which each was first used."""
-        self._hook = register_optimizer_step_pre_hook(self._look)
-
-    def close(self) -> None:
-        self._hook.remove()
-
-    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._own or self._steps.updating:  # the session's may contain others
-            return
-        kind = type(optimizer).__name__
-        mine = _ids(_parameters(optimizer))
-        if mine & self._wrapped:
-            raise ConfigError(
-                f"a second optimizer, {kind}, was about to change parameters of the wrapped model; in place the session"
-                " could neither undo that nor send it to other ranks",
-                hint="train all of them with the optimizer given to session.wrap(), in parameter groups of their own",
-            )
-        number = self._steps.uncommitted
-        if number is not None and (self._seen.setdefault(optimizer, number) != number or self._registered(mine)):
-            raise ConfigError(
-                f"a second optimizer, {kind}, was about to make an update inside session.step(); in place a step may be"
-                " given up, and this update would stay",
-                hint="make it after the block, under `if step.committed:`, or put all that is trained in one model",
-            )
-
-    def _registered(self, parameters: frozenset[int]) -> bool:
-        """Whether a registered module has some of ``parameters``, or a registered optimizer trains them."""
-        return any(parameters & _ids(_parameters(part)) for part in self._parts.values())
-
-
-def _parameters(part: object) -> Iterable[torch.Tensor]:
-    if isinstance(part, torch.optim.Optimizer):
-        return parameters_of(part)
-    return part.parameters() if isinstance(part, nn.Module) else ()
-
-
-def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
-    return frozenset(map(id, parameters))
-
-
-class LocalSgdSync(EveryStep):
-    """Steps that ranks make apart between two synchronisations, as one unit that all agree on or none.
-
-    What the ranks share is the state at a synchronisation: parameters, schedule, position in the data, and the outer
-    optimizer. Only there are checkpoints saved, calls of all ranks made and rounds changed by plan. A round that ends
-    between two of them undoes the steps since the last one, from a copy in memory, and their samples come again; so the
-    ledger gets its lines about them at the synchronisation. Each rank keeps the state of its own (inner) optimizer;
-    that of the rank that saves or heals is what others begin with.
-
-    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one. ConfigError for ranks
-    that have made different numbers of steps.
-
-    A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
-    none reaches over it.
-    """
-
-    rare = True
-
-    def __init__(
-        self,
-        place: WorkerContext,
-        replica: LocalReplica,
-        every: int,
-        collect: Callable[[], dict[str, Any]],
-        take_over: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self._place, self._replica, self._every = place, replica, every
-        self._collect, self._take_over = collect, take_over
-        self._kept: dict[str, Any] | None = None
-        """The state at the last synchronisation; None until a step is begun from there."""
-        self._lines: list[dict[str, Any]] = []
-        """What the ledger will say of the steps since then."""
-        self._made = 0
-        """Steps made since then."""
-        self._undone = 0
-        """Those that a fault undid, until the next step begins."""
-        self._attempted: tuple[int, int] | None = None
-        """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
-        self._identity: dict[str, int] = {}
-
-    @property
-    def open(self) -> bool:  # type: ignore[override]
-        return self._kept is not None
-
-    def begin(self) -> None:
-        """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
-        if self._kept is not None:
-            return
-        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
-        if self._replica.in_place:
-            self._kept = copy.deepcopy(self._collect())
-        else:  # the end of the round ends the process
-            self._kept = {"model": self._replica.anchor()}
-
-    def made(self, step: Step, check: Callable[[], None]) -> bool:
-        if self._place.ledger.enabled:
-            self._lines.append(self._place.entry(step))
-        step.recorded = True
-        self._made += 1
-        if step.number % self._every and not self._place.feed.at_end:
-            return False
-        self._synchronise(check)
-        return True
-
-    def _synchronise(self, check: Callable[[], None]) -> None:
-        """All ranks come to one state, unless they hold it."""
-        if self._kept is None or not self._made:
-            return
-        control, position = self._place.present.control, self._place.position
-        self._attempted = position.step, position.generation
-        self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
-        if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
-            raise ConfigError(
-                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
-                hint="say the same sync_every on all ranks, and let all make the same steps",
-            )
-        self._replica.synchronise(self._kept["model"], check)
-        self._kept = None
-        self._record()
-
-    def undo(self) -> None:
-        if self._kept is not None:
-            kept, self._kept, self._undone = self._kept, None, self._made
-            self._take_over(kept)
-
-    def finish(self, check: Callable[[], None]) -> None:
-        """ConfigError if a fault has undone the last steps: the script would not make them again."""
-        if self._undone:
-            raise ConfigError(
-                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
-                " synchronisation were undone",
-                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
-                f" ({self._every}), or with an epoch, loses none",
-            )
-        self._synchronise(check)
-
-    def healed(self) -> None:
-        """If the peer's state comes from the synchronisation that failed here, the steps of this rank are in it."""
-        position = self._place.position
-        if self._attempted == (position.step, position.lineage):
-            self._undone = 0
-            self._record()
-
-    def require_closed(self) -> None:
-        if self._kept is not None and self._made:
-            raise ConfigError(
-                f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
-                hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
-                f" ({self._every})",
-            )
-
-    def _record(self) -> None:
-        lines, self._lines = self._lines, []
-        for line in lines:
-            self._place.ledger.write("step", **self._identity, **line)
-
-
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
@@ -273,56 +102,6 @@ class Wrapped:
     stages: Sequence[Any]
     user: dict[str, Stateful]
     pending: dict[str, Any]
-
-
-class MemoryShortage:
-    """What all ranks do when one has too little memory for a step: they give it up, and then divide its batch, or leave
-    it out.
-    """
-
-    def __init__(self, place: WorkerContext, steps: Steps) -> None:
-        self._place, self._steps = place, steps
-        self._policy = OnShortage(place.options.checks.out_of_memory)
-        if self._policy is OnShortage.HALVE:
-            steps.replica.check(Use.HALVING)
-        self._step = 0
-        """The step for which this rank had too little memory; 0: none."""
-
-    def seen(self, step: Step, error: BaseException) -> BaseException:
-        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
-        if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
-            return error
-        if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
-            return error
-        if self._policy is OnShortage.HALVE and max(map(len, step.batch.micro_batches)) <= 1:
-            return error
-        self._step = step.number
-        for each in chain(error):
-            traceback.clear_frames(each.__traceback__)
-        logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
-        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
-
-    def agree(self, control: Control) -> None:
-        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
-        if self._policy is OnShortage.RAISE:
-            return
-        position, feed = self._place.position, self._place.feed
-        rows = control.gather([self._step, feed.next_size, feed.halvings])
-        short = [size for step, size, _ in rows if step == position.step + 1]
-        self._step = 0
-        feed.halvings = max(halvings for _, _, halvings in rows)
-        if not short:
-            return
-        gc.collect()
-        if self._place.placement.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if self._policy is OnShortage.HALVE:
-            feed.halvings += 1
-            logs.logger().warning("batch.repeated", step=position.step + 1, halvings=feed.halvings)
-        else:
-            cursor = Cursor(position.cursor.epoch, position.cursor.samples + short[0])
-            self._steps.pass_over(cursor)
-            logs.logger().warning("batch.skipped", step=position.step, samples=short[0])
 
 
 def _check_optimizers(wrapped: Wrapped) -> None:
@@ -419,15 +198,6 @@ def _refuse(*options: tuple[str, bool], to: str, hint: str) -> None:
             raise ConfigError(f"{option} does not go with {to}", hint=hint)
 
 
-_DOING = {
-    Phase.ENDING: "has left its training loop",
-    Phase.EVALUATION: "evaluates",
-    Phase.CHECKPOINT: "saves",
-}
-EPOCH_CLOSED = "epoch_closed"
-"""In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
-
-
 class WholeStates:
     """Who keeps the states of this rank's replica, where each rank holds a whole one: rank 0 writes for all."""
 
@@ -497,6 +267,15 @@ class ShardedStates(WholeStates):
         if self._place.environment.local_rank >= self._layout.size:
             return None
         return ShardPart(Places(self._layout.mesh, self._layout.stages), peers, writes)
+
+
+_DOING = {
+    Phase.ENDING: "has left its training loop",
+    Phase.EVALUATION: "evaluates",
+    Phase.CHECKPOINT: "saves",
+}
+EPOCH_CLOSED = "epoch_closed"
+"""In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
 
 
 class Training:
@@ -795,8 +574,6 @@ class Training:
         )
         return StepBoundaries(control, place, self.saver, self.steps, comparison, self.recovery)
 
-    # ---- steps
-
     # ---- the last checkpoints
 
     def save_before_waiting(self) -> None:
@@ -810,7 +587,226 @@ class Training:
 
         Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
         """
-        if self.saver.copied:
-            return
-        if self._states.serve_alone(self.saver):
+        if not self.saver.copied and self._states.serve_alone(self.saver):
             self.saver.settle()
+
+
+class LocalSgdSync(EveryStep):
+    """Steps that ranks make apart between two synchronisations, as one unit that all agree on or none.
+
+    What the ranks share is the state at a synchronisation: parameters, schedule, position in the data, and the outer
+    optimizer. Only there are checkpoints saved, calls of all ranks made and rounds changed by plan. A round that ends
+    between two of them undoes the steps since the last one, from a copy in memory, and their samples come again; so the
+    ledger gets its lines about them at the synchronisation. Each rank keeps the state of its own (inner) optimizer;
+    that of the rank that saves or heals is what others begin with.
+
+    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one. ConfigError for ranks
+    that have made different numbers of steps.
+
+    A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
+    none reaches over it.
+    """
+
+    rare = True
+
+    def __init__(
+        self,
+        place: WorkerContext,
+        replica: LocalReplica,
+        every: int,
+        collect: Callable[[], dict[str, Any]],
+        take_over: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._place, self._replica, self._every = place, replica, every
+        self._collect, self._take_over = collect, take_over
+        self._kept: dict[str, Any] | None = None
+        """The state at the last synchronisation; None until a step is begun from there."""
+        self._lines: list[dict[str, Any]] = []
+        """What the ledger will say of the steps since then."""
+        self._made = 0
+        """Steps made since then."""
+        self._undone = 0
+        """Those that a fault undid, until the next step begins."""
+        self._attempted: tuple[int, int] | None = None
+        """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
+        self._identity: dict[str, int] = {}
+
+    @property
+    def open(self) -> bool:  # type: ignore[override]
+        return self._kept is not None
+
+    def begin(self) -> None:
+        """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
+        if self._kept is not None:
+            return
+        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
+        if self._replica.in_place:
+            self._kept = copy.deepcopy(self._collect())
+        else:  # the end of the round ends the process
+            self._kept = {"model": self._replica.anchor()}
+
+    def made(self, step: Step, check: Callable[[], None]) -> bool:
+        if self._place.ledger.enabled:
+            self._lines.append(self._place.entry(step))
+        step.recorded = True
+        self._made += 1
+        if step.number % self._every and not self._place.feed.at_end:
+            return False
+        self._synchronise(check)
+        return True
+
+    def _synchronise(self, check: Callable[[], None]) -> None:
+        """All ranks come to one state, unless they hold it."""
+        if self._kept is None or not self._made:
+            return
+        control, position = self._place.present.control, self._place.position
+        self._attempted = position.step, position.generation
+        self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
+        if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
+            raise ConfigError(
+                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
+                hint="say the same sync_every on all ranks, and let all make the same steps",
+            )
+        self._replica.synchronise(self._kept["model"], check)
+        self._kept = None
+        self._record()
+
+    def undo(self) -> None:
+        if self._kept is not None:
+            kept, self._kept, self._undone = self._kept, None, self._made
+            self._take_over(kept)
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """ConfigError if a fault has undone the last steps: the script would not make them again."""
+        if self._undone:
+            raise ConfigError(
+                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
+                " synchronisation were undone",
+                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
+                f" ({self._every}), or with an epoch, loses none",
+            )
+        self._synchronise(check)
+
+    def healed(self) -> None:
+        """If the peer's state comes from the synchronisation that failed here, the steps of this rank are in it."""
+        position = self._place.position
+        if self._attempted == (position.step, position.lineage):
+            self._undone = 0
+            self._record()
+
+    def require_closed(self) -> None:
+        if self._kept is not None and self._made:
+            raise ConfigError(
+                f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
+                hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
+                f" ({self._every})",
+            )
+
+    def _record(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self._place.ledger.write("step", **self._identity, **line)
+
+
+class MemoryShortage:
+    """What all ranks do when one has too little memory for a step: they give it up, and then divide its batch, or leave
+    it out.
+    """
+
+    def __init__(self, place: WorkerContext, steps: Steps) -> None:
+        self._place, self._steps = place, steps
+        self._policy = OnShortage(place.options.checks.out_of_memory)
+        if self._policy is OnShortage.HALVE:
+            steps.replica.check(Use.HALVING)
+        self._step = 0
+        """The step for which this rank had too little memory; 0: none."""
+
+    def seen(self, step: Step, error: BaseException) -> BaseException:
+        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
+        if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
+            return error
+        if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
+            return error
+        if self._policy is OnShortage.HALVE and max(map(len, step.batch.micro_batches)) <= 1:
+            return error
+        self._step = step.number
+        for each in chain(error):
+            traceback.clear_frames(each.__traceback__)
+        logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
+        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
+
+    def agree(self, control: Control) -> None:
+        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
+        if self._policy is OnShortage.RAISE:
+            return
+        position, feed = self._place.position, self._place.feed
+        rows = control.gather([self._step, feed.next_size, feed.halvings])
+        short = [size for step, size, _ in rows if step == position.step + 1]
+        self._step = 0
+        feed.halvings = max(halvings for _, _, halvings in rows)
+        if not short:
+            return
+        gc.collect()
+        if self._place.placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._policy is OnShortage.HALVE:
+            feed.halvings += 1
+            logs.logger().warning("batch.repeated", step=position.step + 1, halvings=feed.halvings)
+        else:
+            cursor = Cursor(position.cursor.epoch, position.cursor.samples + short[0])
+            self._steps.pass_over(cursor)
+            logs.logger().warning("batch.skipped", step=position.step, samples=short[0])
+
+
+class SecondOptimizers:
+    """Refuses further optimizers, before they act, where a step that is given up could not undo their update.
+
+    In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
+    Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
+    ``own`` are the session's, ``parts`` the script's registered objects, at any time.
+    """
+
+    def __init__(
+        self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
+    ) -> None:
+        self._own, self._parts, self._steps = own, parts, steps
+        self._wrapped = _ids(module.parameters())
+        self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """The step in which each was first used."""
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._own or self._steps.updating:  # the session's may contain others
+            return
+        kind = type(optimizer).__name__
+        mine = _ids(_parameters(optimizer))
+        if mine & self._wrapped:
+            raise ConfigError(
+                f"a second optimizer, {kind}, was about to change parameters of the wrapped model; in place the session"
+                " could neither undo that nor send it to other ranks",
+                hint="train all of them with the optimizer given to session.wrap(), in parameter groups of their own",
+            )
+        number = self._steps.uncommitted
+        if number is not None and (self._seen.setdefault(optimizer, number) != number or self._registered(mine)):
+            raise ConfigError(
+                f"a second optimizer, {kind}, was about to make an update inside session.step(); in place a step may be"
+                " given up, and this update would stay",
+                hint="make it after the block, under `if step.committed:`, or put all that is trained in one model",
+            )
+
+    def _registered(self, parameters: frozenset[int]) -> bool:
+        """Whether a registered module has some of ``parameters``, or a registered optimizer trains them."""
+        return any(parameters & _ids(_parameters(part)) for part in self._parts.values())
+
+
+def _parameters(part: object) -> Iterable[torch.Tensor]:
+    if isinstance(part, torch.optim.Optimizer):
+        return parameters_of(part)
+    return part.parameters() if isinstance(part, nn.Module) else ()
+
+
+def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+    return frozenset(map(id, parameters))
