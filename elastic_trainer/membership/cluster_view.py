@@ -189,6 +189,13 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
+def goes_on(view: ClusterView, node: NodeView) -> bool:
+    """Whether its workers go on in the script where the members of the present round do: they have left it, or are in
+    the middle of a call that it only planned to go on without them.
+    """
+    return not node.record.newcomer and (same_life(view, node) or not node.record.joinable)
+
+
 def number_of(view: ClusterView) -> int:
     """The number of the present round; 0 before the first."""
     return 0 if view.round is None else view.round.number

@@ -16,6 +16,7 @@ from elastic_trainer.membership.cluster_view import (
     accused,
     by_seniority,
     candidates,
+    goes_on,
     live_members,
     living,
     losses,
@@ -282,7 +283,7 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
     a planned change has named, but that never joined, is not a survivor.
     """
-    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    survivors = [node for node in ready if goes_on(view, node)]
     if not all(node.record.joinable for node in survivors):
         return in_groups(view, survivors)
     most = max(view.limits.min_nodes, len(survivors), len(current.members))
@@ -390,7 +391,7 @@ def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeVi
 
     In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
-    if not all(node.record.joinable for node in ready if same_life(view, node)):
+    if not all(node.record.joinable for node in ready if goes_on(view, node)):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
     return newest_groups(view.limits, ready, view.limits.fitting(min(len(ready), most)), held)

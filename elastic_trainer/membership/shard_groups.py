@@ -15,8 +15,8 @@ from elastic_trainer.membership.cluster_view import (
     Limits,
     NodeView,
     candidates,
+    goes_on,
     living,
-    same_life,
 )
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.model import RecoveryMode
@@ -100,7 +100,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
         able = [node for node in idle if supply[node.record.place] > wanted]
         return (min(able, key=_worth), rarest) if able else None
     ready = candidates(view)
-    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    survivors = [node for node in ready if goes_on(view, node)]
     stranded = [node for node in survivors if not node.record.joinable]
     if at_work or not stranded or in_groups(view, survivors) or not in_groups(view, ready):
         return None

@@ -172,8 +172,8 @@ _TREE = Codec(packed, unpacked)
 class Collectives:
     """Makes these calls. ``training`` None: the script has no model yet."""
 
-    def __init__(self, place: WorkerContext, training: Training | None) -> None:
-        self._place, self._training = place, training
+    def __init__(self, context: WorkerContext, training: Training | None) -> None:
+        self._context, self._training = context, training
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
         """``attempt()``; in place again after each round that ends in the middle of it.
@@ -201,13 +201,13 @@ class Collectives:
 
     def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
         """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses."""
-        position, training = self._place.position, self._training
+        position, training = self._context.position, self._training
         if training is None:
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
-        best_before, before, feed = position.best, training.saver.newest, self._place.feed
+        best_before, before, feed = position.best, training.saver.newest, self._context.feed
         feed.closing = feed.behind_batches
         try:
-            with self._place.tracker.during(Phase.CHECKPOINT):
+            with self._context.tracker.during(Phase.CHECKPOINT):
                 refused, name = self.repeated(lambda: self._save(training, metrics, before, best=best, wait=wait))
         finally:
             feed.closing = False
@@ -222,16 +222,16 @@ class Collectives:
 
         ``before``: rank 0's newest save before the first attempt. One begun in an earlier attempt is not begun again.
         """
-        place, control = self._place, self._place.present.control
+        context, control = self._context, self._context.present.control
         self._refuse_inside("save()")
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        place.tracker.change(Phase.CHECKPOINT)
+        context.tracker.change(Phase.CHECKPOINT)
         mine = control.rank == 0
         newest = training.saver.newest
         begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
         goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
         if best:
-            place.position.best = values
+            context.position.best = values
         name, problem = self._saved(training.saver, values, begun, best=best, wait=wait) if mine else (None, None)
         if not (mine or goes_on):
             training.saver.help()
@@ -243,9 +243,9 @@ class Collectives:
     def _saved(
         self, saver: Saver, values: Mapping[str, float], begun: Save | None, *, best: bool, wait: bool
     ) -> tuple[str | None, ElasticTrainerError | None]:
-        position = self._place.position
+        position, ledger = self._context.position, self._context.ledger
         for name, value in values.items() if begun is None else ():
-            self._place.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
+            ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
         try:
             # After a failure the caller learns whether this one was durable.
             return saver.save(values, best=best, wait=wait or saver.failed, begun=begun), None
@@ -266,16 +266,16 @@ class Collectives:
         """``method(module, fetch, batch_size, control=..., turn=...)`` over ``dataset``, on the bare module."""
 
         def attempt() -> Result:
-            return self._evaluated(model, Fetcher(dataset, self._place.placement.device, collate), batch_size, method)
+            return self._evaluated(model, Fetcher(dataset, self._context.placement.device, collate), batch_size, method)
 
         self._refuse_inside("evaluate() or predict()")
         lasting = self._training.recovery.evaluating() if self._training is not None else nullcontext()
-        with self._place.tracker.during(Phase.EVALUATION), lasting:
+        with self._context.tracker.during(Phase.EVALUATION), lasting:
             return self.repeated(attempt, codec)
 
     def _evaluated(self, model: nn.Module, fetch: Fetcher, batch_size: int, method: Callable[..., Result]) -> Result:
-        present = self._place.present
-        self._place.tracker.change(Phase.EVALUATION)
+        present = self._context.present
+        self._context.tracker.change(Phase.EVALUATION)
         present.control.sum(Purpose.EVALUATE)
         module, part = model, DataPart(present.control.rank, present.control.world_size)
         if self._training is not None:
@@ -289,16 +289,16 @@ class Collectives:
         return result
 
     def _turn(self) -> None:
-        self._place.report()
-        self._place.tracker.moved()
-        boundaries = self._place.present.boundaries
+        self._context.report()
+        self._context.tracker.moved()
+        boundaries = self._context.present.boundaries
         if boundaries.cross() is BoundaryAction.STOP:
             boundaries.stop()
 
     # ---- the script's own
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        present, training = self._place.present, self._training
+        present, training = self._context.present, self._training
         if not present.group.formed or present.control.alone:
             return tensor
         if training is None or training.steps.inside or not training.recovery.led:
@@ -309,7 +309,7 @@ class Collectives:
 
     def _summed(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         tensor.copy_(value)
-        control = self._place.present.control
+        control = self._context.present.control
         if not control.alone:
             groups.all_reduce(control, tensor)
         return tensor
@@ -330,15 +330,15 @@ class Collectives:
         """A step that fails is repeated as a whole, so inside one this is made once."""
         training = self._training
         if training is None or training.steps.inside:
-            return ask(self._place.present.control)
-        return self.repeated(lambda: ask(self._place.present.control), codec)
+            return ask(self._context.present.control)
+        return self.repeated(lambda: ask(self._context.present.control), codec)
 
     def exchange(self, streams: Streams) -> None:
         """All ranks know the states of all ``streams`` behind the last step."""
-        position = self._place.position
+        position = self._context.position
 
         def attempt() -> dict[str, Any]:
-            control = self._place.present.control
+            control = self._context.present.control
             with control.agreed():
                 mine = packed(streams.mine(position.cursor.samples))
             return {"ranks": [unpacked(each) for each in control.gather_bytes(mine)]}

@@ -61,16 +61,16 @@ class StaticRendezvous:
     def close(self, status: str) -> None:
         """The launcher sees the exit code."""
 
-    def meet(self, place: WorkerContext) -> None:
-        place.position.generation = self._formation.round
-        with place.tracker.during(Phase.RENDEZVOUS):
+    def meet(self, context: WorkerContext) -> None:
+        context.position.generation = self._formation.round
+        with context.tracker.during(Phase.RENDEZVOUS):
             self._sockets.forming(groups.store_ends(self._formation))
-            waits = InterruptibleWaits(place.tracker)
-            group = groups.form(self._formation, place.placement, self.timeouts, waits)
+            waits = InterruptibleWaits(context.tracker)
+            group = groups.form(self._formation, context.placement, self.timeouts, waits)
             self._sockets.formed(group.listening)
-        place.arrive(group)
-        place.context = RankContext(group, Boundaries(group.control, place))
-        check_storage(place.manager, group.control, place.environment)
+        context.arrive(group)
+        context.rank_context = RankContext(group, Boundaries(group.control, context))
+        check_storage(context.manager, group.control, context.environment)
 
     def recovery(self, training: Training) -> Recovery:
         return Recovery(training)
@@ -100,16 +100,16 @@ class ElasticRendezvous:
             groups.abort_nccl()
         self._aborter.sockets.sever(number)
 
-    def meet(self, place: WorkerContext) -> None:
+    def meet(self, context: WorkerContext) -> None:
         """Ranks meet only once there is a model."""
 
     def recovery(self, training: Training) -> Recovery:
-        groups = ElasticGroups(self._aborter, training.place.placement, self.timeouts, training.replica.layout)
+        groups = ElasticGroups(self._aborter, training.context.placement, self.timeouts, training.replica.layout)
         return InPlaceRecovery(self._link, groups, training)
 
 
 class Process:
-    """The resources of a process that trains. ``place`` is what the session works with."""
+    """The resources of a process that trains. ``context`` is what the session works with."""
 
     def __init__(self, options: SessionOptions, environment: WorkerEnvironment, position: Position) -> None:
         group = options.group
@@ -134,7 +134,7 @@ class Process:
                 self._rendezvous.stop_requested,
                 leave_within_s=environment.leave_within,
             )
-            self.place = WorkerContext(
+            self.context = WorkerContext(
                 options,
                 environment,
                 self._rendezvous.report,
@@ -149,36 +149,36 @@ class Process:
         signals.open()
 
     def meet(self) -> None:
-        self._rendezvous.meet(self.place)
+        self._rendezvous.meet(self.context)
 
     def training(self, wrapped: Wrapped) -> Training:
-        return Training(self.place, wrapped, self._rendezvous.recovery)
+        return Training(self.context, wrapped, self._rendezvous.recovery)
 
     def _patience_s(self) -> float:
         """Slow steps take longer to agree."""
-        context = self.place.context
+        context = self.context.rank_context
         slowest_s = context.boundaries.slowest_stop_s() if context is not None else 0.0
-        return max(self.place.options.group.stop_timeout_s, slowest_s)
+        return max(self.context.options.group.stop_timeout_s, slowest_s)
 
     def disown(self) -> None:
         """In a child forked by the script: nothing here belongs to it."""
-        place = self.place
-        place.signals.disown()
-        held = [*place.signals.descriptors(), *self._rendezvous.descriptors()]
+        context = self.context
+        context.signals.disown()
+        held = [*context.signals.descriptors(), *self._rendezvous.descriptors()]
         if self._endpoint is not None:
             held += self._endpoint.descriptors()
         let_go([number for number in held if number >= 0])
-        place.tracker.disown()
+        context.tracker.disown()
         forks.keep(self)
 
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
-        self.place.tracker.change(Phase.ENDING)
+        self.context.tracker.change(Phase.ENDING)
         if status == "done":
-            self.place.tracker.describe(passed=True)
+            self.context.tracker.describe(passed=True)
         self._rendezvous.close(status)
-        self.place.signals.close()
-        self.place.leave()
-        self.place.tracker.close()
+        self.context.signals.close()
+        self.context.leave()
+        self.context.tracker.close()
         if self._endpoint is not None:
             self._endpoint.close()

@@ -359,6 +359,8 @@ class InPlaceRecovery(Recovery):
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
+        self._met = 0
+        """The newest round whose ranks stand at one place of the script with this one."""
         self._change_due = self._evaluates = False
 
     def begin(self) -> None:
@@ -435,9 +437,8 @@ class InPlaceRecovery(Recovery):
                 return self._calls.answer(codec)  # type: ignore[no-any-return]
 
     def check_gradients(self) -> None:
-        """On CUDA, which runs asynchronously, an update would use partial sums after an abort; and a rank that is
-        alone, or trains apart, has no sum that fails.
-        """
+        """On CUDA, which runs asynchronously, an update would use partial sums after an abort; a rank that is alone, or
+        trains apart, has no sum that fails."""
         if self._state.doubts_gradients() or self._alone:
             self._require_round()
 
@@ -487,7 +488,7 @@ class InPlaceRecovery(Recovery):
             planned=planned,
             joinable=joinable,
             in_call=self._calls.inside,
-            newcomer=self._calls.count == NEWCOMER,
+            met=self._met,
             step_time_s=self._state.span_s,
         )
 
@@ -549,6 +550,7 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
+        self._met = group.formation.round
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))

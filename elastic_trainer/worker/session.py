@@ -157,7 +157,7 @@ class Session:
         whole = self._training is None or not self._training.steps.dirty
         if isinstance(error, SystemExit) and not error.code and whole:
             error = None  # by sys.exit() a script says that it has done its work
-        if error is None and not process.place.stopped:
+        if error is None and not process.context.stopped:
             try:
                 self._all.finished(self._finish)
             except BaseException as failed:
@@ -172,23 +172,23 @@ class Session:
         parted = self._training.parted_by(error) if self._training is not None else None
         shown = parted or error
         if shown is not None and is_collective_failure(shown):
-            process.place.tracker.describe(lost_peer=True)
+            process.context.tracker.describe(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
-            process.place.tracker.describe(error=last_line(shown))
-        self._close(process, "stopped" if process.place.stopped else "failed")
+            process.context.tracker.describe(error=last_line(shown))
+        self._close(process, "stopped" if process.context.stopped else "failed")
         if parted is not None:
             raise parted from error
 
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
-        place = self._here
-        place.tracker.change(Phase.ENDING)
-        place.signals.agreed()
+        context = self._here
+        context.tracker.change(Phase.ENDING)
+        context.signals.agreed()
         if self._training is not None:
             self._training.steps.finish()
-        place.present.boundaries.end()
-        place.present.boundaries.save_last("done")
-        place.present.control.sum(Purpose.FINISH)
+        context.present.boundaries.end()
+        context.present.boundaries.save_last("done")
+        context.present.control.sum(Purpose.FINISH)
 
     def _disown(self) -> None:
         """In a child that the script has forked: nothing of the session is its own."""
@@ -224,8 +224,8 @@ class Session:
 
         They hold one state then; ``fn`` makes no collectives.
         """
-        place = self._here
-        place.watching.append(fn)
+        context = self._here
+        context.watching.append(fn)
         if self._training is not None:
             fn()
 
@@ -244,7 +244,7 @@ class Session:
 
     @property
     def _here(self) -> WorkerContext:
-        return self._require_open().place
+        return self._require_open().context
 
     @property
     def _all(self) -> Collectives:
@@ -328,11 +328,11 @@ class Session:
         node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
         without replicas; not in place.
         """
-        return self._meshes.make(self._require_open().place, shape, mesh_dim_names, whole_job=whole_job)
+        return self._meshes.make(self._require_open().context, shape, mesh_dim_names, whole_job=whole_job)
 
     def parallelizing(self) -> AbstractContextManager[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
-        return self._meshes.parallelizing(self._require_open().place)
+        return self._meshes.parallelizing(self._require_open().context)
 
     def wrap(
         self,

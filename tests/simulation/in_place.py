@@ -70,7 +70,7 @@ class InPlace(Agent):
             self._ask,
             lambda pid: self._hung.pop(pid, None),
             self._committed,
-            lambda pid: next((each.busy for each in self.workers if each.pid == pid), ""),
+            lambda pid: next((each.busy for each in self.workers if each.pid == pid and not each.blocked), ""),
             self._kill,
             lambda pid: {},
         )

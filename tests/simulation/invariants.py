@@ -40,11 +40,12 @@ class Violation(AssertionError):
 class Invariants:
     """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there.
 
-    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none.
+    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none. ``in_call``: whether
+    members of a round are in the middle of a call that they complete however few they are.
     """
 
-    def __init__(self, limits: Limits, created: Callable[[str], int]) -> None:
-        self._limits, self._created = limits, created
+    def __init__(self, limits: Limits, created: Callable[[str], int], in_call: Callable[[RoundDocument], bool]) -> None:
+        self._limits, self._created, self._in_call = limits, created, in_call
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
@@ -116,7 +117,8 @@ class Invariants:
         ranks = [rank for m in document.members for rank in range(m.first_rank, m.first_rank + m.local_world_size)]
         if ranks != list(range(document.world_size)):
             raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
-        if document.members and self._limits.fitting(len(document.members)) != len(document.members):
+        fits = self._limits.fitting(len(document.members)) == len(document.members)
+        if document.members and not (fits or self._in_call(document)):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         size = self._limits.shard_nodes

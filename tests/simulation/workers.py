@@ -37,6 +37,8 @@ FIRST_PID = 2**30
 """No process has this id."""
 FORM_LIMIT_S = 2.0
 LINGER_S = 1.0
+GROUP_TIMEOUT_S = 60.0
+"""Of a collective whose peer is silent: nobody else may find that out in restart mode."""
 BATCH = 8
 MASK = (1 << 60) - 1
 ONE_WAY_S = 0.001
@@ -260,7 +262,9 @@ class SimControl(Control):
         rank, group, groups = self._mine, self.group, self._groups
         if group is None or group.meeting is not groups.meeting:
             raise RoundBrokenError("the round has been left")
-        groups.worker.thread.wait(lambda: rank in work.done or rank in group.failed or bool(groups.why))
+        groups.worker.thread.wait(
+            lambda: rank in work.done or rank in group.failed or bool(groups.why), GROUP_TIMEOUT_S
+        )
         if rank not in work.done:
             raise RoundBrokenError(groups.why or f"a peer was lost ({what}: closed)")
 
@@ -755,8 +759,9 @@ class SimWorker:
             self.end(1)
 
     def restarts(self, error: BaseException) -> bool:
-        """Whether ``error`` ends a process that its launcher starts anew."""
-        return not self.state.recovery.led and isinstance(error, (RoundBrokenError, TransientError))
+        """Whether ``error`` ends a process that its launcher starts anew, or nothing is left to go on from."""
+        torn = isinstance(error, CheckpointError) and not self.world.storage
+        return torn or (not self.state.recovery.led and isinstance(error, (RoundBrokenError, TransientError)))
 
     def _script(self) -> None:
         state, recovery = self.state, self.state.recovery

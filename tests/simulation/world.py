@@ -32,7 +32,7 @@ TICK_S = 0.2
 SPARES = 2
 """Nodes above max."""
 SUSPECTED_S = 1.5
-SETTLE_S = 90.0
+SETTLE_S = 200.0
 """By far longer than all waits of the protocol together."""
 STEADY_TICKS = 4
 NAMES = "abcdefghijklmnopqrstuvwxyz"
@@ -80,7 +80,7 @@ class World:
         self.etcd = Etcd(self.loop, chance)
         self.etcd.on_write = self._wrote
         self.etcd.back_up()
-        self.invariants = Invariants(self.limits, self._created)
+        self.invariants = Invariants(self.limits, self._created, self._in_call)
         self.agents: dict[str, Agent] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
@@ -180,6 +180,10 @@ class World:
     def _created(self, name: str) -> int:
         found = self.etcd.read(KEYS.node(name), None)
         return found[0].create_revision if found else 0
+
+    def _in_call(self, document: RoundDocument) -> bool:
+        keys = [self.etcd.read(KEYS.node(member.node), None) for member in document.members]
+        return any(not NodeRecord.decode(found[0].value, found[0].key).joinable for found in keys if found)
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:

@@ -228,6 +228,7 @@ class Conductor:
             elif document.state is RoundState.ACTIVE and mine is not None:
                 self._form(document, mine)
             elif document.state is RoundState.ACTIVE:
+                self._life.passed_over = document.number
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
                 if document.left_out == self._node:
                     self._quarantine_node(document)

@@ -1589,7 +1589,7 @@ class WorkerContext:
         self.timeouts, self.free = timeouts, free
         self.options, self.environment, self.placement, self.position = options, environment, placement, position
         self.tracker, self.signals, self._report = tracker, signals, report
-        self.context: RankContext | None = None
+        self.rank_context: RankContext | None = None
         """None before the first round."""
         self.stopped = False
         """Whether this process leaves on request."""
@@ -1620,16 +1620,16 @@ class WorkerContext:
 
     @property
     def present(self) -> RankContext:
-        if self.context is None:
+        if self.rank_context is None:
             raise ConfigError(
                 "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
             )
-        return self.context
+        return self.rank_context
 
     @property
     def span_s(self) -> float:
         """Smoothed seconds per step; 0 before the first."""
-        return self.context.boundaries.span_s if self.context is not None else 0.0
+        return self.rank_context.boundaries.span_s if self.rank_context is not None else 0.0
 
     def arrive(self, group: groups.Group) -> None:
         """A round has been formed: show this process's rank in it."""
@@ -1642,8 +1642,8 @@ class WorkerContext:
         self.ledger.close()
         if self.manager is not None:
             self.manager.close()
-        if self.context is not None:
-            groups.leave(self.context.group)
+        if self.rank_context is not None:
+            groups.leave(self.rank_context.group)
 
     # ---- reports
 

@@ -113,12 +113,12 @@ def _check_optimizers(wrapped: Wrapped) -> None:
         check_optimizer(each, wrapped.model)
 
 
-def replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
+def replica_of(context: WorkerContext, wrapped: Wrapped) -> Replica:
     """The replica for what was ``wrapped``: the mode of this training, chosen here alone."""
-    model, placement, in_place = wrapped.model, place.placement, place.environment.in_place
+    model, placement, in_place = wrapped.model, context.placement, context.environment.in_place
     options, sync, tree = wrapped.ddp_options, wrapped.sync_batchnorm, wrapped.reduction is Reduction.TREE
     if wrapped.local_sgd is not None:
-        _check_local_sgd(place, wrapped, wrapped.local_sgd)
+        _check_local_sgd(context, wrapped, wrapped.local_sgd)
         return LocalReplica(model, placement, wrapped.local_sgd, in_place=in_place)
     if isinstance(wrapped.optimizer, OptimizerSet):
         _refuse(
@@ -132,17 +132,17 @@ def replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
         )
         return MultiOptimizerReplica(model, placement, in_place=in_place)
     if is_sharded(model) or wrapped.stages:
-        return _sharded_replica_of(place, wrapped)
+        return _sharded_replica_of(context, wrapped)
     if tree:
         hint = "leave it out: the tree does not use DistributedDataParallel"
         check_options(options)
         _refuse(("reduction='tree'", sync), to="sync_batchnorm", hint=hint)
         _refuse(("reduction='tree'", bool(options)), to="ddp_options", hint=hint)
         return TreeReplica(model, placement, in_place=in_place)
-    return DdpReplica(model, placement, place.tracker, options, sync_batchnorm=sync, in_place=in_place)
+    return DdpReplica(model, placement, context.tracker, options, sync_batchnorm=sync, in_place=in_place)
 
 
-def _sharded_replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
+def _sharded_replica_of(context: WorkerContext, wrapped: Wrapped) -> Replica:
     _refuse(
         ("reduction='tree'", wrapped.reduction is Reduction.TREE),
         ("ddp_options", bool(wrapped.ddp_options)),
@@ -155,8 +155,8 @@ def _sharded_replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
             "the model is sharded, and not over a mesh of the session's",
             hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
         )
-    model, placement, layout, timeouts = wrapped.model, place.placement, wrapped.layout, place.timeouts
-    in_place = place.environment.in_place
+    model, placement, layout, timeouts = wrapped.model, context.placement, wrapped.layout, context.timeouts
+    in_place = context.environment.in_place
     # slow to import, and what most jobs do not need
     if wrapped.stages:
         if wrapped.average is not None:
@@ -169,8 +169,8 @@ def _sharded_replica_of(place: WorkerContext, wrapped: Wrapped) -> Replica:
     return ShardedReplica(model, placement, layout, timeouts, in_place=in_place)
 
 
-def _check_local_sgd(place: WorkerContext, wrapped: Wrapped, how: LocalSgd) -> None:
-    name, options = f"reduction={wrapped.reduction.value!r}", place.options
+def _check_local_sgd(context: WorkerContext, wrapped: Wrapped, how: LocalSgd) -> None:
+    name, options = f"reduction={wrapped.reduction.value!r}", context.options
     _refuse(
         ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
         ("several models or optimizers", isinstance(wrapped.optimizer, OptimizerSet)),
@@ -204,14 +204,14 @@ class WholeStates:
     sharding: Any = None
     """What tells a whole state from a shard of one."""
 
-    def __init__(self, place: WorkerContext, replica: Replica) -> None:
-        self._place, self._replica, self.manager = place, replica, place.manager
+    def __init__(self, context: WorkerContext, replica: Replica) -> None:
+        self._context, self._replica, self.manager = context, replica, context.manager
 
     def memory(self) -> Memory:
         """Each place of the node has memory files of its own; whole states are those of the first."""
-        environment = self._place.environment
+        environment = self._context.environment
         first = SLOTS * environment.local_rank
-        return Memory(environment.memory[first : first + SLOTS], self._place.options.saving.snapshot_every_s)
+        return Memory(environment.memory[first : first + SLOTS], self._context.options.saving.snapshot_every_s)
 
     def meet(self, saver: Saver) -> None:
         """A round begins with these ranks of the shard group."""
@@ -221,7 +221,7 @@ class WholeStates:
         rank, world = group.formation.rank, group.formation.world_size
         shares = Shares()
         if not self._replica.own_optimizer:  # what a rank holds of its own is written by one rank
-            shares = Shares.among(group.formation, Writers(self._place.options.saving.writers))
+            shares = Shares.among(group.formation, Writers(self._context.options.saving.writers))
         saver.serve(saves=rank == 0, world_size=world, shares=shares)
 
     def serve_alone(self, saver: Saver) -> bool:
@@ -233,13 +233,13 @@ class WholeStates:
 class ShardedStates(WholeStates):
     """Where each rank holds a shard: the ranks of one shard group write together, each its own."""
 
-    def __init__(self, place: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
-        super().__init__(place, replica)
-        self._layout, self.manager = layout, place.shards_manager()
+    def __init__(self, context: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
+        super().__init__(context, replica)
+        self._layout, self.manager = layout, context.shards_manager()
         self.sharding = import_module("elastic_trainer.worker.state.shards")  # slow to import
 
     def memory(self) -> Memory:
-        files, first = self._place.environment.memory, SLOTS * self._place.environment.local_rank
+        files, first = self._context.environment.memory, SLOTS * self._context.environment.local_rank
         return replace(super().memory(), beside=(*files[:first], *files[first + SLOTS :]))
 
     def meet(self, saver: Saver) -> None:
@@ -250,7 +250,7 @@ class ShardedStates(WholeStates):
         rank, world = group.formation.rank, group.formation.world_size
         self.meet(saver)
         part = self._part(self._replica.peers, writes=rank < self._layout.size)
-        neighbour, environment = None, self._place.environment
+        neighbour, environment = None, self._context.environment
         if self._layout.size == world:
             neighbour = find_neighbour(group.control, environment.copies_here, environment.local_rank)
         saver.serve(saves=rank == 0, world_size=world, shares=Shares(), part=part, neighbour=neighbour)
@@ -264,7 +264,7 @@ class ShardedStates(WholeStates):
 
     def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
         """What this rank copies: in the first shard group of its node."""
-        if self._place.environment.local_rank >= self._layout.size:
+        if self._context.environment.local_rank >= self._layout.size:
             return None
         return ShardPart(Places(self._layout.mesh, self._layout.stages), peers, writes)
 
@@ -281,25 +281,25 @@ EPOCH_CLOSED = "epoch_closed"
 class Training:
     """What a script trains, from ``session.wrap`` on; ``recovery`` makes what carries it across rounds."""
 
-    def __init__(self, place: WorkerContext, wrapped: Wrapped, recovery: Callable[[Training], Recovery]) -> None:
+    def __init__(self, context: WorkerContext, wrapped: Wrapped, recovery: Callable[[Training], Recovery]) -> None:
         _check_optimizers(wrapped)
-        self.place, options = place, place.options
+        self.context, options = context, context.options
         self.origin = Origin()
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
         self._whereabouts: Whereabouts | None = None
-        self.replica = replica = replica_of(place, wrapped)
+        self.replica = replica = replica_of(context, wrapped)
         layout = replica.layout
-        self._states = WholeStates(place, replica) if layout is None else ShardedStates(place, replica, layout)
+        self._states = WholeStates(context, replica) if layout is None else ShardedStates(context, replica, layout)
         self.state = TrainingState(
             module=replica.module,
             optimizer=wrapped.optimizer,
             scheduler=wrapped.scheduler,
             scaler=wrapped.scaler,
-            position=place.position,
+            position=context.position,
             user=wrapped.user,
             pending=wrapped.pending,
-            device=place.placement.device,
+            device=context.placement.device,
             average=replica.averaged(wrapped.average),
             sharding=self._states.sharding,
             own_optimizer=replica.own_optimizer,
@@ -310,33 +310,33 @@ class Training:
             options.cadence,
             self.state,
             self.fields,
-            place.saved,
-            place.tracker,
+            context.saved,
+            context.tracker,
             WhenBehind(options.saving.when_behind),
             self._states.memory(),
         )
         optimizers, sync = [*members_of(wrapped.optimizer)], EveryStep()
         if isinstance(replica, LocalReplica) and wrapped.local_sgd is not None:
-            sync = LocalSgdSync(place, replica, wrapped.local_sgd.sync_every, self.collect, self.take_over)
+            sync = LocalSgdSync(context, replica, wrapped.local_sgd.sync_every, self.collect, self.take_over)
             if replica.outer is not None:
                 optimizers.append(replica.outer)
                 self.state.register("outer_optimizer", replica.outer)
         kind = MultiOptimizerSteps if isinstance(wrapped.optimizer, OptimizerSet) else Steps
         audit = self._audit(wrapped.optimizer)  # its hook comes before those of the steps
-        self.steps = kind(place, replica, self.state, sync, audit)
-        self._shortage = MemoryShortage(place, self.steps)
-        in_place = place.environment.in_place
+        self.steps = kind(context, replica, self.state, sync, audit)
+        self._shortage = MemoryShortage(context, self.steps)
+        in_place = context.environment.in_place
         self._second = SecondOptimizers(replica.module, optimizers, wrapped.user, self.steps) if in_place else None
         self.recovery = recovery(self)
 
     def _audit(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
-        place, checks, device = self.place, self.place.options.checks, self.place.placement.device
+        context, checks, device = self.context, self.context.options.checks, self.context.placement.device
         repeats = checks.on_mismatch == OnMismatch.REPEAT
         if checks.audit_every is None:
             return None
         check_auditable(self.replica, repeats=repeats, device=device)
-        node = place.environment.node
-        return PassAudit(checks.audit_every, self.replica, optimizer, device, node, place.tracker, repeats=repeats)
+        node = context.environment.node
+        return PassAudit(checks.audit_every, self.replica, optimizer, device, node, context.tracker, repeats=repeats)
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
@@ -350,15 +350,15 @@ class Training:
     def fields(self) -> dict[str, Any]:
         """What a checkpoint says of this training, and a rank that is healed from this one learns."""
         kept = self.origin.fields
-        cut = self.place.feed.fields or {name: kept[name] for name in CUT if name in kept}
-        closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
+        cut = self.context.feed.fields or {name: kept[name] for name in CUT if name in kept}
+        closed = {EPOCH_CLOSED: True} if self.context.feed.closing else {}
         return {**cut, **self._claims, **closed}
 
     # ---- the state, as recovery sees it (worker.recovery.State)
 
     @property
     def position(self) -> Position:
-        return self.place.position
+        return self.context.position
 
     @property
     def whole(self) -> bool:
@@ -379,18 +379,18 @@ class Training:
 
     @property
     def next_size(self) -> int:
-        return self.place.feed.next_size
+        return self.context.feed.next_size
 
     @property
     def span_s(self) -> float:
-        return self.place.span_s
+        return self.context.span_s
 
     @property
     def leaves(self) -> bool:
-        return self.place.signals.requested is not None
+        return self.context.signals.requested is not None
 
     def show(self, phase: Phase) -> Phase:
-        return self.place.tracker.change(phase)
+        return self.context.tracker.change(phase)
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
@@ -405,7 +405,7 @@ class Training:
         self.steps.dirty = False
 
     def record(self, step: Step) -> None:
-        self.place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+        self.context.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
     # ---- the end of a round
 
@@ -420,10 +420,10 @@ class Training:
 
     def rewind(self) -> None:
         self.steps.sync.undo()
-        self.place.present.boundaries.refuse_nonfinite()
+        self.context.present.boundaries.refuse_nonfinite()
 
     def doubts_gradients(self) -> bool:
-        device = self.place.placement.device
+        device = self.context.placement.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return device.type == "cuda" or self.apart
@@ -431,7 +431,7 @@ class Training:
     # ---- rounds
 
     def join(self, group: Group) -> None:
-        self.place.arrive(group)
+        self.context.arrive(group)
         self.replica.join(group)
 
     def alike(self, control: Control) -> Control:
@@ -441,7 +441,7 @@ class Training:
         return self.steps.settle(committed=committed)
 
     def notes(self) -> dict[str, Any]:
-        return {"fields": self.fields(), "cut": self.place.feed.fields}
+        return {"fields": self.fields(), "cut": self.context.feed.fields}
 
     def healed(self, notes: Mapping[str, Any]) -> None:
         self.steps.sync.healed()
@@ -451,22 +451,22 @@ class Training:
         self._shortage.agree(control)
 
     def redraw(self) -> None:
-        self.place.feed.redraw()
+        self.context.feed.redraw()
 
     def save_due(self, step: int) -> None:
-        self.place.present.boundaries.save_due(step)
+        self.context.present.boundaries.save_due(step)
 
     def leave_now(self) -> NoReturn:
         """Leave the job by a planned change."""
-        self.place.stopped = True
-        self.place.closed("stopped")
-        raise SystemExit(self.place.signals.exit_code)
+        self.context.stopped = True
+        self.context.closed("stopped")
+        raise SystemExit(self.context.signals.exit_code)
 
     def resume_alone(self) -> None:
         """Train with the ranks that are already there."""
-        present = self.place.present
+        present = self.context.present
         present.boundaries.end()
-        with self.place.tracker.during(Phase.HEALING):
+        with self.context.tracker.during(Phase.HEALING):
             self.resume(present.group)
 
     def resume(self, group: Group, unfit: CheckpointError | None = None) -> None:
@@ -474,15 +474,15 @@ class Training:
 
         Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
         """
-        place, control, formation = self.place, group.control, group.formation
-        if place.environment.in_place:  # else it was checked when the ranks met
-            check_storage(place.manager, control, place.environment)
+        context, control, formation = self.context, group.control, group.formation
+        if context.environment.in_place:  # else it was checked when the ranks met
+            check_storage(context.manager, control, context.environment)
 
         def take_over(tree: Mapping[str, Any]) -> None:
             self.state.apply(tree, first_rank=formation.rank == 0)
 
         def check(origin: Origin) -> None:
-            check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
+            check_run(str(origin.name), origin.run, context.owner.run, context.options.allow_changed)
             self.steps.dirty = self.steps.dirty or origin.name is not None  # it is read into the live tensors
 
         self.replica.join(group)
@@ -490,19 +490,19 @@ class Training:
         self._states.meet(self.saver)
         self.saver.wait(control)
         left, alike = self.saver.left_in_memory(), self.replica.alike(control)
-        with joined_copies(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
+        with joined_copies(control, self.saver.parts_in_memory(), context.environment.copies_here) as joined:
             left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
-            stored = StoredStates(self._states.manager, place.tracker, left, looks=place.manager is not None)
+            stored = StoredStates(self._states.manager, context.tracker, left, looks=context.manager is not None)
             live = self.state.live()
             self.origin = restore(control, alike, stored, self.collect, take_over, check, unfit, live)
         self.steps.dirty = False
         if self.origin.fields.get(EPOCH_CLOSED):
-            place.position.cursor = Cursor(place.position.cursor.epoch + 1, 0)
+            context.position.cursor = Cursor(context.position.cursor.epoch + 1, 0)
         if self.origin.name is not None:
-            strict = place.options.checks.on_changed == OnChanged.RAISE
-            self.state.follow(place.options.allow_changed, strict=strict, says=formation.rank == 0)
-        first = place.position.generation + 1 if self.origin.name is not None else 0
-        read = place.position.generation, place.position.step
+            strict = context.options.checks.on_changed == OnChanged.RAISE
+            self.state.follow(context.options.allow_changed, strict=strict, says=formation.rank == 0)
+        first = context.position.generation + 1 if self.origin.name is not None else 0
+        read = context.position.generation, context.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest)
         if self.origin.name is not None:
@@ -513,38 +513,38 @@ class Training:
 
         ``given``: the notes of the rank that this one was healed from, with its data plan if it has one.
         """
-        place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
-        position = place.position
-        self._claims = self.replica.claims(control, self.origin.fields, place.options.allow_changed)
+        context, control, rank, world = self.context, group.control, group.formation.rank, group.formation.world_size
+        position = context.position
+        self._claims = self.replica.claims(control, self.origin.fields, context.options.allow_changed)
         position.generation = generation
-        place.tracker.holds(position.step, position.cursor)
+        context.tracker.holds(position.step, position.cursor)
         if rank != 0:
-            reseed(place.options.seed, position, rank, place.placement.device)
+            reseed(context.options.seed, position, rank, context.placement.device)
         self.replica.bind(control)
         self.steps.bind(control, self.recovery)
-        place.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})
+        context.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})
         self._states.serve(self.saver, group)
-        place.context = RankContext(group, self._boundaries(control))
+        context.rank_context = RankContext(group, self._boundaries(control))
         self._watch(group)
-        place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
+        context.ledger.identify(rank=rank, local_rank=context.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
-        place.ledger.write("opened", step=position.step, **where)
+        context.ledger.write("opened", step=position.step, **where)
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
-        for each in place.watching:
+        for each in context.watching:
             each()
 
     def _watch(self, group: Group) -> None:
         """Find out if ranks come to different places of the script."""
-        place = self.place
+        context = self.context
         if self._whereabouts is not None:
             self._whereabouts.close()
 
         def stand() -> Stand:
-            phase, newest = place.tracker.phase, group.control.newest
+            phase, newest = context.tracker.phase, group.control.newest
             doing = _DOING.get(phase, f"has come to '{newest}'")
-            return Stand(self.steps.inside, self.steps.begun, place.position.step, doing)
+            return Stand(self.steps.inside, self.steps.begun, context.position.step, doing)
 
-        self._whereabouts = Whereabouts(group, place.environment.node, stand, lambda: place.span_s, place.free)
+        self._whereabouts = Whereabouts(group, context.environment.node, stand, lambda: context.span_s, context.free)
 
     def parted_by(self, error: BaseException | None) -> ConfigError | None:
         """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
@@ -555,11 +555,11 @@ class Training:
         return self._whereabouts.error if is_collective_failure(error) else None
 
     def _boundaries(self, control: Control) -> StepBoundaries:
-        place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)
+        context, checks, alike = self.context, self.context.options.checks, self.replica.alike(control)
 
         def heal(found: Difference) -> None:
             give(alike, found.source, found.others, self, {})
-            step = place.position.step
+            step = context.position.step
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
         mend = heal if checks.on_difference == OnDifference.HEAL else None
@@ -567,20 +567,20 @@ class Training:
             alike,
             self.steps.trainable,
             checks.compare_every_steps,
-            place.tracker,
+            context.tracker,
             mend,
             checks.audit_every,
-            place.environment.node,
+            context.environment.node,
         )
-        return StepBoundaries(control, place, self.saver, self.steps, comparison, self.recovery)
+        return StepBoundaries(control, context, self.saver, self.steps, comparison, self.recovery)
 
     # ---- the last checkpoints
 
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
-        with self.place.tracker.during(Phase.CHECKPOINT):
+        with self.context.tracker.during(Phase.CHECKPOINT):
             self.saver.settle()
-            self.place.present.control.sum(Purpose.STOP)
+            self.context.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
         """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
@@ -611,13 +611,13 @@ class LocalSgdSync(EveryStep):
 
     def __init__(
         self,
-        place: WorkerContext,
+        context: WorkerContext,
         replica: LocalReplica,
         every: int,
         collect: Callable[[], dict[str, Any]],
         take_over: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._place, self._replica, self._every = place, replica, every
+        self._context, self._replica, self._every = context, replica, every
         self._collect, self._take_over = collect, take_over
         self._kept: dict[str, Any] | None = None
         """The state at the last synchronisation; None until a step is begun from there."""
@@ -646,11 +646,11 @@ class LocalSgdSync(EveryStep):
             self._kept = {"model": self._replica.anchor()}
 
     def made(self, step: Step, check: Callable[[], None]) -> bool:
-        if self._place.ledger.enabled:
-            self._lines.append(self._place.entry(step))
+        if self._context.ledger.enabled:
+            self._lines.append(self._context.entry(step))
         step.recorded = True
         self._made += 1
-        if step.number % self._every and not self._place.feed.at_end:
+        if step.number % self._every and not self._context.feed.at_end:
             return False
         self._synchronise(check)
         return True
@@ -659,7 +659,7 @@ class LocalSgdSync(EveryStep):
         """All ranks come to one state, unless they hold it."""
         if self._kept is None or not self._made:
             return
-        control, position = self._place.present.control, self._place.position
+        control, position = self._context.present.control, self._context.position
         self._attempted = position.step, position.generation
         self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
         if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
@@ -689,7 +689,7 @@ class LocalSgdSync(EveryStep):
 
     def healed(self) -> None:
         """If the peer's state comes from the synchronisation that failed here, the steps of this rank are in it."""
-        position = self._place.position
+        position = self._context.position
         if self._attempted == (position.step, position.lineage):
             self._undone = 0
             self._record()
@@ -697,7 +697,7 @@ class LocalSgdSync(EveryStep):
     def require_closed(self) -> None:
         if self._kept is not None and self._made:
             raise ConfigError(
-                f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
+                f"a call of all ranks after step {self._context.position.step}, where each holds parameters of its own",
                 hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
                 f" ({self._every})",
             )
@@ -705,7 +705,7 @@ class LocalSgdSync(EveryStep):
     def _record(self) -> None:
         lines, self._lines = self._lines, []
         for line in lines:
-            self._place.ledger.write("step", **self._identity, **line)
+            self._context.ledger.write("step", **self._identity, **line)
 
 
 class MemoryShortage:
@@ -713,9 +713,9 @@ class MemoryShortage:
     it out.
     """
 
-    def __init__(self, place: WorkerContext, steps: Steps) -> None:
-        self._place, self._steps = place, steps
-        self._policy = OnShortage(place.options.checks.out_of_memory)
+    def __init__(self, context: WorkerContext, steps: Steps) -> None:
+        self._context, self._steps = context, steps
+        self._policy = OnShortage(context.options.checks.out_of_memory)
         if self._policy is OnShortage.HALVE:
             steps.replica.check(Use.HALVING)
         self._step = 0
@@ -739,7 +739,7 @@ class MemoryShortage:
         """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
         if self._policy is OnShortage.RAISE:
             return
-        position, feed = self._place.position, self._place.feed
+        position, feed = self._context.position, self._context.feed
         rows = control.gather([self._step, feed.next_size, feed.halvings])
         short = [size for step, size, _ in rows if step == position.step + 1]
         self._step = 0
@@ -747,7 +747,7 @@ class MemoryShortage:
         if not short:
             return
         gc.collect()
-        if self._place.placement.device.type == "cuda":
+        if self._context.placement.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._policy is OnShortage.HALVE:
             feed.halvings += 1

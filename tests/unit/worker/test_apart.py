@@ -140,7 +140,7 @@ def left_and_undone(*, healed: bool) -> None:
         training.steps.sync._take_over = lambda kept: None
         training.steps.sync.undo()
         if healed:
-            position = training.place.position
+            position = training.context.position
             training.steps.sync._attempted = position.step, position.lineage
             training.steps.sync.healed()
 
