@@ -950,7 +950,7 @@ class Steps:
 
     def finish(self) -> None:
         """The script has left its loop: all ranks come to one state."""
-        self.sync.finish(self._recovery.check_gradients)
+        self.sync.finish(lambda: self._recovery.check_gradients())  # there may have been no round
 
     # ---- losses
 
