@@ -1139,16 +1139,14 @@ class Comparison:
         self,
         control: Control,
         compared: Trainable,
-        every_steps: int | None,
-        tracker: HeartbeatReporter,
+        context: WorkerContext,
         heal: Callable[[Difference], None] | None,
-        audit_every: int | None,
-        node: str,
     ) -> None:
-        self._node = node
-        self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
-        self._every = 0 if every_steps is None or control.alone else every_steps
-        self._audit_every = 0 if audit_every is None or control.alone else audit_every
+        checks = context.options.checks
+        self._control, self._compared, self._heal = control, compared, heal
+        self._tracker, self._node = context.tracker, context.environment.node
+        self._every = 0 if control.alone else checks.compare_every_steps or 0
+        self._audit_every = 0 if control.alone else checks.audit_every or 0
         self._taken: _Taken | None = None
         self._asked: tuple[_Taken, EqualityCheck] | None = None
 

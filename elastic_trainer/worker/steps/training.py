@@ -555,23 +555,15 @@ class Training:
         return self._whereabouts.error if is_collective_failure(error) else None
 
     def _boundaries(self, control: Control) -> StepBoundaries:
-        context, checks, alike = self.context, self.context.options.checks, self.replica.alike(control)
+        context, alike = self.context, self.replica.alike(control)
 
         def heal(found: Difference) -> None:
             give(alike, found.source, found.others, self, {})
             step = context.position.step
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
-        mend = heal if checks.on_difference == OnDifference.HEAL else None
-        comparison = Comparison(
-            alike,
-            self.steps.trainable,
-            checks.compare_every_steps,
-            context.tracker,
-            mend,
-            checks.audit_every,
-            context.environment.node,
-        )
+        mend = heal if context.options.checks.on_difference == OnDifference.HEAL else None
+        comparison = Comparison(alike, self.steps.trainable, context, mend)
         return StepBoundaries(control, context, self.saver, self.steps, comparison, self.recovery)
 
     # ---- the last checkpoints
