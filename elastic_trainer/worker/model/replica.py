@@ -16,7 +16,7 @@ when the round is over.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -308,13 +308,18 @@ def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
     """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
     if control.alone:
         return
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    for alike in kinds.values():
+    for alike in by_kind([each.detach() for each in buffers]):
         flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
         control.broadcast(flat, 0)
         unflatten(flat, alike)
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """``tensors`` of one type on one device together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for each in tensors:
+        kinds.setdefault((each.dtype, each.device), []).append(each)
+    return kinds.values()
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -511,7 +516,7 @@ class Replica:
         )
 
     def scale_gradients(self, factor: float) -> None:
-        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        grads = [local(each.grad) for each in self.module.parameters() if each.grad is not None]
         if grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
 

@@ -25,7 +25,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, share, unflatten
+from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, by_kind, share, unflatten
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
@@ -139,10 +139,7 @@ def add_up(control: Control, tensors: Sequence[torch.Tensor]) -> None:
 
 def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """``tensors`` in groups of one type, each of at most ``BUCKET_BYTES`` if it has more than one."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for alike in kinds.values():
+    for alike in by_kind(tensors):
         bucket: list[torch.Tensor] = []
         size = 0
         for tensor in alike:

@@ -39,7 +39,7 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.model.average import ShardedAverage, checked_decay
-from elastic_trainer.worker.model.replica import DataPart, Own, Replica, Use, share
+from elastic_trainer.worker.model.replica import DataPart, Own, Replica, Use, by_kind, share, unflatten
 
 
 def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
@@ -287,31 +287,19 @@ class ShardedReplica(Replica):
                 groups.works.wait(work)
         if groups.replicas is None:
             return
-        left: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for gradient in self._gradients_here():
-            if gradient.untyped_storage().data_ptr() not in self._begun_in and gradient.numel():
-                left.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for gradients in left.values():
+        here = [local(each.grad) for each in self._parameters if each.grad is not None]
+        left = (each for each in here if each.untyped_storage().data_ptr() not in self._begun_in and each.numel())
+        for gradients in by_kind(left):
             flat = torch.cat([each.reshape(-1) for each in gradients])
             with collective("all_reduce"):
                 groups.works.wait(groups.works.begun(groups.replicas.allreduce([flat])))
-            parts = torch.split(flat, [each.numel() for each in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
+            unflatten(flat, gradients)
 
     def _placed(self) -> None:
         """Tensor parallel alone may leave gradients that its ranks have not added up."""
         for each in self._parameters:
             if isinstance(each.grad, DTensor) and each.grad.placements != each.placements:
                 each.grad = each.grad.redistribute(placements=each.placements)
-
-    def _gradients_here(self) -> list[torch.Tensor]:
-        return [local(each.grad) for each in self._parameters if each.grad is not None]
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float) -> None:
-        grads = self._gradients_here()
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
