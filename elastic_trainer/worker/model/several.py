@@ -92,8 +92,11 @@ class MultiOptimizerReplica(Replica):
     def _sum(self) -> None:
         """Sum what the pass has added, and put it to what there was."""
         before, self._summed = self._summed, []
-        touched = self._touched()
-        for each in touched:
+        here = [float(each.grad is not None) for each in self._parameters]
+        flags = torch.tensor(here, device=self._placement.device)
+        all_reduce(self._control, flags)
+        touched = [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
+        for each in touched:  # those that have a gradient of this pass on any rank
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
             elif each.grad.is_sparse:
@@ -106,13 +109,6 @@ class MultiOptimizerReplica(Replica):
             for each, there in zip(self._parameters, before, strict=True):
                 if there is not None:
                     each.grad = there if each.grad is None else there.add_(each.grad)
-
-    def _touched(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient of this pass on any rank."""
-        here = [float(each.grad is not None) for each in self._parameters]
-        flags = torch.tensor(here, device=self._placement.device)
-        all_reduce(self._control, flags)
-        return [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
 
     def scale_gradients(self, factor: float) -> None:
         raise ConfigError(

@@ -77,10 +77,7 @@ class ShardedReplica(Replica):
     """See the module. ``layout`` is that of the session's mesh; ``patience`` limits the forming of groups."""
 
     refused: Mapping[Use, tuple[str, str]] = {
-        Use.CLOSURE: (
-            "a sharded model does not go with a closure",
-            "call optimizer.step() after step.backward(loss)",
-        ),
+        Use.CLOSURE: ("a sharded model does not go with a closure", "call optimizer.step() after step.backward(loss)"),
         Use.FUSED_SCALER: (
             "a GradScaler with a fused optimizer does not go with a sharded model",
             "leave fused=True out",
@@ -116,7 +113,10 @@ class ShardedReplica(Replica):
             if placement.device.type == "cpu" and len(torch_internals.fsdp_groups(each)) == 1:
                 torch_internals.call_collectives_directly(each)
         self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
-        self._data_dims = self._sharded_by_fsdp()
+        groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
+        names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
+        self._data_dims = [dim for dim, name in enumerate(layout.names) if name in names]
+        """The dimensions of the mesh along which ranks draw different samples."""
         self._groups: ShardGroups | None = None
         self._begun: list[Any] = []
         self._begun_in: set[int] = set()
@@ -136,12 +136,6 @@ class ShardedReplica(Replica):
     def _check(self, module: nn.Module, layout: ShardLayout) -> None:
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, layout)
-
-    def _sharded_by_fsdp(self) -> frozenset[int]:
-        """The dimensions of the mesh along which ranks draw different samples."""
-        groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
-        names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
-        return frozenset(dim for dim, name in enumerate(self._layout.names) if name in names)
 
     def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
         return None if wanted is None else ShardedAverage(self.module, checked_decay(wanted))
@@ -176,7 +170,7 @@ class ShardedReplica(Replica):
 
     def part(self, control: Control) -> DataPart:
         mine, size = 0, 1
-        for dim in sorted(self._data_dims):
+        for dim in self._data_dims:
             mine, size = mine * self._layout.shape[dim] + self._layout.coordinate[dim], size * self._layout.shape[dim]
         first = all(
             self._layout.coordinate[dim] == 0 for dim in range(len(self._layout.shape)) if dim not in self._data_dims
@@ -305,15 +299,12 @@ class ShardedReplica(Replica):
     def clip(self, max_norm: float) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, over all shards; parameters may be on different parts of the mesh."""
         held = [(local(each.grad), self._copies_of(each)) for each in self._parameters if each.grad is not None]
-        squares = [float(norm) ** 2 / copies for (_, copies), norm in zip(held, self._norms(held), strict=True)]
+        norms = torch._foreach_norm([each for each, _ in held], 2, dtype=torch.float64) if held else ()
+        found = torch.stack([each.cpu() for each in norms]).tolist() if norms else []
+        squares = [norm**2 / copies for (_, copies), norm in zip(held, found, strict=True)]
         total = self.groups.peers.sum(Purpose.NORM, [sum(squares)])[0] ** 0.5
         self.scale_gradients(min(1.0, max_norm / (total + 1e-6)))
         return torch.tensor(total, dtype=torch.float32)
-
-    def _norms(self, held: list[tuple[torch.Tensor, int]]) -> list[float]:
-        norms = torch._foreach_norm([each.detach() for each, _ in held], 2, dtype=torch.float64) if held else ()
-        found: list[float] = torch.stack([each.cpu() for each in norms]).tolist() if norms else []
-        return found
 
     def _copies_of(self, parameter: DTensor) -> int:
         """How many ranks of the shard group hold what this one does."""

@@ -241,7 +241,8 @@ class TreeReduction:
         self._places: list[slice] = []
         """Where each tensor of a leaf lies in the flat vector."""
         end = 0
-        for count in [*(each.numel() for each in self._parameters), self._small_size()]:
+        small = 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
+        for count in [*(each.numel() for each in self._parameters), small]:
             self._places.append(slice(end, end + count))
             end += -(-count // _ALIGNED) * _ALIGNED
         self._length = end
@@ -251,9 +252,6 @@ class TreeReduction:
         self._rooms: dict[str, torch.Tensor] = {}
         self.loss: float | None = None
         """The mean loss over the global batch, once gradients are combined."""
-
-    def _small_size(self) -> int:
-        return 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
 
     def bind(self, control: Control, group: Any) -> None:
         """Combine over this round's ranks; ``group`` sums gradients (None: alone)."""
