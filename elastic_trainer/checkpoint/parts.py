@@ -9,16 +9,15 @@ A part is a chunk with its own checksum, so the reader of one can verify it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from elastic_trainer.checkpoint.goals import Detour, FileRange, plan
+from elastic_trainer.checkpoint.goals import Detour, FileRange
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest
 from elastic_trainer.checkpoint.reading import (
     CheckpointFiles,
     Filling,
-    TensorFile,
     cut,
     opened,
     read_chunk,
@@ -90,15 +89,15 @@ class Placing:
     def put(self, part: CheckpointPart, data: memoryview) -> None:
         name = part.record.name
         if self._landing is None or self._landing[0] != name:
-            self._landing = name, _Landing(self._files[name], self._filling)
+            self._landing = name, _Landing(self._filling.reads(self._files[name]))
         self._landing[1].put(part.begin, data)
 
 
 class _Landing:
     """One file of tensors."""
 
-    def __init__(self, file: TensorFile, filling: Filling) -> None:
-        self._turns = plan(file.record.head_size, file.placed, file.slices(), filling.goals)
+    def __init__(self, turns: Iterator[tuple[Sequence[FileRange], Sequence[Detour]]]) -> None:
+        self._turns = turns
         self._segments, self._detours = self._turn()
 
     def _turn(self) -> tuple[Sequence[FileRange], Sequence[Detour]]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import xxhash
 
 from elastic_trainer.checkpoint import codec, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
-from elastic_trainer.checkpoint.goals import FileRange, Goal, plan
+from elastic_trainer.checkpoint.goals import Detour, FileRange, Goal, plan
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
@@ -116,33 +116,49 @@ def read_outline(storage: CheckpointFiles, manifest: Manifest) -> Outline:
 def fill(storage: CheckpointFiles, name: str, filling: Filling) -> None:
     """Read all that ``filling`` lacks of the checkpoint ``name``."""
     for file in filling.files:
-        _fill(storage, name, file, filling.goals)
+        _fill(storage, name, file, filling.reads(file))
 
 
 class Filling:
-    """A state whose data have not arrived yet: they go to its ``goals``, in ``live`` tensors or in new ones."""
+    """A state whose data have not arrived yet: they go to ``live`` tensors or to new ones."""
 
     def __init__(self, outline: Outline, live: Live) -> None:
         self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
         self.files = outline.files()
         found = whole_tensors(self.files, outline.manifest)
+        self._held: Mapping[str, Any] = {} if live is NOTHING_LIVE else self._chosen(found, live)
+        fresh = [each for each in found if each.name not in self._held]
+        self._fresh = tensorfile.place(fresh) if self._held else found
+        self._slabs = tensors.allocate(self._fresh)
+        self._goals: Mapping[str, Goal] = {}
+        if self._held or not self.files[0].alone:
+            held = {name: tensors.goal_of(each) for name, each in self._held.items() if not each.is_meta}
+            self._goals = held | tensors.goals_in(self._slabs)
+
+    def _chosen(self, found: Sequence[Placed], live: Live) -> Mapping[str, Any]:
+        """Those of the ``live`` tensors into which ``found`` ones are read."""
         leaves = codec.outline(self._skeleton, self._where)
         blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
-        fits = live is NOTHING_LIVE or live.fits(
-            codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where)
+        fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
+        return live.chosen(leaves, found) if fits else {}
+
+    def reads(self, file: TensorFile) -> Iterator[tuple[Sequence[FileRange], Sequence[Detour]]]:
+        """What ``file`` has for this state, in its order, in batches of a bounded amount of memory on the way."""
+        if self._goals:
+            yield from plan(file.record.head_size, file.placed, file.slices(), self._goals)
+            return
+        begin = file.record.head_size  # it is read as it is: thousands of tensors need no look at each
+        yield (
+            [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in self._slabs],
+            [],
         )
-        self._held = live.chosen(leaves, found) if fits else {}
-        self._fresh = tensorfile.place([each for each in found if each.name not in self._held])
-        self._slabs = tensors.allocate(self._fresh)
-        held = {name: tensors.goal_of(each) for name, each in self._held.items() if not each.is_meta}
-        self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
 
     def wanted(self) -> frozenset[tuple[str, int]]:
-        """The chunks that hold data for the goals, each by the name of its file and its number there."""
+        """The chunks with data of this state, each by the name of its file and its number there."""
         return frozenset(
             (file.record.name, index)
             for file in self.files
-            for segments, _ in plan(file.record.head_size, file.placed, file.slices(), self.goals)
+            for segments, _ in self.reads(file)
             for each in segments
             for index in file.record.chunks_of(each.begin, each.end)
         )
@@ -202,19 +218,27 @@ def read_tensors(
     slabs = tensors.allocate(found)
     goals: Mapping[str, Goal] | None = None
     for file in files:
-        if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
-            begin = file.record.head_size
-            segments = [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
-            _read_data(storage, manifest.name, file, segments)
+        if wanted is None and file.alone:
+            _read_data(storage, manifest.name, file, _as_it_is(file, slabs))
             continue
         goals = tensors.goals_in(slabs) if goals is None else goals
-        _fill(storage, manifest.name, file, goals)
+        _fill(storage, manifest.name, file, plan(file.record.head_size, file.placed, file.slices(), goals))
     return found, slabs
 
 
-def _fill(storage: CheckpointFiles, name: str, file: TensorFile, goals: Mapping[str, Goal]) -> None:
-    """Read what ``file`` has for ``goals``; what takes a way round does so with a bounded amount of memory."""
-    for segments, detours in plan(file.record.head_size, file.placed, file.slices(), goals):
+def _as_it_is(file: TensorFile, slabs: Sequence[Slab]) -> list[FileRange]:
+    """The reads of all of ``file`` to ``slabs``: thousands of tensors need no look at each."""
+    begin = file.record.head_size
+    return [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
+
+
+def _fill(
+    storage: CheckpointFiles,
+    name: str,
+    file: TensorFile,
+    reads: Iterable[tuple[Sequence[FileRange], Sequence[Detour]]],
+) -> None:
+    for segments, detours in reads:
         _read_data(storage, name, file, segments)
         for each in detours:
             each.land()

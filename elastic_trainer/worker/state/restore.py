@@ -524,7 +524,7 @@ def restore(
 
 def _check_equal(alike: Control, collect: Callable[[], Tree]) -> None:
     """CheckpointError unless all these ranks hold one state."""
-    digests = [] if alike.alone else alike.gather([_digest(collect())])
+    digests = [] if alike.alone else alike.gather([state_digest(collect())])
     for rank, row in enumerate(digests):
         if row != digests[0]:
             raise CheckpointError(
@@ -623,7 +623,7 @@ def _shared(
     return ahead.error
 
 
-def _digest(state: Tree) -> int:
+def state_digest(state: Tree) -> int:
     """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
     return fingerprint({name: part for name, part in state.items() if name != "random"})
 

@@ -17,8 +17,7 @@ from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo,
 from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.storage.posix_io import PosixSource
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.restore import Origin
-from elastic_trainer.worker.state.restore import _digest as state_digest
+from elastic_trainer.worker.state.restore import Origin, state_digest
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.state.test_restore import Rank, damage
 

@@ -19,8 +19,7 @@ from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import shards
-from elastic_trainer.worker.state.restore import _digest as state_digest
-from elastic_trainer.worker.state.restore import identity
+from elastic_trainer.worker.state.restore import identity, state_digest
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.unit.checkpoint.states import same
 from tests.unit.worker.toys import Counter, data
