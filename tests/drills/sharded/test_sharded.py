@@ -241,21 +241,6 @@ def test_kernels_that_hang_are_aborted_and_what_they_leave_is_not_committed(
     assert sum(int(each.read_text()) for each in sharded.directory.glob("aborts-*")) > 0
 
 
-def test_in_restart_mode_the_same_script_resumes_from_its_checkpoint(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
-) -> None:
-    """All workers start again; checkpoints hold whole tensors, of which each rank takes its shards."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, recovery="restart", save_every=5)
-    with sharded.job as job:
-        job.start(2)
-        sharded.await_together()
-        job.await_steps(10)
-        assert job.running[1].kill_worker(1) is not None
-        sharded.await_together()
-        error = sharded.ended(tmp_path, restarted=True)
-    assert error < CLOSE
-
-
 def test_a_node_of_another_size_is_refused_and_the_others_go_on(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
