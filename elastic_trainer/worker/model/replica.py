@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -364,8 +364,15 @@ class DataPart:
     fixed: bool = False
 
 
-Own = tuple[torch.Tensor, float]
-"""The loss of a part of a batch, and the weight with which it goes into the mean over the global batch."""
+class Pass(NamedTuple):
+    """A backward pass: the ``part`` of a batch that it is about, the unscaled ``loss`` with its ``weight`` in the mean
+    over the global batch, and whether it is the ``last`` one of the batch.
+    """
+
+    part: Batch | None
+    loss: torch.Tensor
+    weight: float
+    last: bool
 
 
 class Use(StrEnum):
@@ -496,13 +503,13 @@ class Replica:
         """The ranks that add up what they count of a batch."""
         return control
 
-    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left to a later pass.
 
-        ``own`` is the unscaled loss of ``part`` with its weight, ``last`` whether no other part of the batch follows.
-        Returns the mean loss over the global batch (a float) where the pass finds it, else None.
+        Returns the mean loss over the global batch where the pass finds it.
         """
         loss.backward()  # type: ignore[no-untyped-call]
+        return None
 
     def run(
         self,
@@ -647,7 +654,7 @@ class DdpReplica(Replica):
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext() if self._parallel is None else self._parallel.no_sync()
 
-    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         if self._gradients is not None:
             self._gradients.backward(loss)
             self.summed = self._gradients.complete
@@ -655,6 +662,7 @@ class DdpReplica(Replica):
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self._backward_of_ddp(loss)
+        return None
 
     def _backward_of_ddp(self, loss: torch.Tensor) -> None:
         """DistributedDataParallel waits for its sums in the last callback of the pass, so the first one marks the wait.

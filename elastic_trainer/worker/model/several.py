@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Own, Replica, Use, bare, by_kind, share, unflatten
+from elastic_trainer.worker.model.replica import Pass, Replica, Use, bare, by_kind, share, unflatten
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
@@ -77,10 +75,9 @@ class MultiOptimizerReplica(Replica):
         finally:
             self._accumulates = False
 
-    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         if self._control.alone:
-            super().backward(loss)
-            return
+            return super().backward(loss)
         if not self._summed:
             self._summed = [each.grad for each in self._parameters]
             for each in self._parameters:
@@ -88,6 +85,7 @@ class MultiOptimizerReplica(Replica):
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._accumulates:
             self._sum()
+        return None
 
     def _sum(self) -> None:
         """Sum what the pass has added, and put it to what there was."""

@@ -39,7 +39,7 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.model.average import ShardedAverage, checked_decay
-from elastic_trainer.worker.model.replica import DataPart, Own, Replica, Use, by_kind, share, unflatten
+from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Use, by_kind, share, unflatten
 
 
 def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
@@ -243,8 +243,9 @@ class ShardedReplica(Replica):
         finally:
             self._holds = False
 
-    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         self._pass(loss.backward)
+        return None
 
     def _pass(self, backward: Callable[[], object]) -> None:
         if self.summed and self.groups.count > 1:  # the sum will be summed again together with what is new

@@ -35,7 +35,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.abort import Work, collective
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Buffers, DataPart, Own, Replica, Use
+from elastic_trainer.worker.model.replica import Buffers, DataPart, Pass, Replica, Use
 
 FIELD = "arithmetic"
 """Its field in checkpoints, for ``allow_changed`` too."""
@@ -107,16 +107,17 @@ class TreeReplica(Replica):
             raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
         return len(part.ids) / part.global_size
 
-    def backward(self, loss: torch.Tensor, part: Batch | None = None, own: Own | None = None, last: bool = True) -> Any:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         super().backward(loss)
-        if part is None or own is None or part.number is None:
+        if about is None or about.part is None or about.part.number is None:
             self.tree.discard()
         else:
-            self.tree.capture(part.number, len(part.ids) / part.global_size, own[0] * own[1])
-        if last and part is not None:
-            self.tree.combine(part.parts)
-            return self.tree.loss
-        return None
+            part = about.part
+            self.tree.capture(part.number, len(part.ids) / part.global_size, about.loss * about.weight)
+        if about is None or about.part is None or not about.last:
+            return None
+        self.tree.combine(about.part.parts)
+        return self.tree.loss
 
 
 def arithmetic(device: torch.device) -> dict[str, str]:

@@ -56,7 +56,7 @@ from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.model.replica import DataPart, Replica, Trainable, Use
+from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Trainable, Use
 from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
@@ -168,9 +168,9 @@ class Step:
             weight = self._count(float(count), counts=weight > 0.0)
             if last:
                 pending = replica.counting(self._control).start(Purpose.COUNT, [self._count_here or 0.0])
-        own, factor = (loss.detach(), weight), weight * replica.share
-        self._losses.append(own)
-        mean = replica.backward(steps.scaling.scaled(loss if factor == 1.0 else loss * factor), part, own, last)
+        about, factor = Pass(part, loss.detach(), weight, last), weight * replica.share
+        self._losses.append((about.loss, weight))
+        mean = replica.backward(steps.scaling.scaled(loss if factor == 1.0 else loss * factor), about)
         self._mean = mean if last else self._mean
         if pending is not None:
             self._normalize(pending.wait()[0] / steps.part.alike)
