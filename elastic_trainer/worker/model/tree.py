@@ -109,14 +109,14 @@ class TreeReplica(Replica):
 
     def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         super().backward(loss)
-        if about is None or about.part is None or about.part.number is None:
+        part = about.part if about is not None else None
+        if about is None or part is None or part.number is None:
             self.tree.discard()
         else:
-            part = about.part
             self.tree.capture(part.number, len(part.ids) / part.global_size, about.loss * about.weight)
-        if about is None or about.part is None or not about.last:
+        if about is None or part is None or not about.last:
             return None
-        self.tree.combine(about.part.parts)
+        self.tree.combine(part.parts)
         return self.tree.loss
 
 
