@@ -371,7 +371,7 @@ class Saver:
         self._copied_s, self._copy_took_s = self._last_s, 0.0
         self._short_at = _LONG_AGO_S
         """When there was too little memory for a copy; long ago once there is enough."""
-        self._failed = self._refused = self._prepared = self._untold = False
+        self._failed = self._refused = self._prepared = self._log_copies_once = False
         self._shares, self._begun = Shares(), (-1, -1)
         self._part: ShardPart | None = None
         self.newest: Save | None = None
@@ -393,7 +393,7 @@ class Saver:
         self._shares, self._part = shares, part
         if self._saves is not None and self._saves.copy_to(neighbour if part is not None else None):
             self._copied_s = _LONG_AGO_S  # until the neighbour has one, a lost node takes the only copy with it
-            self._untold = True
+            self._log_copies_once = True
 
     @property
     def copied(self) -> bool:
@@ -468,8 +468,8 @@ class Saver:
         if self._saves is not None and copies and not self._prepared:
             self._prepared, size = True, self._state.size()
             self._saves.prepare(size, pinned=self._state.device.type == "cuda")
-        if self._saves is not None and self._untold:
-            self._untold, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
+        if self._saves is not None and self._log_copies_once:
+            self._log_copies_once, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
             logger().info("snapshot.copies", neighbour=str(self._saves.neighbour), memory_there_mb=needed_mb)
 
     def copy_if_due(self) -> None:
@@ -491,7 +491,7 @@ class Saver:
         sent_s = self._saves.sent_s if self._saves is not None else 0.0
         return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s, sent_s)
 
-    def help(self) -> None:
+    def write_share(self) -> None:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
         whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
         if whole or (self._part is not None and self._part.helps):

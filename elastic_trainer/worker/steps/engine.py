@@ -1497,7 +1497,7 @@ class StepBoundaries(Boundaries):
             self._refused |= isinstance(self._saver.attempt(), NonFiniteError)
         else:
             self._tracker.peer_saves()
-            self._saver.help()
+            self._saver.write_share()
 
     def _meet_nonfinite(self) -> None:
         step = self._steps.position.step
