@@ -434,7 +434,7 @@ class Saver:
     def due_by_time(self) -> bool:
         """Whether there is something unsaved, the last save or attempt is long enough ago, and storage is not behind.
 
-        While it writes one snapshot, the other slot is left to those that stay in memory: they get newer meanwhile.
+        One of the two slots is kept for copies in memory while the other one is written.
         """
         every_s = self._interval_s()
         if not self.unsaved or self._saves is None or every_s is None or self._saves.full:
