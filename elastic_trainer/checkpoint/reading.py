@@ -165,7 +165,8 @@ class Filling:
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""
-        return codec.decode(self._skeleton, tensors.build(self._fresh, self._slabs) | self._held, self._where)
+        loaded = {**tensors.build(self._fresh, self._slabs), **self._held}
+        return codec.decode(self._skeleton, loaded, self._where)
 
 
 def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:

@@ -115,7 +115,7 @@ class Collectives:
             context.position.best = values
         name, problem = self._saved(training.saver, values, begun, best=best, wait=wait) if mine else (None, None)
         if not (mine or goes_on):
-            training.saver.help()
+            training.saver.write_share()
         refused = isinstance(problem, StorageError)
         control.agree(None if refused else problem)
         refused, name = json.loads(control.broadcast_bytes(json.dumps([refused, name or ""]).encode(), 0))

@@ -112,6 +112,10 @@ def heal(
 ) -> Healed:
     """Bring all ranks to one state, if any rank holds a valid one: ``mine`` is this rank's.
 
+    A state is identified by what a step's commit changes (see ``TrainingState.committed``). Buffers are left out: each
+    rank moves its own, and the next forward pass sends rank 0's to all. So are registered objects and the position in
+    the data, which the script moves between two steps. A rank that is healed receives all of it.
+
     ``alike`` are the ranks that hold the same shard as this one, if the model is sharded. Then each shard has a source
     of its own, and all heal at once.
 
@@ -187,10 +191,11 @@ _WHERE = "the state of another rank"
 
 
 def transfer(group: Control, source: int, collect: Callable[[], Tree], *, takes: bool = True) -> dict[str, Any]:
-    """The state that rank ``source`` of ``group`` has to ``collect``, on each rank that ``takes`` it, in new tensors on
-    the CPU.
+    """The state that rank ``source`` of ``group`` can ``collect``, on each other rank that ``takes`` it.
 
-    CheckpointError, before anything is sent, naming a value that cannot be sent; after it, if bits have changed.
+    Its tensors are new ones, on the CPU: what a rank holds stays whole until all has arrived, for its peers may need it
+    should the source die. CheckpointError on all ranks, before anything is sent, naming a value that cannot be sent;
+    on one that takes it, if bits have changed on the way.
     """
     with group.agreed():
         held = _LiveParts(collect()) if group.rank == source else None
@@ -199,16 +204,16 @@ def transfer(group: Control, source: int, collect: Callable[[], Tree], *, takes:
     outline = _sent(group, source, held.outline if held is not None else None, _WHERE)
     filling = Filling(outline, NOTHING_LIVE) if takes and held is None else None
     placing, digest = Placing(filling) if filling is not None else None, xxhash.xxh3_128()
-    for each in (outline.skeleton, *outline.heads):
-        digest.update(each)
+    digest.update(b"".join((outline.skeleton, *outline.heads)))
 
     def put(part: CheckpointPart, data: memoryview) -> None:
-        digest.update(data)
+        if held is not None or placing is not None:
+            digest.update(data)
         if placing is not None:
             placing.put(part, data)
 
     pass_on(group, (source,), parts_of(outline.manifest), held or PartBuffers(), put)
-    if group.broadcast_bytes(digest.digest(), source) != digest.digest():
+    if group.broadcast_bytes(digest.digest(), source) != digest.digest() and filling is not None:
         raise CheckpointError(
             "the state received from another rank is not the one that it sent",
             hint="bits have changed in memory or on the network: look at this node's and the other's",
@@ -399,6 +404,7 @@ class StoredStates:
     ) -> None:
         self._manager, self._tracker, self._snapshot, self._looks = manager, tracker, snapshot, looks
         self._rejected: set[str] = set()
+        self._newest: Manifest | None = None
         self.lacking: set[str] = set()
         """States of which the ranks together cannot read all shards."""
         self.error: CheckpointError | None = None
@@ -419,7 +425,8 @@ class StoredStates:
             except CheckpointError as error:
                 self.error = error
         known = [each for each in found if each.name not in self.lacking]
-        return max(known, key=lambda each: (each.round, each.step), default=None)
+        self._newest = max(known, key=lambda each: (each.round, each.step), default=None)
+        return self._newest
 
     def outline(self, wanted: Manifest) -> tuple[Outline, bool] | None:
         """Of the ``wanted`` state, which is the newest here, and whether it is in storage; None if it cannot be read:
@@ -438,6 +445,8 @@ class StoredStates:
     def holder(self, wanted: Manifest) -> CheckpointFiles | None:
         """What this rank can read the ``wanted`` state from, which another rank may have found."""
         snapshot, manager = self._snapshot, self._manager
+        if wanted is self._newest:
+            return self._files_of(wanted)
         if snapshot is not None and (snapshot.manifest.name, snapshot.manifest.files) == (wanted.name, wanted.files):
             return snapshot
         if manager is None or wanted.name in self._rejected:
@@ -654,7 +663,7 @@ def joined_copies(
             path, text, stored = known[str(copy[2])]
             memory = opened.enter_context(closing(RemoteMemory(MemoryAddress.parse(address), path)))
             copies.append(described(memory, text.encode(), stored=stored))
-        yield next(whole(copies), None)
+        yield next(whole(copies), None) if copies else None
 
 
 def _copy(snapshot: StateSnapshot) -> ShardCopy:

@@ -1505,7 +1505,7 @@ class StepBoundaries(Boundaries):
             self._refused |= isinstance(self._saver.attempt(), NonFiniteError)
         else:
             self._tracker.peer_saves()
-            self._saver.help()
+            self._saver.write_share()
 
     def _own_nonfinite(self) -> bool:
         return self._refused or self._steps.nonfinite()
