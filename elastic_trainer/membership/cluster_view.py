@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -189,11 +190,14 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
-def goes_on(view: ClusterView, node: NodeView) -> bool:
-    """Whether its workers go on in the script where the members of the present round do: they have left it, or are in
-    the middle of a call that it only planned to go on without them.
+def in_call(ready: Sequence[NodeView]) -> list[NodeView]:
+    """Those of ``ready`` that must complete a call of all ranks together; empty if none is in the middle of one.
+
+    They have met in one round last; of several such rounds, the one of most nodes.
     """
-    return not node.record.newcomer and (same_life(view, node) or not node.record.joinable)
+    rounds = Counter(node.record.met for node in ready if not node.record.joinable)
+    most = max(rounds, key=lambda met: rounds[met], default=None)
+    return [node for node in ready if node.record.met == most and not node.record.newcomer]
 
 
 def number_of(view: ClusterView) -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 FIRST_PID = 2**30
 """No process has this id."""
 FORM_LIMIT_S = 2.0
+START_LIMIT_S = 5.0
 LINGER_S = 1.0
 GROUP_TIMEOUT_S = 60.0
 """Of a collective whose peer is silent: nobody else may find that out in restart mode."""
@@ -113,8 +114,12 @@ class Operation:
 
     kind: str
     came: dict[int, Any] = field(default_factory=dict)
+    complete: bool = False
+    """Whether all have sent their part: it is on its way, and arrives unless the one that passes it on is lost."""
+    sources: dict[int, int] = field(default_factory=dict)
+    """Who passes the result on to a rank, where that takes long."""
     done: set[int] = field(default_factory=set)
-    stuck: bool = False
+    lost: set[int] = field(default_factory=set)
 
 
 class SimGroup:
@@ -124,6 +129,16 @@ class SimGroup:
         self.meeting, self.ranks = meeting, tuple(ranks)
         self.operations: dict[tuple[Any, ...], Operation] = {}
         self.failed: set[int] = set()
+        self.passing: list[Operation] = []
+        """Those that take long to arrive."""
+
+    def lose(self, rank: int, other: int) -> None:
+        """``other`` notices that ``rank`` has gone."""
+        if other in self.ranks and rank in self.ranks:
+            self.failed.add(other)
+            for each in self.passing:
+                if each.sources.get(other) == rank and rank not in each.done:
+                    each.lost.add(other)
 
     def begin(self, rank: int, key: tuple[Any, ...], kind: str, payload: Any, needs: Sequence[int]) -> Operation:
         """``rank`` begins the operation ``key``, which is complete when those that it ``needs`` have begun it."""
@@ -144,10 +159,16 @@ class SimGroup:
             meeting.stuck.append(lambda: self.complete(operation, needs, key))
             return
         meeting.moved_at = world.loop.now
-        late = world.chance.choice(needs) if len(needs) > 1 and world.chance.random() < 0.1 else None
-        world.loop.after(ONE_WAY_S, lambda: self._arrive(operation, [each for each in needs if each != late]))
-        if late is not None:
-            world.loop.after(world.chance.uniform(0.01, 0.4), lambda: self._arrive(operation, [late]))
+        late: list[int] = []
+        if len(needs) > 1 and world.chance.random() < 0.1:
+            late = world.chance.sample(needs, 2)
+            operation.sources[late[1]] = late[0]
+            seconds = world.chance.uniform(0.01, 0.4)
+            world.loop.after(seconds, lambda: self._arrive(operation, late[:1]))
+            world.loop.after(seconds + ONE_WAY_S, lambda: self._arrive(operation, late[1:]))
+            self.passing = [each for each in self.passing if len(each.done) < len(needs)] + [operation]
+        world.loop.after(ONE_WAY_S, lambda: self._arrive(operation, [each for each in needs if each not in late]))
+        operation.complete = True
         self.operations.pop(key)
 
     def _arrive(self, operation: Operation, ranks: Sequence[int]) -> None:
@@ -156,7 +177,7 @@ class SimGroup:
             worker.agent.host.deliver(lambda rank=rank, worker=worker: self._done(operation, rank, worker))  # type: ignore[misc]
 
     def _done(self, operation: Operation, rank: int, worker: SimWorker) -> None:
-        if rank not in self.failed:
+        if rank not in operation.lost:
             operation.done.add(rank)
             worker.thread.resume()
 
@@ -229,8 +250,7 @@ class Meeting:
     def lose(self, rank: int, other: int) -> None:
         """``other`` notices that ``rank`` has gone."""
         for group in self.groups.values():
-            if other in group.ranks and rank in group.ranks:
-                group.failed.add(other)
+            group.lose(rank, other)
         self.members[other].thread.resume()
 
     def unstick(self) -> None:
@@ -263,7 +283,12 @@ class SimControl(Control):
         if group is None or group.meeting is not groups.meeting:
             raise RoundBrokenError("the round has been left")
         groups.worker.thread.wait(
-            lambda: rank in work.done or rank in group.failed or bool(groups.why), GROUP_TIMEOUT_S
+            lambda: (
+                rank in work.done
+                or bool(groups.why)
+                or (rank in group.failed and (not work.complete or rank in work.lost))
+            ),
+            GROUP_TIMEOUT_S,
         )
         if rank not in work.done:
             raise RoundBrokenError(groups.why or f"a peer was lost ({what}: closed)")
@@ -352,7 +377,8 @@ class SimGroups:
         worker.state.check_place(place)
         self.meeting.come(worker, place)
         meeting = self.meeting
-        worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members)
+        limit_s = None if worker.state.recovery.led else START_LIMIT_S
+        worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members, limit_s)
         now = lambda: worker.agent.loop.now >= meeting.formed_at.get(place.rank, math.inf)  # noqa: E731
         formed = worker.thread.wait(lambda: bool(self.why) or now(), FORM_LIMIT_S)
         if self.why:
@@ -401,8 +427,7 @@ class SimLink(AgentLink):
     def wait(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
         self._worker.thread.wait(holds, timeout_s)
 
-    def place(self, formation: Formation) -> SimPlace:
-        self._round = formation.number
+    def assignment(self, formation: Formation) -> SimPlace:
         return SimPlace(
             round=formation.number,
             rank=formation.rank,
