@@ -190,14 +190,16 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
-def in_call(ready: Sequence[NodeView]) -> list[NodeView]:
-    """Those of ``ready`` that must complete a call of all ranks together; empty if none is in the middle of one.
+def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
+    """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
 
-    They have met in one round last; of several such rounds, the one of most nodes.
+    They are at one place of the script: they have met in one round last, and that is the one of most survivors.
     """
-    rounds = Counter(node.record.met for node in ready if not node.record.joinable)
+    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
     most = max(rounds, key=lambda met: rounds[met], default=None)
-    return [node for node in ready if node.record.met == most and not node.record.newcomer]
+    together = [node for node in ready if node.record.met == most and not node.record.newcomer]
+    return together if any(not node.record.joinable for node in together) else []
 
 
 def number_of(view: ClusterView) -> int:
@@ -206,9 +208,9 @@ def number_of(view: ClusterView) -> int:
 
 
 def newcomers(view: ClusterView) -> list[NodeView]:
-    """Candidates that are not members of the present round."""
+    """Candidates that are not members of the present round, and could join it."""
     members = {member.node for member, _ in live_members(view)}
-    return [node for node in candidates(view) if node.id not in members]
+    return [node for node in candidates(view) if node.id not in members and node.record.joinable]
 
 
 def next_number(view: ClusterView) -> int:

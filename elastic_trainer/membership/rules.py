@@ -88,11 +88,11 @@ def _first_round(view: ClusterView, now: float) -> Decision:
 
     Those that came back in the middle of a call complete it first, as in :func:`_without_haste`.
     """
-    limits, ready, seen = view.limits, in_groups(view, candidates(view)), view.sightings
+    limits, seen = view.limits, view.sightings
     if decision := _cannot_begin(view):
         return decision
-    if staying := in_call(candidates(view)):
-        ready = in_groups(view, [node for node in candidates(view) if node.record.joinable and node not in staying])
+    staying = in_call(view, candidates(view))
+    ready = in_groups(view, [node for node in candidates(view) if node.record.joinable and node not in staying])
     if staying := in_groups(view, staying):
         left = seen.candidates_since + limits.last_call_s - now
         if left > 0.0:
@@ -294,8 +294,9 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
     a planned change has named, but that never joined, is not a survivor.
     """
-    if staying := in_call(ready):
+    if staying := in_call(view, ready):
         return in_groups(view, staying)
+    ready = [node for node in ready if node.record.joinable]  # others are in the middle of a call of another round
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     most = max(view.limits.min_nodes, len(survivors), len(current.members))
     return in_groups(view, ready)[: most - most % view.limits.shard_nodes]
@@ -402,7 +403,7 @@ def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeVi
 
     In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
-    if in_call(ready):
+    if in_call(view, ready):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
     return newest_groups(view.limits, ready, view.limits.fitting(min(len(ready), most)), held)

@@ -100,7 +100,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
         able = [node for node in idle if supply[node.record.place] > wanted]
         return (min(able, key=_worth), rarest) if able else None
     ready = candidates(view)
-    staying = in_call(ready)
+    staying = in_call(view, ready)
     stranded = [node for node in staying if not node.record.joinable]
     if at_work or not stranded or in_groups(view, staying) or not in_groups(view, ready):
         return None
