@@ -198,7 +198,7 @@ def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
     most = max(rounds, key=lambda met: rounds[met], default=None)
-    together = [node for node in ready if node.record.met == most and not node.record.newcomer]
+    together = [node for node in (ready if most else survivors) if node.record.met == most]
     return together if any(not node.record.joinable for node in together) else []
 
 

@@ -93,7 +93,7 @@ def _first_round(view: ClusterView, now: float) -> Decision:
         return decision
     staying = in_call(view, candidates(view))
     ready = in_groups(view, [node for node in candidates(view) if node.record.joinable and node not in staying])
-    if staying := in_groups(view, staying):
+    if (staying := in_groups(view, staying)) and seen.enough_since is not None:
         left = seen.candidates_since + limits.last_call_s - now
         if left > 0.0:
             return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
