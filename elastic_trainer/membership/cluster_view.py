@@ -208,9 +208,9 @@ def number_of(view: ClusterView) -> int:
 
 
 def newcomers(view: ClusterView) -> list[NodeView]:
-    """Candidates that are not members of the present round, and could join it."""
+    """Candidates that are not members of the present round."""
     members = {member.node for member, _ in live_members(view)}
-    return [node for node in candidates(view) if node.id not in members and node.record.joinable]
+    return [node for node in candidates(view) if node.id not in members]
 
 
 def next_number(view: ClusterView) -> int:

@@ -53,9 +53,9 @@ class Call:
 class InPlace(Agent):
     """Workers stay; rounds come to them. ``team`` of them are simulated, which may act for more."""
 
-    def __init__(self, node: SimNode, watch: World, size: int, team: int = 0) -> None:
+    def __init__(self, node: SimNode, watch: World, size: int) -> None:
         super().__init__(node, watch, size)
-        self.team = team or size
+        self.team = size
         self.world = watch
         self.workers: list[SimWorker] = []
         self.evicted = self._done = self._finished = self._begins = False

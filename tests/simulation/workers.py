@@ -43,8 +43,8 @@ GROUP_TIMEOUT_S = 60.0
 BATCH = 8
 MASK = (1 << 60) - 1
 ONE_WAY_S = 0.001
-EVALUATES, SAVES, KEEPS = 5, 7, 3
-"""After how many steps the script evaluates and saves with all ranks, and a rank 0 saves by itself."""
+KEEPS = 3
+"""After how many steps rank 0 saves, and the script looks at the loss inside the step."""
 
 
 class MainThread:
@@ -120,6 +120,18 @@ class Operation:
     """Who passes the result on to a rank, where that takes long."""
     done: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    _rows: list[Any] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=list)
+
+    def rows(self) -> list[Any]:
+        """The parts, by rank; the same list for all."""
+        self._rows = self._rows or [self.came[rank] for rank in sorted(self.came)]
+        return self._rows
+
+    def tolist(self) -> list[float]:
+        """Their sum."""
+        self._sums = self._sums or [sum(each) for each in zip(*self.rows(), strict=True)]
+        return self._sums
 
 
 class SimGroup:
@@ -271,12 +283,8 @@ class SimControl(Control):
     def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
         vector = self.vector(purpose, values)
         self.newest = purpose.name.lower()
-        if self.alone:
-            return Pending(self, None, _Vector(lambda: vector), purpose)
-        work = self._op(self.newest, vector)
-        return Pending(
-            self, work, _Vector(lambda: [sum(each) for each in zip(*work.came.values(), strict=True)]), purpose
-        )
+        work = Operation("alone", {0: vector}) if self.alone else self._op(self.newest, vector)
+        return Pending(self, None if self.alone else work, work, purpose)
 
     def finish(self, work: Any, what: str) -> None:
         rank, group, groups = self._mine, self.group, self._groups
@@ -299,7 +307,7 @@ class SimControl(Control):
             return [payload]
         work = self._op(kind, payload)
         self.finish(work, kind)
-        return [work.came[rank] for rank in self.group.ranks]
+        return work.rows()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         return self.all_of("gather", list(values))
@@ -338,11 +346,6 @@ class SimControl(Control):
     def _check(self) -> None:
         if self._groups.why or self._mine in self.group.failed or self.group.meeting is not self._groups.meeting:
             raise RoundBrokenError(self._groups.why or "a peer was lost (begin: closed)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Vector:
-    tolist: Callable[[], list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -798,10 +801,10 @@ class SimWorker:
             control, number = state.control, state.position.step + 1
             step = SimStep(number, state.position.generation, control.rank, control.world_size, batch)
             state.train(step)
-            if step.committed and number % EVALUATES == 0:
+            if step.committed and number % self.world.evaluates_every == 0:
                 with recovery.evaluating():
                     self._call("evaluation", self._evaluate)
-            if step.committed and number % SAVES == 0:
+            if step.committed and number % self.world.saves_every == 0:
                 self._call("save", self._save)
         recovery.repeated(lambda: state.control.sum(Purpose.FINISH), JSON)
         self.say(Leaving(status="done", step=0))

@@ -231,10 +231,11 @@ class Conductor:
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
                 if document.left_out == self._node:
                     self._quarantine_node(document)
-                if self._left_behind(document.number - 1):
-                    self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
+            running = document.state in (RoundState.ACTIVE, RoundState.DRAINING)
+            if running and mine is None and self._left_behind(document.number - 1):
+                self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
 
     def _my_entry(self, document: RoundDocument | None) -> RoundMember | None:
         """This life's entry in ``document``."""
