@@ -62,7 +62,7 @@ class Scale(World):
             stalled_rounds=1000,
         )
         super().__init__(seed=1, limits=limits)
-        self.step_s, self.evaluates_every, self.saves_every = 1.0, sys.maxsize, sys.maxsize
+        self.evaluates_every = self.saves_every = sys.maxsize
         self.requests: dict[str, int] = {}
         self.sent, self.offered_at = 0, 0.0
         self._links: dict[int, str] = {}
@@ -163,7 +163,7 @@ def measured(size: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     with counted(world):
         found["all join"] = _phase(world, "all join", lambda: None)
-        found["a worker crashes"] = _phase(world, "a worker crashes", struck[size // 2].crash_worker)
+        found["a worker crashes"] = _phase(world, "a worker crashes", lambda: struck[size // 2].workers[0].end(1))
         found["a node dies"] = _phase(world, "a node dies", lambda: die(struck[size // 3 :][:1]))
         found["one in a hundred dies"] = _phase(world, "one in a hundred dies", lambda: die(part))
         while world.living < size:

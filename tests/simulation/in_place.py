@@ -51,7 +51,7 @@ class Call:
 
 
 class InPlace(Agent):
-    """Workers stay; rounds come to them. ``team`` of them are simulated, which may act for more."""
+    """Workers stay; rounds come to them."""
 
     def __init__(self, node: SimNode, watch: World, size: int) -> None:
         super().__init__(node, watch, size)

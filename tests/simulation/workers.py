@@ -43,8 +43,8 @@ GROUP_TIMEOUT_S = 60.0
 BATCH = 8
 MASK = (1 << 60) - 1
 ONE_WAY_S = 0.001
-KEEPS = 3
-"""After how many steps rank 0 saves, and the script looks at the loss inside the step."""
+COMPUTES, KEEPS = 11, 3
+"""After how many steps an update has a collective, and rank 0 saves and the script reads the loss inside the step."""
 
 
 class MainThread:
@@ -703,7 +703,7 @@ class SimState:
         worker.progressed()
 
     def _body(self, step: SimStep) -> None:
-        worker, control, chance = self.worker, self.control, self.worker.world.chance
+        worker, control = self.worker, self.control
         worker.thread.pause(worker.world.step_s)
         if worker.script_fails:
             raise RuntimeError("S3 GET: socket timeout")
@@ -714,8 +714,8 @@ class SimState:
             self._prepared = step
             self.peers.sum(Purpose.COMMIT, [step.number])
         self.whole = False
-        if chance.random() < 0.05:
-            worker.thread.pause(0.001)
+        if step.number % COMPUTES == 0:
+            control.sum(Purpose.COUNT, [1.0])  # in the middle of the update, as some optimizers need
         self.commit(step)
         if step.number % KEEPS == 0:
             try:
