@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -189,11 +190,16 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
-def goes_on(view: ClusterView, node: NodeView) -> bool:
-    """Whether its workers go on in the script where the members of the present round do: they have left it, or are in
-    the middle of a call that it only planned to go on without them.
+def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
+    """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
+
+    They are at one place of the script: they have met in one round last, and that is the one of most survivors.
     """
-    return not node.record.newcomer and (same_life(view, node) or not node.record.joinable)
+    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
+    most = max(rounds, key=lambda met: rounds[met], default=None)
+    together = [node for node in (ready if most else survivors) if node.record.met == most]
+    return together if any(not node.record.joinable for node in together) else []
 
 
 def number_of(view: ClusterView) -> int:

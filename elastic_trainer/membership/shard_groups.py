@@ -15,7 +15,7 @@ from elastic_trainer.membership.cluster_view import (
     Limits,
     NodeView,
     candidates,
-    goes_on,
+    in_call,
     living,
 )
 from elastic_trainer.membership.documents import NodeState, RoundState
@@ -100,9 +100,9 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
         able = [node for node in idle if supply[node.record.place] > wanted]
         return (min(able, key=_worth), rarest) if able else None
     ready = candidates(view)
-    survivors = [node for node in ready if goes_on(view, node)]
-    stranded = [node for node in survivors if not node.record.joinable]
-    if at_work or not stranded or in_groups(view, survivors) or not in_groups(view, ready):
+    staying = in_call(view, ready)
+    stranded = [node for node in staying if not node.record.joinable]
+    if at_work or not stranded or in_groups(view, staying) or not in_groups(view, ready):
         return None
     return stranded[0], stranded[0].record.place or 0
 

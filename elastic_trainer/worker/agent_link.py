@@ -49,6 +49,8 @@ class AgentLink:
         self._formation: messages.Formation | None = None
         self._drain: messages.Drain | None = None
         self._round = 0
+        self.nonce = ""
+        """Of the round that this worker has entered last."""
         self._over_reason = ""
         self._reported_at = -math.inf
         self.over = 0
@@ -63,6 +65,10 @@ class AgentLink:
 
     def place(self, formation: messages.Formation) -> RoundPlace:
         """This worker's place in the round of ``formation``, which it is about to enter."""
+        self._round, self.nonce = formation.number, formation.nonce
+        return self.assignment(formation)
+
+    def assignment(self, formation: messages.Formation) -> RoundPlace:
         raise NotImplementedError
 
     def hear(self, message: messages.Message) -> None:
@@ -200,8 +206,7 @@ class ChannelLink(AgentLink):
         with self._changed:
             self._changed.wait_for(holds, timeout_s)
 
-    def place(self, formation: messages.Formation) -> RoundPlace:
-        self._round = formation.number
+    def assignment(self, formation: messages.Formation) -> RoundPlace:
         host, _, port = formation.store.rpartition(":")
         return RoundPlace(
             round=formation.number,

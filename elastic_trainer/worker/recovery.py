@@ -359,8 +359,8 @@ class InPlaceRecovery(Recovery):
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
-        self._met = 0
-        """The newest round whose ranks stand at one place of the script with this one."""
+        self._met = ""
+        """The nonce of the newest round whose ranks have stood at one place of the script with this one."""
         self._change_due = self._evaluates = False
 
     def begin(self) -> None:
@@ -550,7 +550,7 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
-        self._met = group.formation.round
+        self._met = self._link.nonce
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))

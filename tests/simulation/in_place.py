@@ -35,7 +35,7 @@ from tests.simulation.workers import FIRST_PID, SimWorker
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-SEVER_S, HANG_S = 2.0, 4.0
+SEVER_S, HANG_S, PHASE_LIMIT_S = 2.0, 4.0, 15.0
 CONTACT_S = 3.0
 """How long a look whom a node reaches may take."""
 
@@ -51,11 +51,11 @@ class Call:
 
 
 class InPlace(Agent):
-    """Workers stay; rounds come to them. ``team`` of them are simulated, which may act for more."""
+    """Workers stay; rounds come to them."""
 
-    def __init__(self, node: SimNode, watch: World, size: int, team: int = 0) -> None:
+    def __init__(self, node: SimNode, watch: World, size: int) -> None:
         super().__init__(node, watch, size)
-        self.team = team or size
+        self.team = size
         self.world = watch
         self.workers: list[SimWorker] = []
         self.evicted = self._done = self._finished = self._begins = False
@@ -270,9 +270,16 @@ class InPlace(Agent):
         worker = self.chance.choice(living)
         if worker.groups.inside and self.chance.random() < 0.5:
             worker.blocked = True
+            self.loop.after(PHASE_LIMIT_S, lambda: self.host.deliver(lambda: self._end_phase(worker)))
         else:
             worker.hung = True
             self.host.start(self._watch())
+
+    def _end_phase(self, worker: SimWorker) -> None:
+        """A supervisor bounds each phase."""
+        if worker.alive:
+            self._hung[worker.pid] = "its phase takes too long"
+            worker.end(-9)
 
     def _watch(self) -> Process:
         while any(each.hung and each.alive for each in self.workers):

@@ -40,8 +40,8 @@ class Violation(AssertionError):
 class Invariants:
     """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there.
 
-    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none. ``in_call``: whether
-    members of a round are in the middle of a call that they complete however few they are.
+    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none. ``in_call``:
+    whether some members of a round are in the middle of a call that they complete however few they are.
     """
 
     def __init__(self, limits: Limits, created: Callable[[str], int], in_call: Callable[[RoundDocument], bool]) -> None:
@@ -109,6 +109,7 @@ class Invariants:
         return self._went_back and document.state is before.state is RoundState.BROKEN
 
     def _know(self, document: RoundDocument) -> None:
+        is_new = document.number not in self._rounds
         known = self._rounds.setdefault(document.number, (document.nonce, document.members))
         if known[0] != document.nonce:
             raise Violation(ONE_ACTIVE, f"two rounds have number {document.number}")
@@ -118,7 +119,7 @@ class Invariants:
         if ranks != list(range(document.world_size)):
             raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
         fits = self._limits.fitting(len(document.members)) == len(document.members)
-        if document.members and not (fits or self._in_call(document)):
+        if is_new and document.members and not (fits or self._in_call(document)):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         size = self._limits.shard_nodes

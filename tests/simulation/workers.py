@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 FIRST_PID = 2**30
 """No process has this id."""
 FORM_LIMIT_S = 2.0
+START_LIMIT_S = 5.0
 LINGER_S = 1.0
 GROUP_TIMEOUT_S = 60.0
 """Of a collective whose peer is silent: nobody else may find that out in restart mode."""
 BATCH = 8
 MASK = (1 << 60) - 1
 ONE_WAY_S = 0.001
-EVALUATES, SAVES, KEEPS = 5, 7, 3
-"""After how many steps the script evaluates and saves with all ranks, and a rank 0 saves by itself."""
+COMPUTES, KEEPS = 11, 3
+"""After how many steps an update has a collective, and rank 0 saves and the script reads the loss inside the step."""
 
 
 class MainThread:
@@ -113,8 +114,24 @@ class Operation:
 
     kind: str
     came: dict[int, Any] = field(default_factory=dict)
+    complete: bool = False
+    """Whether all have sent their part: it is on its way, and arrives unless the one that passes it on is lost."""
+    sources: dict[int, int] = field(default_factory=dict)
+    """Who passes the result on to a rank, where that takes long."""
     done: set[int] = field(default_factory=set)
-    stuck: bool = False
+    lost: set[int] = field(default_factory=set)
+    _rows: list[Any] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=list)
+
+    def rows(self) -> list[Any]:
+        """The parts, by rank; the same list for all."""
+        self._rows = self._rows or [self.came[rank] for rank in sorted(self.came)]
+        return self._rows
+
+    def tolist(self) -> list[float]:
+        """Their sum."""
+        self._sums = self._sums or [sum(each) for each in zip(*self.rows(), strict=True)]
+        return self._sums
 
 
 class SimGroup:
@@ -124,6 +141,16 @@ class SimGroup:
         self.meeting, self.ranks = meeting, tuple(ranks)
         self.operations: dict[tuple[Any, ...], Operation] = {}
         self.failed: set[int] = set()
+        self.passing: list[Operation] = []
+        """Those that take long to arrive."""
+
+    def lose(self, rank: int, other: int) -> None:
+        """``other`` notices that ``rank`` has gone."""
+        if other in self.ranks and rank in self.ranks:
+            self.failed.add(other)
+            for each in self.passing:
+                if each.sources.get(other) == rank and rank not in each.done:
+                    each.lost.add(other)
 
     def begin(self, rank: int, key: tuple[Any, ...], kind: str, payload: Any, needs: Sequence[int]) -> Operation:
         """``rank`` begins the operation ``key``, which is complete when those that it ``needs`` have begun it."""
@@ -144,10 +171,16 @@ class SimGroup:
             meeting.stuck.append(lambda: self.complete(operation, needs, key))
             return
         meeting.moved_at = world.loop.now
-        late = world.chance.choice(needs) if len(needs) > 1 and world.chance.random() < 0.1 else None
-        world.loop.after(ONE_WAY_S, lambda: self._arrive(operation, [each for each in needs if each != late]))
-        if late is not None:
-            world.loop.after(world.chance.uniform(0.01, 0.4), lambda: self._arrive(operation, [late]))
+        late: list[int] = []
+        if len(needs) > 1 and world.chance.random() < 0.1:
+            late = world.chance.sample(needs, 2)
+            operation.sources[late[1]] = late[0]
+            seconds = world.chance.uniform(0.01, 0.4)
+            world.loop.after(seconds, lambda: self._arrive(operation, late[:1]))
+            world.loop.after(seconds + ONE_WAY_S, lambda: self._arrive(operation, late[1:]))
+            self.passing = [each for each in self.passing if len(each.done) < len(needs)] + [operation]
+        world.loop.after(ONE_WAY_S, lambda: self._arrive(operation, [each for each in needs if each not in late]))
+        operation.complete = True
         self.operations.pop(key)
 
     def _arrive(self, operation: Operation, ranks: Sequence[int]) -> None:
@@ -156,7 +189,7 @@ class SimGroup:
             worker.agent.host.deliver(lambda rank=rank, worker=worker: self._done(operation, rank, worker))  # type: ignore[misc]
 
     def _done(self, operation: Operation, rank: int, worker: SimWorker) -> None:
-        if rank not in self.failed:
+        if rank not in operation.lost:
             operation.done.add(rank)
             worker.thread.resume()
 
@@ -229,8 +262,7 @@ class Meeting:
     def lose(self, rank: int, other: int) -> None:
         """``other`` notices that ``rank`` has gone."""
         for group in self.groups.values():
-            if other in group.ranks and rank in group.ranks:
-                group.failed.add(other)
+            group.lose(rank, other)
         self.members[other].thread.resume()
 
     def unstick(self) -> None:
@@ -251,19 +283,20 @@ class SimControl(Control):
     def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
         vector = self.vector(purpose, values)
         self.newest = purpose.name.lower()
-        if self.alone:
-            return Pending(self, None, _Vector(lambda: vector), purpose)
-        work = self._op(self.newest, vector)
-        return Pending(
-            self, work, _Vector(lambda: [sum(each) for each in zip(*work.came.values(), strict=True)]), purpose
-        )
+        work = Operation("alone", {0: vector}) if self.alone else self._op(self.newest, vector)
+        return Pending(self, None if self.alone else work, work, purpose)
 
     def finish(self, work: Any, what: str) -> None:
         rank, group, groups = self._mine, self.group, self._groups
         if group is None or group.meeting is not groups.meeting:
             raise RoundBrokenError("the round has been left")
         groups.worker.thread.wait(
-            lambda: rank in work.done or rank in group.failed or bool(groups.why), GROUP_TIMEOUT_S
+            lambda: (
+                rank in work.done
+                or bool(groups.why)
+                or (rank in group.failed and (not work.complete or rank in work.lost))
+            ),
+            GROUP_TIMEOUT_S,
         )
         if rank not in work.done:
             raise RoundBrokenError(groups.why or f"a peer was lost ({what}: closed)")
@@ -274,7 +307,7 @@ class SimControl(Control):
             return [payload]
         work = self._op(kind, payload)
         self.finish(work, kind)
-        return [work.came[rank] for rank in self.group.ranks]
+        return work.rows()
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         return self.all_of("gather", list(values))
@@ -315,11 +348,6 @@ class SimControl(Control):
             raise RoundBrokenError(self._groups.why or "a peer was lost (begin: closed)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Vector:
-    tolist: Callable[[], list[float]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimPlace(RoundPlace):
     """A worker's place in a round as it has read it."""
@@ -352,7 +380,8 @@ class SimGroups:
         worker.state.check_place(place)
         self.meeting.come(worker, place)
         meeting = self.meeting
-        worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members)
+        limit_s = None if worker.state.recovery.led else START_LIMIT_S
+        worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members, limit_s)
         now = lambda: worker.agent.loop.now >= meeting.formed_at.get(place.rank, math.inf)  # noqa: E731
         formed = worker.thread.wait(lambda: bool(self.why) or now(), FORM_LIMIT_S)
         if self.why:
@@ -401,8 +430,7 @@ class SimLink(AgentLink):
     def wait(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
         self._worker.thread.wait(holds, timeout_s)
 
-    def place(self, formation: Formation) -> SimPlace:
-        self._round = formation.number
+    def assignment(self, formation: Formation) -> SimPlace:
         return SimPlace(
             round=formation.number,
             rank=formation.rank,
@@ -675,7 +703,7 @@ class SimState:
         worker.progressed()
 
     def _body(self, step: SimStep) -> None:
-        worker, control, chance = self.worker, self.control, self.worker.world.chance
+        worker, control = self.worker, self.control
         worker.thread.pause(worker.world.step_s)
         if worker.script_fails:
             raise RuntimeError("S3 GET: socket timeout")
@@ -686,8 +714,8 @@ class SimState:
             self._prepared = step
             self.peers.sum(Purpose.COMMIT, [step.number])
         self.whole = False
-        if chance.random() < 0.05:
-            worker.thread.pause(0.001)
+        if step.number % COMPUTES == 0:
+            control.sum(Purpose.COUNT, [1.0])  # in the middle of the update, as some optimizers need
         self.commit(step)
         if step.number % KEEPS == 0:
             try:
@@ -773,10 +801,10 @@ class SimWorker:
             control, number = state.control, state.position.step + 1
             step = SimStep(number, state.position.generation, control.rank, control.world_size, batch)
             state.train(step)
-            if step.committed and number % EVALUATES == 0:
+            if step.committed and number % self.world.evaluates_every == 0:
                 with recovery.evaluating():
                     self._call("evaluation", self._evaluate)
-            if step.committed and number % SAVES == 0:
+            if step.committed and number % self.world.saves_every == 0:
                 self._call("save", self._save)
         recovery.repeated(lambda: state.control.sum(Purpose.FINISH), JSON)
         self.say(Leaving(status="done", step=0))

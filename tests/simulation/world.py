@@ -86,6 +86,8 @@ class World:
         self.round: RoundDocument | None = None
         self.counts = Counts()
         self.step_s = TICK_S
+        self.evaluates_every, self.saves_every = 5, 7
+        """Steps after which the script makes these calls of all ranks."""
         self.last_step = 1 << 40
         """Of the script."""
         self.storage: dict[tuple[int, int], Saved] = {}
@@ -236,10 +238,10 @@ class World:
     def one_state(self, worker: SimWorker, rows: Sequence[tuple[int, int, int, int]]) -> None:
         """All ranks of a round have computed the gradients of a step: its number, first sample, and their state."""
         meeting, (number, _, _, lineage) = worker.groups.meeting, rows[0]
-        if any(row != rows[0] for row in rows):
-            raise Violation(ALIKE, f"{worker.who} sums gradients of {sorted(set(rows))}")
         if meeting is None or meeting.step >= number:
             return
+        if any(row != rows[0] for row in rows):
+            raise Violation(ALIKE, f"{worker.who} sums gradients of {sorted(set(rows))}")
         if not meeting.step:
             self._goes_on(meeting, (lineage, number - 1))
         meeting.step, nonce = number, meeting.place.nonce

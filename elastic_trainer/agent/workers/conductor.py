@@ -228,14 +228,14 @@ class Conductor:
             elif document.state is RoundState.ACTIVE and mine is not None:
                 self._form(document, mine)
             elif document.state is RoundState.ACTIVE:
-                self._life.passed_over = document.number
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
                 if document.left_out == self._node:
                     self._quarantine_node(document)
-                if self._left_behind(document.number - 1):
-                    self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
+            running = document.state in (RoundState.ACTIVE, RoundState.DRAINING)
+            if running and mine is None and self._left_behind(document.number - 1):
+                self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
 
     def _my_entry(self, document: RoundDocument | None) -> RoundMember | None:
         """This life's entry in ``document``."""
@@ -384,6 +384,10 @@ class Conductor:
         if message.state is not None:
             self._life.note(Identity.model_validate(message.state.model_dump()))
         self._publish()
+        current = self._document
+        formed = current is not None and current.state is RoundState.ACTIVE and message.number <= current.number
+        if message.in_call and formed and self._my_entry(current) is not None:  # its record was of another time
+            self._begin_anew(f"round {message.number} was formed before it was known to be in the middle of a call")
 
     def _round_of(self, message: Failed | Ready) -> RoundDocument | None:
         """The round that ``message`` is about; a planned change may lead to it, and adds members."""

@@ -80,8 +80,6 @@ class Life:
     """The known progress of the job in this life."""
     joins_at: float = 0.0
     """Monotonic time before which this node does not join."""
-    passed_over: int = 0
-    """The newest round that was formed without this node: its workers are at another place of the script since."""
 
     @property
     def steps(self) -> int:
@@ -133,7 +131,8 @@ class Life:
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
             "stuck": any(worker.stuck for worker in self.workers.values()),
             "joinable": all(report.joinable for report in reports),
-            "newcomer": any(report.met <= self.passed_over for report in reports),
+            "newcomer": any(not report.met for report in reports),
+            "met": min((report.met for report in reports), default=""),
             "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
             "committed": self.reached.step if self.reached is not None and not self.ended else 0,
         }
