@@ -24,7 +24,7 @@ from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import final_message, logger
-from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
 from elastic_trainer.worker.state.training_state import Position
 
 WELCOME_TIMEOUT_S = 30.0
@@ -63,12 +63,12 @@ class AgentLink:
         """Until ``holds()`` after a message was heard, or ``timeout_s`` seconds have passed."""
         raise NotImplementedError
 
-    def place(self, formation: messages.Formation) -> RoundPlace:
+    def place(self, formation: messages.Formation) -> RankAssignment:
         """This worker's place in the round of ``formation``, which it is about to enter."""
         self._round, self.nonce = formation.number, formation.nonce
         return self.assignment(formation)
 
-    def assignment(self, formation: messages.Formation) -> RoundPlace:
+    def assignment(self, formation: messages.Formation) -> RankAssignment:
         raise NotImplementedError
 
     def hear(self, message: messages.Message) -> None:
@@ -94,7 +94,7 @@ class AgentLink:
     def ready(self, offer: messages.Ready) -> None:
         self.send(offer)
 
-    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> RoundPlace | None:
+    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> RankAssignment | None:
         """Wait for a round of at least ``number`` that is not broken yet, without limit.
 
         Returns None when round ``number`` ends before this worker joined it: the worker must then announce that it is
@@ -206,9 +206,9 @@ class ChannelLink(AgentLink):
         with self._changed:
             self._changed.wait_for(holds, timeout_s)
 
-    def assignment(self, formation: messages.Formation) -> RoundPlace:
+    def assignment(self, formation: messages.Formation) -> RankAssignment:
         host, _, port = formation.store.rpartition(":")
-        return RoundPlace(
+        return RankAssignment(
             round=formation.number,
             rank=formation.rank,
             world_size=formation.world_size,

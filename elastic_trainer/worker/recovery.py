@@ -35,7 +35,7 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.agent_link import AgentLink
 from elastic_trainer.worker.comm.abort import is_collective_failure, summary, trail, tried
 from elastic_trainer.worker.comm.control import Codec, Control
-from elastic_trainer.worker.comm.groups import Group, RoundPlace
+from elastic_trainer.worker.comm.groups import Group, RankAssignment
 from elastic_trainer.worker.state.restore import heal, identity
 from elastic_trainer.worker.state.training_state import Position
 
@@ -76,7 +76,7 @@ class Groups(Protocol):
         """Whether it is in that round."""
         ...
 
-    def form(self, place: RoundPlace, broken: Callable[[int], str | None]) -> Group:
+    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         """Enter the round of ``place`` and form its groups; ``broken`` says why a round is over already."""
         ...
 
@@ -458,7 +458,7 @@ class InPlaceRecovery(Recovery):
         self._enter(joinable=joinable)
         self._state.redraw()  # the script may open another step with the same batch
 
-    def _enter(self, *, planned: bool = False, joinable: bool = True, place: RoundPlace | None = None) -> None:
+    def _enter(self, *, planned: bool = False, joinable: bool = True, place: RankAssignment | None = None) -> None:
         """Join the next round, through those that fail to form; ``place`` is this rank's if it is fixed already."""
         before = self._state.show(Phase.RENDEZVOUS)
         while True:
@@ -498,7 +498,7 @@ class InPlaceRecovery(Recovery):
         if self._valid:
             self._state.save_alone()
 
-    def _form(self, place: RoundPlace) -> bool:
+    def _form(self, place: RankAssignment) -> bool:
         """Form the round and bring its ranks to one state; False if it ended meanwhile."""
         self._state.show(Phase.RENDEZVOUS)
         began, formed = self._clock.monotonic(), None

@@ -22,7 +22,7 @@ from elastic_trainer.membership.documents import Identity
 from elastic_trainer.model import Cursor, Phase, StateIdentity
 from elastic_trainer.worker.agent_link import AgentLink
 from elastic_trainer.worker.comm.control import JSON, Control, Pending, Purpose
-from elastic_trainer.worker.comm.groups import Group, RoundPlace
+from elastic_trainer.worker.comm.groups import Group, RankAssignment
 from elastic_trainer.worker.recovery import InPlaceRecovery, Recovery
 from elastic_trainer.worker.state.elect import elect
 from elastic_trainer.worker.state.training_state import Position
@@ -349,7 +349,7 @@ class SimControl(Control):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimPlace(RoundPlace):
+class SimPlace(RankAssignment):
     """A worker's place in a round as it has read it."""
 
     nonce: str
@@ -369,7 +369,7 @@ class SimGroups:
         self.place: SimPlace | None = None
         self.formed = False
 
-    def form(self, place: RoundPlace, broken: Callable[[int], str | None]) -> Group:
+    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         assert isinstance(place, SimPlace)
         worker, world, number = self.worker, self.worker.world, place.round
         self.number, self.inside, self.why, self.formed = number, True, "", False
@@ -748,7 +748,7 @@ class SimWorker:
         """Whether it answers nothing; whether its main thread is in a call that nothing interrupts."""
         self.busy = ""
         self.seat: Any = None
-        self.assigned: RoundPlace = None  # type: ignore[assignment]
+        self.assigned: RankAssignment = None  # type: ignore[assignment]
         self._arrivals = [0.0, 0.0]
         """When the last message arrives at the agent, and at the worker."""
         self.thread = MainThread(agent, lambda: self.alive and not (self.hung or self.blocked), self._run)

@@ -60,7 +60,7 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPlace:
+class RankAssignment:
     """One process's place in one round. Without ``store`` it is alone and needs no process group."""
 
     round: int
@@ -137,7 +137,7 @@ def _address(method: str) -> tuple[str, int]:
     return host, port
 
 
-def place_in(environment: WorkerEnvironment) -> RoundPlace:
+def place_in(environment: WorkerEnvironment) -> RankAssignment:
     """The place given by the launcher's environment variables. ConfigError if they contradict each other."""
     if environment.rank >= environment.world_size or environment.local_rank >= environment.local_world_size:
         raise ConfigError(
@@ -145,7 +145,7 @@ def place_in(environment: WorkerEnvironment) -> RoundPlace:
             f" {environment.local_rank} of LOCAL_WORLD_SIZE {environment.local_world_size} are invalid",
             hint="start the script with torchrun, or unset these variables",
         )
-    return RoundPlace(
+    return RankAssignment(
         round=environment.round,
         rank=environment.rank,
         world_size=environment.world_size,
@@ -335,7 +335,7 @@ LAST_TEARDOWN_S = 2.0
 class Group:
     """The groups of one round."""
 
-    formation: RoundPlace
+    formation: RankAssignment
     control: Control
     store: Any = None
     """This round's own connection; severing it frees a rank that blocks while the groups form."""
@@ -350,7 +350,7 @@ class Group:
         return self.store is not None
 
 
-def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
+def form(formation: RankAssignment, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
     """The groups of ``formation``; a single process without a launcher needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
@@ -392,7 +392,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _formed(
-    formation: RoundPlace,
+    formation: RankAssignment,
     placement: Placement,
     store: TCPStore,
     fresh: PrefixStore,
@@ -442,7 +442,7 @@ def leave(group: Group) -> None:
         _TEARDOWNS.finish()
 
 
-def store_ends(formation: RoundPlace) -> list[End]:
+def store_ends(formation: RankAssignment) -> list[End]:
     """Addresses of the store of ``formation``."""
     return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
 
@@ -469,7 +469,7 @@ _HOOK = ExceptionHook()
 
 
 def form_in_place(
-    formation: RoundPlace,
+    formation: RankAssignment,
     placement: Placement,
     patience: FormTimeouts,
     begun: Callable[[], None],
@@ -708,7 +708,7 @@ class ElasticGroups:
     def inside(self) -> bool:
         return self._aborter.inside
 
-    def form(self, place: RoundPlace, broken: Callable[[int], str | None]) -> Group:
+    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         number, aborter = place.round, self._aborter
         works = aborter.enter(number, store_ends(place))
         if broken(number) is not None:

@@ -44,7 +44,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.comm.groups import RankAssignment
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
@@ -245,7 +245,7 @@ class Shares:
     turn: int = 0
 
     @classmethod
-    def among(cls, place: RoundPlace, writers: Writers = Writers.AUTO) -> Shares:
+    def among(cls, place: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
         """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
         if writers is Writers.RANK0:
             return cls()

@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.groups import Group, RoundPlace
+from elastic_trainer.worker.comm.groups import Group, RankAssignment
 from elastic_trainer.worker.recovery import Formed, InPlaceRecovery
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.steps.options import CheckOptions
@@ -32,7 +32,7 @@ def test_a_phase_of_the_script_goes_on_in_the_next_round(
     tracker, seen = HeartbeatReporter(), list[Phase]()
     options = SimpleNamespace(checks=CheckOptions())
     training: Any = SimpleNamespace(place=SimpleNamespace(tracker=tracker, span_s=0.0, options=options))
-    formed = Formed(Group(RoundPlace(1, 0, 1, 0, 1), Control()), 0.0)
+    formed = Formed(Group(RankAssignment(1, 0, 1, 0, 1), Control()), 0.0)
 
     def enter(*_: object) -> Formed:
         seen.append(tracker.pulse.phase)

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.ipc.messages import Ready
-from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.comm.groups import RankAssignment
 from elastic_trainer.worker.recovery import Formed, Rounds
 
 REFUSED = RoundBrokenError("connect: refused, remote=[10.0.0.2]:25001$1")
@@ -26,8 +26,8 @@ class Link:
     def ready(self, offer: Ready) -> None:
         pass
 
-    def await_formation(self, first: int, idle: object) -> RoundPlace:
-        return RoundPlace(first, 0, 2, 0, 1)
+    def await_formation(self, first: int, idle: object) -> RankAssignment:
+        return RankAssignment(first, 0, 2, 0, 1)
 
     def failed(self, number: int, error: str, **more: Any) -> None:
         self.said.append({"number": number} | more)
@@ -61,7 +61,7 @@ def test_the_address_that_was_tried_in_vain_is_named(
     formed: Any = Formed(SimpleNamespace(), 0.0)  # type: ignore[arg-type]
     outcomes = [REFUSED, formed]
 
-    def form(rounds: Rounds, place: RoundPlace) -> Formed:
+    def form(rounds: Rounds, place: RankAssignment) -> Formed:
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.comm.groups import RankAssignment
 from elastic_trainer.worker.state.saver import MOST_WRITERS, SHARED_FROM, Shares, Writers, following
 from elastic_trainer.worker.steps.options import SavingOptions
 
 
-def place(rank: int, world: int, local: int) -> RoundPlace:
-    return RoundPlace(1, rank, world, rank % local, local)
+def place(rank: int, world: int, local: int) -> RankAssignment:
+    return RankAssignment(1, rank, world, rank % local, local)
 
 
 @pytest.mark.parametrize(
