@@ -238,19 +238,21 @@ _ROW = 4
 
 
 class PartBuffers:
-    """Memory for parts, used again and again, on a rank that only receives them."""
+    """Memory for parts, used again and again; all that a rank needs which only receives them."""
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
+        self._waiting: deque[CheckpointPart] = deque()
         self.error: CheckpointError | None = None
         """Of the first part that could not be read; what comes after it is not read."""
 
     def begin(self, parts: Sequence[CheckpointPart]) -> None:
         """This rank will be asked for ``parts``, in this order."""
+        self._waiting.extend(parts)
 
     def next(self) -> torch.Tensor:
         """The next part; if there is an error, what it holds has no meaning."""
-        raise NotImplementedError("a rank that reads nothing was asked for a part")
+        return self.buffer(self._waiting.popleft())
 
     def buffer(self, part: CheckpointPart) -> torch.Tensor:
         fitting = next((each for each in self.free if len(each) >= part.size), None)
@@ -278,16 +280,13 @@ class _LiveParts(PartBuffers):
             name=_WHERE, step=0, round=0, epoch=0, samples=0, world_size=1, created=0.0, files=(record,)
         )
         self.outline = Outline(manifest, b"".join(files[STATE_FILE].body()), (data.head,))
-        self._pieces, self._waiting = pieces(data.body(), CHUNK), deque[CheckpointPart]()
-
-    def begin(self, parts: Sequence[CheckpointPart]) -> None:
-        self._waiting.extend(parts)
+        self._pieces = pieces(data.body(), CHUNK)
 
     def next(self) -> torch.Tensor:
-        part = self._waiting.popleft()
-        buffer, filled = self.buffer(part), 0
+        size = self._waiting[0].size
+        buffer, filled = super().next(), 0
         view = buffer.numpy().data
-        while filled < part.size:
+        while filled < size:
             piece = next(self._pieces)
             view[filled : filled + len(piece)] = piece
             filled += len(piece)
@@ -300,12 +299,11 @@ class _ReadAhead(PartBuffers):
     def __init__(self, control: Control, reader: PartReader) -> None:
         super().__init__()
         self._works, self._reader = control.works, reader
-        self._waiting: deque[CheckpointPart] = deque()
         self._running: deque[tuple[ThreadedWork, torch.Tensor]] = deque()
         self._most = 2
 
     def begin(self, parts: Sequence[CheckpointPart]) -> None:
-        self._waiting.extend(parts)
+        super().begin(parts)
         self._start()
 
     def next(self) -> torch.Tensor:
