@@ -573,6 +573,9 @@ def _announced(control: Control, source: int, found: tuple[Outline, bool] | None
     return outline, Origin(name, dict(outline.manifest.fields), outline.manifest.run, stored)
 
 
+_IN_MEMORY = 2
+
+
 def _loaded(
     control: Control, alike: Control, stored: StoredStates, outline: Outline, live: Live
 ) -> dict[str, Any] | None:
@@ -580,13 +583,14 @@ def _loaded(
     began, manifest = SYSTEM.monotonic(), outline.manifest
     size = control.world_size // alike.world_size
     files = run_beside(control, partial(stored.holder, manifest))
-    kind = 2 if isinstance(files, StateSnapshot) else int(files is not None)
+    kind = _IN_MEMORY if isinstance(files, StateSnapshot) else int(files is not None)
     kinds = [row[0] for row in control.gather([kind])]
     if not all(any(kinds[shard::size]) for shard in range(size)):
         stored.lacking.add(manifest.name)
         return None
     kinds = kinds[control.rank % size :: size]
     readers = [rank for rank, each in enumerate(kinds) if each == max(kinds)][:MOST_READERS]  # memory, if there is any
+    itself = alike.alone or min(kinds) == _IN_MEMORY  # each rank reads all it needs
     filling: Filling | None = None
     error: CheckpointError | None = None
     with control.agreed():
@@ -594,7 +598,7 @@ def _loaded(
             filling = Filling(outline, live)
         except DamagedError as problem:
             error = problem
-    if filling is not None and files is not None and alike.alone:
+    if filling is not None and files is not None and itself:
         try:
             with storage_awaited():
                 fill(checked(files, control.works.check), manifest.name, filling)
@@ -608,7 +612,7 @@ def _loaded(
     if any(failed for (failed,) in control.gather([int(error is not None)])) or filling is None:
         return None
     if files is not None and alike.rank == readers[0]:
-        stored.loaded(files, manifest, duration_s, **({} if alike.alone else {"readers": len(readers)}))
+        stored.loaded(files, manifest, duration_s, **({} if itself else {"readers": len(readers)}))
     return filling.state()
 
 
