@@ -238,19 +238,21 @@ _ROW = 4
 
 
 class PartBuffers:
-    """Memory for parts, used again and again, on a rank that only receives them."""
+    """Memory for parts, used again and again; all that a rank needs which only receives them."""
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
+        self._waiting: deque[CheckpointPart] = deque()
         self.error: CheckpointError | None = None
         """Of the first part that could not be read; what comes after it is not read."""
 
     def begin(self, parts: Sequence[CheckpointPart]) -> None:
         """This rank will be asked for ``parts``, in this order."""
+        self._waiting.extend(parts)
 
     def next(self) -> torch.Tensor:
         """The next part; if there is an error, what it holds has no meaning."""
-        raise NotImplementedError("a rank that reads nothing was asked for a part")
+        return self.buffer(self._waiting.popleft())
 
     def buffer(self, part: CheckpointPart) -> torch.Tensor:
         fitting = next((each for each in self.free if len(each) >= part.size), None)
@@ -278,16 +280,13 @@ class _LiveParts(PartBuffers):
             name=_WHERE, step=0, round=0, epoch=0, samples=0, world_size=1, created=0.0, files=(record,)
         )
         self.outline = Outline(manifest, b"".join(files[STATE_FILE].body()), (data.head,))
-        self._pieces, self._waiting = pieces(data.body(), CHUNK), deque[CheckpointPart]()
-
-    def begin(self, parts: Sequence[CheckpointPart]) -> None:
-        self._waiting.extend(parts)
+        self._pieces = pieces(data.body(), CHUNK)
 
     def next(self) -> torch.Tensor:
-        part = self._waiting.popleft()
-        buffer, filled = self.buffer(part), 0
+        size = self._waiting[0].size
+        buffer, filled = super().next(), 0
         view = buffer.numpy().data
-        while filled < part.size:
+        while filled < size:
             piece = next(self._pieces)
             view[filled : filled + len(piece)] = piece
             filled += len(piece)
@@ -300,12 +299,11 @@ class _ReadAhead(PartBuffers):
     def __init__(self, control: Control, reader: PartReader) -> None:
         super().__init__()
         self._works, self._reader = control.works, reader
-        self._waiting: deque[CheckpointPart] = deque()
         self._running: deque[tuple[ThreadedWork, torch.Tensor]] = deque()
         self._most = 2
 
     def begin(self, parts: Sequence[CheckpointPart]) -> None:
-        self._waiting.extend(parts)
+        super().begin(parts)
         self._start()
 
     def next(self) -> torch.Tensor:
@@ -575,6 +573,9 @@ def _announced(control: Control, source: int, found: tuple[Outline, bool] | None
     return outline, Origin(name, dict(outline.manifest.fields), outline.manifest.run, stored)
 
 
+_IN_MEMORY = 2
+
+
 def _loaded(
     control: Control, alike: Control, stored: StoredStates, outline: Outline, live: Live
 ) -> dict[str, Any] | None:
@@ -582,13 +583,14 @@ def _loaded(
     began, manifest = SYSTEM.monotonic(), outline.manifest
     size = control.world_size // alike.world_size
     files = run_beside(control, partial(stored.holder, manifest))
-    kind = 2 if isinstance(files, StateSnapshot) else int(files is not None)
+    kind = _IN_MEMORY if isinstance(files, StateSnapshot) else int(files is not None)
     kinds = [row[0] for row in control.gather([kind])]
     if not all(any(kinds[shard::size]) for shard in range(size)):
         stored.lacking.add(manifest.name)
         return None
     kinds = kinds[control.rank % size :: size]
     readers = [rank for rank, each in enumerate(kinds) if each == max(kinds)][:MOST_READERS]  # memory, if there is any
+    itself = alike.alone or min(kinds) == _IN_MEMORY  # each rank reads all it needs
     filling: Filling | None = None
     error: CheckpointError | None = None
     with control.agreed():
@@ -596,7 +598,7 @@ def _loaded(
             filling = Filling(outline, live)
         except DamagedError as problem:
             error = problem
-    if filling is not None and files is not None and alike.alone:
+    if filling is not None and files is not None and itself:
         try:
             with storage_awaited():
                 fill(checked(files, control.works.check), manifest.name, filling)
@@ -610,7 +612,7 @@ def _loaded(
     if any(failed for (failed,) in control.gather([int(error is not None)])) or filling is None:
         return None
     if files is not None and alike.rank == readers[0]:
-        stored.loaded(files, manifest, duration_s, **({} if alike.alone else {"readers": len(readers)}))
+        stored.loaded(files, manifest, duration_s, **({} if itself else {"readers": len(readers)}))
     return filling.state()
 
 

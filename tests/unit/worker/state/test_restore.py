@@ -225,6 +225,14 @@ def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
     assert second.startswith("CheckpointError: rank 0: cannot save state['x']")
 
 
+def test_what_all_ranks_have_in_memory_each_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is slower than that."""
+    saved(tmp_path, 3, 1)
+    monkeypatch.setattr(transfer, "pass_on", lambda *_: pytest.fail("it was sent"))
+    left = in_memory(tmp_path, 5, 1)
+    assert [value for _, value in everywhere([tmp_path] * 3, dict.fromkeys(range(3), left))] == [5.0] * 3
+
+
 # ---- shards: here each of two ranks needs all of a state, and gets it from nobody else
 
 OLD, NEW = 3, 5
