@@ -16,6 +16,7 @@ hold one state.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -535,6 +536,7 @@ class InPlaceRecovery(Recovery):
         state, control, position = self._state, group.control, self._state.position
         state.show(Phase.HEALING)
         state.join(group)
+        self._check_call(control)
         if state.sharded:
             self._meet_peers(control)
         mine = identity(state.committed(), position.lineage, position.step) if self._valid else None
@@ -559,6 +561,14 @@ class InPlaceRecovery(Recovery):
             state.take_part(group, healed.generation, healed.notes if behind else None)
         state.agree_on_batch(control)
         self._given_up = None
+
+    def _check_call(self, control: Control) -> None:
+        """RoundBrokenError on all ranks if one is in the middle of a call, and another has not met it there: the round
+        was decided on before all was known. The next one is of those who can complete the call.
+        """
+        rows = control.gather([self._calls.inside, zlib.crc32(self._met.encode())])
+        if any(inside for inside, _ in rows) and len({met for _, met in rows}) > 1:
+            raise RoundBrokenError("some ranks are in the middle of a call that the others are not in")
 
     def _meet_peers(self, control: Control) -> None:
         """Shards of one group commit together: a prepared rank whose peer has committed the step commits it too.

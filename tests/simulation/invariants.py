@@ -63,6 +63,7 @@ class Invariants:
         self._newest: RoundDocument | None = None
         self._former |= {nonce for nonce, _ in self._rounds.values()}
         self._rounds = {}
+        self._active: set[int] = set()
         self._incarnations: dict[str, Incarnation] = {}
         self._closed: int | None = None
 
@@ -94,7 +95,9 @@ class Invariants:
             if document.next.number != document.number + 1:
                 raise Violation(ONLY_GROW, f"round {document.next.number} is planned after {document.number}")
             self._know(document.next)
-        if document.state is RoundState.CLOSED:
+        if document.state is RoundState.ACTIVE:
+            self._active.add(document.number)
+        elif document.state is RoundState.CLOSED:
             self._closed = document.number
 
     def _is_put_back(self, document: RoundDocument) -> bool:
@@ -135,8 +138,8 @@ class Invariants:
             self._incarnations[member.node] = member.incarnation
 
     def _check_order(self, document: RoundDocument) -> None:
-        """Of groups, those that both rounds have keep theirs."""
-        _, before = self._rounds.get(document.number - 1, ("", ()))
+        """Of groups, those that both rounds have keep theirs; a round that was only planned orders nobody."""
+        before = self._rounds[document.number - 1][1] if document.number - 1 in self._active else ()
         place = {group: at for at, group in enumerate(self._groups(before))}
         places = [place.get(group, len(place)) for group in self._groups(document.members)]
         if places != sorted(places):

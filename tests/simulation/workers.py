@@ -382,8 +382,9 @@ class SimGroups:
         meeting = self.meeting
         limit_s = None if worker.state.recovery.led else START_LIMIT_S
         worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members, limit_s)
-        now = lambda: worker.agent.loop.now >= meeting.formed_at.get(place.rank, math.inf)  # noqa: E731
-        formed = worker.thread.wait(lambda: bool(self.why) or now(), FORM_LIMIT_S)
+        formed = worker.thread.wait(
+            lambda: bool(self.why) or world.loop.now >= meeting.formed_at.get(place.rank, math.inf), FORM_LIMIT_S
+        )
         if self.why:
             raise RoundBrokenError(self.why)
         if not formed:
@@ -811,9 +812,11 @@ class SimWorker:
         self.end(0)
 
     def _call(self, name: str, attempt: Callable[[], int]) -> None:
-        before = self.state.show(Phase.EVALUATION if name == "evaluation" else Phase.CHECKPOINT)
+        phase = Phase.EVALUATION if name == "evaluation" else Phase.CHECKPOINT
+        before = self.state.show(phase)
         self.world.called(self, name, self.state.recovery.repeated(attempt, JSON))
-        self.state.show(before)
+        if self.state.show(before) is not phase:
+            raise Violation(NO_RESTART, f"{self.who} shows another phase in {name}, and may be taken for hung")
 
     def _evaluate(self) -> int:
         """Long, on each rank by itself; the same result on all."""

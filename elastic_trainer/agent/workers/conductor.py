@@ -384,10 +384,6 @@ class Conductor:
         if message.state is not None:
             self._life.note(Identity.model_validate(message.state.model_dump()))
         self._publish()
-        current = self._document
-        formed = current is not None and current.state is RoundState.ACTIVE and message.number <= current.number
-        if message.in_call and formed and self._my_entry(current) is not None:  # its record was of another time
-            self._begin_anew(f"round {message.number} was formed before it was known to be in the middle of a call")
 
     def _round_of(self, message: Failed | Ready) -> RoundDocument | None:
         """The round that ``message`` is about; a planned change may lead to it, and adds members."""

@@ -33,6 +33,7 @@ FAULTS = {
     ),
     "any rank behind takes the answer of a call": ("= data if self.inside else None", "= data"),
     "what a peer has counted is not counted": ("step.committed = not attempted_since", "step.committed = False"),
+    "a phase of the script ends with its round": ("before if before in _LASTING else Phase.TRAINING", "Phase.TRAINING"),
     "two lives have one generation": (
         "least = max(group.formation.round, position.generation + 1)",
         "least = position.generation",
