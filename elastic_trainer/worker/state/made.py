@@ -17,7 +17,6 @@ from elastic_trainer.checkpoint.tensors import plain_name
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.state.training_state import advanced
 
 CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
 NAMES = (*CUT, "arithmetic", "run")
@@ -95,6 +94,11 @@ def freeze(module: nn.Module, names: Collection[str]) -> None:
         trained = plain_name(name) not in known
         if each.requires_grad is not trained:  # others stay untouched: of whole numbers none can be trained
             each.requires_grad_(trained)
+
+
+def advanced(scheduler: Any) -> Any:
+    """How often ``scheduler`` was advanced; None without one."""
+    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
 
 
 class Made:

@@ -27,7 +27,7 @@ from elastic_trainer.checkpoint.tensors import plain_name
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.made import Made, freeze, frozen
+from elastic_trainer.worker.state.made import Made, advanced, freeze, frozen
 
 
 class OptimizerSet(torch.optim.Optimizer):
@@ -136,11 +136,6 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The name of its type, or of those of its members."""
     return optimizer.kind if isinstance(optimizer, OptimizerSet) else type(optimizer).__name__
-
-
-def advanced(scheduler: Any) -> Any:
-    """How often ``scheduler`` was advanced; None without one."""
-    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
