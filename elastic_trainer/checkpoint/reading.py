@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,10 +33,9 @@ from elastic_trainer.checkpoint.layout import (
     GoneError,
     UnreadableError,
 )
-from elastic_trainer.checkpoint.manifest import PIECE, FileRecord, Manifest, seal, unseal
+from elastic_trainer.checkpoint.manifest import PIECE, FileRecord, Manifest, unseal
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, Slab, TensorEntry, TensorSlice, assemble, slices_of
-from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +164,9 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: LoadInto = LO
         skeleton = read_skeleton(storage, manifest)
         loaded = tensors.build(*read_tensors(storage, manifest))
         return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
-    return fill(storage, read_outline(storage, manifest), live)
+    filling = Filling(read_outline(storage, manifest), live)
+    fill(storage, manifest.name, filling)
+    return filling.state()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,33 +188,56 @@ def read_outline(storage: CheckpointFiles, manifest: Manifest) -> Outline:
     return Outline(manifest, bytes(read_skeleton(storage, manifest)), heads)
 
 
-def fill(storage: CheckpointFiles, outline: Outline, live: LoadInto) -> dict[str, Any]:
-    """The state of ``outline``; see :func:`read_state`."""
-    filling = Filling(outline, live)
+def fill(storage: CheckpointFiles, name: str, filling: Filling) -> None:
+    """Read all that ``filling`` lacks of the checkpoint ``name``."""
     for file in filling.files:
-        _fill(storage, outline.manifest.name, file, filling.targets)
-    return filling.state()
+        _fill(storage, name, file, filling.reads(file))
 
 
 class Filling:
-    """A state whose data have not arrived yet: they go to its ``targets``, in ``live`` tensors or in new ones."""
+    """A state whose data have not arrived yet: they go to ``live`` tensors or to new ones."""
 
     def __init__(self, outline: Outline, live: LoadInto) -> None:
         self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
         self.files = outline.files()
         found = whole_tensors(self.files, outline.manifest)
+        self._held: Mapping[str, Any] = {} if live is LOAD_NEW else self._chosen(found, live)
+        fresh = [each for each in found if each.name not in self._held]
+        self._fresh = tensors.lay_out(fresh) if self._held else found
+        self._slabs = tensors.allocate(self._fresh)
+        self._targets: Mapping[str, ReadTarget] = {}
+        if self._held or not self.files[0].alone:
+            held = {name: target_of(each) for name, each in self._held.items() if not each.is_meta}
+            self._targets = held | targets_in(self._slabs)
+
+    def _chosen(self, found: Sequence[TensorEntry], live: LoadInto) -> Mapping[str, Any]:
+        """Those of the ``live`` tensors into which ``found`` ones are read."""
         leaves = codec.outline(self._skeleton, self._where)
         blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
         fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
-        self._held = live.chosen(leaves, found) if fits else {}
-        self._fresh = tensors.lay_out([each for each in found if each.name not in self._held])
-        self._slabs = tensors.allocate(self._fresh)
-        held = {name: target_of(each) for name, each in self._held.items() if not each.is_meta}
-        self.targets: Mapping[str, ReadTarget] = held | targets_in(self._slabs)
+        return live.chosen(leaves, found) if fits else {}
+
+    def reads(self, file: TensorFile) -> Iterator[tuple[Sequence[FileRange], Sequence[StagedCopy]]]:
+        """What ``file`` has for this state, in its order, in batches of a bounded amount of memory on the way."""
+        if self._targets:
+            yield from plan(file.record.head_size, file.placed, file.slices(), self._targets)
+            return
+        yield _as_it_is(file, self._slabs), []
+
+    def wanted(self) -> frozenset[tuple[str, int]]:
+        """The chunks with data of this state, each by the name of its file and its number there."""
+        return frozenset(
+            (file.record.name, index)
+            for file in self.files
+            for segments, _ in self.reads(file)
+            for each in segments
+            for index in file.record.chunks_of(each.begin, each.end)
+        )
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""
-        return codec.decode(self._skeleton, tensors.build(self._fresh, self._slabs) | self._held, self._where)
+        loaded = {**tensors.build(self._fresh, self._slabs), **self._held}
+        return codec.decode(self._skeleton, loaded, self._where)
 
 
 def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:
@@ -266,19 +290,27 @@ def read_tensors(
     slabs = tensors.allocate(found)
     targets: Mapping[str, ReadTarget] | None = None
     for file in files:
-        if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
-            begin = file.record.head_size
-            segments = [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
-            _read_data(storage, manifest.name, file, segments)
+        if wanted is None and file.alone:
+            _read_data(storage, manifest.name, file, _as_it_is(file, slabs))
             continue
         targets = targets_in(slabs) if targets is None else targets
-        _fill(storage, manifest.name, file, targets)
+        _fill(storage, manifest.name, file, plan(file.record.head_size, file.placed, file.slices(), targets))
     return found, slabs
 
 
-def _fill(storage: CheckpointFiles, name: str, file: TensorFile, targets: Mapping[str, ReadTarget]) -> None:
-    """Read what ``file`` has for ``targets``; what takes a way round does so with a bounded amount of memory."""
-    for segments, copies in plan(file.record.head_size, file.placed, file.slices(), targets):
+def _as_it_is(file: TensorFile, slabs: Sequence[Slab]) -> list[FileRange]:
+    """The reads of all of ``file`` to ``slabs``: thousands of tensors need no look at each."""
+    begin = file.record.head_size
+    return [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
+
+
+def _fill(
+    storage: CheckpointFiles,
+    name: str,
+    file: TensorFile,
+    reads: Iterable[tuple[Sequence[FileRange], Sequence[StagedCopy]]],
+) -> None:
+    for segments, copies in reads:
         _read_data(storage, name, file, segments)
         for each in copies:
             each.commit()
@@ -621,15 +653,6 @@ class PartReader:
         self._sources: dict[str, ByteSource] = {}
         self._lock, self._opened = threading.Lock(), ExitStack()
 
-    @classmethod
-    def of(cls, files: CheckpointFiles, manifest: Manifest) -> PartReader | None:
-        """None if ``files`` have no such checkpoint, or another one of its name."""
-        try:
-            mine = read_manifest(files, manifest.name)
-        except CheckpointError:
-            return None
-        return cls(files, manifest) if seal(mine) == seal(manifest) else None
-
     def read(self, part: CheckpointPart, into: memoryview) -> None:
         """Fill ``into`` with the verified bytes of ``part``."""
         read_chunk(self._source(part.record), self._name, part.record, part.index, lambda b, e: cut(into))
@@ -662,15 +685,15 @@ class TensorLoader:
     def put(self, part: CheckpointPart, data: memoryview) -> None:
         name = part.record.name
         if self._landing is None or self._landing[0] != name:
-            self._landing = name, _FileLoader(self._files[name], self._filling)
+            self._landing = name, _FileLoader(self._filling.reads(self._files[name]))
         self._landing[1].put(part.begin, data)
 
 
 class _FileLoader:
     """One file of tensors."""
 
-    def __init__(self, file: TensorFile, filling: Filling) -> None:
-        self._turns = plan(file.record.head_size, file.placed, file.slices(), filling.targets)
+    def __init__(self, turns: Iterator[tuple[Sequence[FileRange], Sequence[StagedCopy]]]) -> None:
+        self._turns = turns
         self._segments, self._copies = self._turn()
 
     def _turn(self) -> tuple[Sequence[FileRange], Sequence[StagedCopy]]:

@@ -83,7 +83,13 @@ class Batch:
         self.outdated = False
         """Whether the data that the script read last are of the samples before :meth:`become`."""
         self._missing: frozenset[int] = frozenset()
-        self._ids, self._weight = ids, weight
+        self._ids, self._planned = ids, weight
+        self.weight = weight
+        """What a mean loss over the data must be multiplied by.
+
+        Planned is n / N for n of N samples of the global batch, times W ranks. Where only p of the n are there, p / N
+        makes the gradient that of the sum over all samples present, divided by N.
+        """
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
         self.global_size = len(whole.ids) if whole is not None else len(ids)
         self.start = offset + (whole.cursor.samples if whole is not None else 0)
@@ -104,6 +110,8 @@ class Batch:
         if not self._fetched:
             drawn = self._fetch(self._positions)
             self._missing = frozenset(each.number for each in drawn.missing)
+            if self._missing:
+                self.weight = self._planned * (1.0 - len(self._missing) / len(self._positions))
             self._data, self._fetched, self._read, self.outdated = drawn.data, True, True, False
         return self._data
 
@@ -112,15 +120,6 @@ class Batch:
         """The samples that count, without those that were found to be bad."""
         bad = self._missing.union(*(part._missing for part in self.micro_batches))
         return self._ids[~np.isin(self._ids, list(bad))] if bad else self._ids
-
-    @property
-    def weight(self) -> float:
-        """What a mean loss over the data must be multiplied by.
-
-        Planned is n / N for n of N samples of the global batch, times W ranks. Where only p of the n are there, p / N
-        makes the gradient that of the sum over all samples present, divided by N.
-        """
-        return self._weight * (1.0 - len(self._missing) / len(self._positions)) if self._missing else self._weight
 
     @property
     def x(self) -> Any:

@@ -20,7 +20,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker import alone
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import DrivenStep, Step
+from elastic_trainer.worker.steps.engine import ManualStep, Step
 
 _LIGHTNING_SEEDS = "pl_worker_init_function"
 """What Lightning gives each DataLoader after seed_everything(workers=True); the session seeds them for each sample."""
@@ -161,7 +161,7 @@ class PassLoader(SessionLoader):
     ) -> None:
         super().__init__(session, loader, passes)
         self._counting = counting
-        self._step: DrivenStep | None = None
+        self._step: ManualStep | None = None
         self.last = False
         """Whether this pass is the last one of its step."""
 
@@ -169,7 +169,7 @@ class PassLoader(SessionLoader):
         return -(-self._samples // self.batch_size)
 
     @property
-    def step(self) -> DrivenStep:
+    def step(self) -> ManualStep:
         """The present one."""
         if self._step is None:
             raise ConfigError("there is no batch to train on", hint="loop over the DataLoader that was prepared")

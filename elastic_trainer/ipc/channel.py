@@ -82,8 +82,8 @@ class Ready(Message):
     """Whether newcomers may join the next round: not in the middle of an evaluation, which they could not continue."""
     in_call: bool = False
     """Whether the script is in the middle of a call that all ranks make."""
-    newcomer: bool = False
-    """Whether this process has never been a member of a round."""
+    met: str = ""
+    """The nonce of the newest round whose ranks this process has met: all of them stood at one place of the script."""
 
 
 class Failed(Message):

@@ -211,6 +211,18 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
+def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
+    """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
+
+    They are at one place of the script: they have met in one round last, and that is the one of most survivors.
+    """
+    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
+    most = max(rounds, key=lambda met: rounds[met], default=None)
+    together = [node for node in (ready if most else survivors) if node.record.met == most]
+    return together if any(not node.record.joinable for node in together) else []
+
+
 def number_of(view: ClusterView) -> int:
     """The number of the present round; 0 before the first."""
     return 0 if view.round is None else view.round.number
@@ -333,9 +345,9 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
         )
         return oldest_state, rarest
     ready = view.candidates
-    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
-    stranded = [node for node in survivors if not node.record.joinable]
-    if at_work or not stranded or in_groups(view, survivors) or not in_groups(view, ready):
+    staying = in_call(view, ready)
+    stranded = [node for node in staying if not node.record.joinable]
+    if at_work or not stranded or in_groups(view, staying) or not in_groups(view, ready):
         return None
     return stranded[0], stranded[0].record.place or 0
 

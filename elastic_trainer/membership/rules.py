@@ -22,6 +22,7 @@ from elastic_trainer.membership.cluster_view import (
     accused,
     by_seniority,
     has_places,
+    in_call,
     in_groups,
     is_ghost,
     living,
@@ -98,10 +99,21 @@ def _turn(view: ClusterView, now: float) -> float | None:
 
 
 def _first_round(view: ClusterView, now: float) -> Decision:
-    """No member of an earlier round is left: gather min to max nodes, with a last call."""
-    limits, ready, seen = view.limits, in_groups(view, view.candidates), view.sightings
+    """No member of an earlier round is left: gather min to max nodes, with a last call.
+
+    Those that came back in the middle of a call complete it first, as in :func:`_without_haste`.
+    """
+    limits, seen = view.limits, view.sightings
     if decision := _cannot_begin(view):
         return decision
+    staying = in_call(view, view.candidates)
+    ready = in_groups(view, [node for node in view.candidates if node.record.joinable and node not in staying])
+    if (staying := in_groups(view, staying)) and seen.enough_since is not None:
+        left = seen.candidates_since + limits.last_call_s - now
+        if left > 0.0:
+            return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
+        reason = "members of an earlier round are in the middle of a call"
+        return Decision(Action.FORM, reason, compose(view, staying[: limits.max_nodes], reason))
     if len(ready) >= limits.max_nodes:
         every = f"all {limits.max_nodes} nodes are" if limits.max_nodes > 1 else "the only node is"
         return _form(view, ready, f"{every} present")
@@ -373,9 +385,10 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
     a planned change has named, but that never joined, is not a survivor.
     """
+    if staying := in_call(view, ready):
+        return in_groups(view, staying)
+    ready = [node for node in ready if node.record.joinable]  # others are in the middle of a call of another round
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
-    if not all(node.record.joinable for node in survivors):
-        return in_groups(view, survivors)
     most = max(view.limits.min_nodes, len(survivors), len(current.members))
     return in_groups(view, ready)[: most - most % view.limits.shard_nodes]
 
@@ -434,7 +447,7 @@ def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeVi
 
     In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
-    if not all(node.record.joinable for node in ready if same_life(view, node)):
+    if in_call(view, ready):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
     return newest_groups(view.limits, ready, view.limits.fitting(min(len(ready), most)), held)

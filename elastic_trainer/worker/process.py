@@ -20,19 +20,19 @@ from elastic_trainer.worker.agent_link import ChannelLink
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, Sockets
-from elastic_trainer.worker.comm.groups import FormTimeouts, place_in
-from elastic_trainer.worker.recovery import Escape, InPlaceRecovery, Rounds
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
+from elastic_trainer.worker.recovery import InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.engine import Boundaries, OneRound, RankContext, Workplace
+from elastic_trainer.worker.steps.engine import Boundaries, RankContext, WorkerContext
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
 
-class OneGathering:
-    """One round for the life of the process, as its launcher says."""
+class StaticRendezvous:
+    """One round for the life of the process, as its launcher says: it is alone, or restarted for the next."""
 
     report = None
     """There is no agent."""
@@ -61,66 +61,55 @@ class OneGathering:
     def close(self, status: str) -> None:
         """The launcher sees the exit code."""
 
-    def meet(self, place: Workplace) -> None:
-        place.position.generation = self._formation.round
-        with place.tracker.during(Phase.RENDEZVOUS):
+    def meet(self, context: WorkerContext) -> None:
+        context.position.generation = self._formation.round
+        with context.tracker.during(Phase.RENDEZVOUS):
             self._sockets.forming(groups.store_ends(self._formation))
-            waits = InterruptibleWaits(place.tracker)
-            group = groups.form(self._formation, place.placement, self.timeouts, waits)
+            waits = InterruptibleWaits(context.tracker)
+            group = groups.form(self._formation, context.placement, self.timeouts, waits)
             self._sockets.formed(group.listening)
-        place.arrive(group)
-        place.context = RankContext(group, Boundaries(group.control, place.signals))
-        check_storage(place.manager, group.control, place.environment)
+        context.arrive(group)
+        context.rank_context = RankContext(group, Boundaries(group.control, context))
+        check_storage(context.manager, group.control, context.environment)
 
-    def round_end(self, training: Training) -> OneRound:
-        return OneRound(training.begin_here)
+    def recovery(self, training: Training) -> Recovery:
+        return Recovery(training)
 
 
-class InPlaceGathering:
-    """Rounds come and go; ranks meet once there is a model."""
+class ElasticRendezvous:
+    """Rounds come and go, in place; ranks meet once there is a model."""
 
     world_size = 2
     """More than one; the number is not known yet."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float, tracker: HeartbeatReporter) -> None:
         self.timeouts = FormTimeouts(environment.form_timeout, timeout_s)
-        self._escape = Escape(tracker)
-        self._link = ChannelLink(environment, self._escape.over)
+        self._aborter = CollectiveAborter(tracker)
+        self._link = ChannelLink(environment, self._aborter.over)
         self.stop_requested, self.report, self.close = self._link.evicted, self._link.report, self._link.close
 
     def descriptors(self) -> list[int]:
-        return self._link.descriptors() + self._escape.sockets.descriptors()
+        return self._link.descriptors() + self._aborter.sockets.descriptors()
 
     def broken(self) -> str | None:
-        return self._link.broken(self._escape.number)
+        return self._link.broken(self._aborter.number)
 
     def free(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
-        if number == self._escape.number:
+        if number == self._aborter.number:
             groups.abort_nccl()
-        self._escape.sockets.sever(number)
+        self._aborter.sockets.sever(number)
 
-    def meet(self, place: Workplace) -> None:
+    def meet(self, context: WorkerContext) -> None:
         """Ranks meet only once there is a model."""
 
-    def round_end(self, training: Training) -> InPlaceRecovery:
-        return InPlaceRecovery(
-            Rounds(self._link, self._escape, training.place.placement, self.timeouts, training.replica.layout), training
-        )
-
-
-def gathering(
-    environment: WorkerEnvironment, timeout_s: float | None, tracker: HeartbeatReporter
-) -> OneGathering | InPlaceGathering:
-    """``timeout_s`` limits a collective, if the script sets it."""
-    limit_s = timeout_s if timeout_s is not None else environment.group_timeout
-    if environment.in_place:
-        return InPlaceGathering(environment, limit_s, tracker)
-    return OneGathering(environment, limit_s)
+    def recovery(self, training: Training) -> Recovery:
+        groups = ElasticGroups(self._aborter, training.context.placement, self.timeouts, training.replica.layout)
+        return InPlaceRecovery(self._link, groups, training)
 
 
 class Process:
-    """The resources of a process that trains. ``place`` is what the session works with."""
+    """The resources of a process that trains. ``context`` is what the session works with."""
 
     def __init__(self, options: SessionOptions, environment: WorkerEnvironment, position: Position) -> None:
         group = options.group
@@ -130,61 +119,66 @@ class Process:
             self._endpoint = open_endpoint(environment, tracker)
             if self._endpoint is not None:
                 undo.callback(self._endpoint.close)
-            self._gathering = gathering(environment, group.timeout_s, tracker)
-            undo.callback(self._gathering.close, "failed")
-            asked = placement.take(options.device, environment.local_rank, self._gathering.world_size, group.backend)
+            limit_s = group.timeout_s if group.timeout_s is not None else environment.group_timeout
+            self._rendezvous: StaticRendezvous | ElasticRendezvous = (
+                ElasticRendezvous(environment, limit_s, tracker)
+                if environment.in_place
+                else StaticRendezvous(environment, limit_s)
+            )
+            undo.callback(self._rendezvous.close, "failed")
+            asked = placement.take(options.device, environment.local_rank, self._rendezvous.world_size, group.backend)
             signals = Signals(
                 self._patience_s,
-                self._gathering.broken,
+                self._rendezvous.broken,
                 lambda: tracker.saving,
-                self._gathering.stop_requested,
+                self._rendezvous.stop_requested,
                 leave_within_s=environment.leave_within,
             )
-            self.place = Workplace(
+            self.context = WorkerContext(
                 options,
                 environment,
-                self._gathering.report,
+                self._rendezvous.report,
                 asked,
                 position,
                 tracker,
                 signals,
-                self._gathering.timeouts,
-                self._gathering.free,
+                self._rendezvous.timeouts,
+                self._rendezvous.free,
             )
             undo.pop_all()
         signals.open()
 
     def meet(self) -> None:
-        self._gathering.meet(self.place)
+        self._rendezvous.meet(self.context)
 
     def training(self, wrapped: Wrapped) -> Training:
-        return Training(self.place, wrapped, self._gathering.round_end)
+        return Training(self.context, wrapped, self._rendezvous.recovery)
 
     def _patience_s(self) -> float:
         """Slow steps take longer to agree."""
-        context = self.place.context
+        context = self.context.rank_context
         slowest_s = context.boundaries.slowest_stop_s() if context is not None else 0.0
-        return max(self.place.options.group.stop_timeout_s, slowest_s)
+        return max(self.context.options.group.stop_timeout_s, slowest_s)
 
     def disown(self) -> None:
         """In a child forked by the script: nothing here belongs to it."""
-        place = self.place
-        place.signals.disown()
-        held = [*place.signals.descriptors(), *self._gathering.descriptors()]
+        context = self.context
+        context.signals.disown()
+        held = [*context.signals.descriptors(), *self._rendezvous.descriptors()]
         if self._endpoint is not None:
             held += self._endpoint.descriptors()
         let_go([number for number in held if number >= 0])
-        place.tracker.disown()
+        context.tracker.disown()
         forks.keep(self)
 
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
-        self.place.tracker.change(Phase.ENDING)
+        self.context.tracker.change(Phase.ENDING)
         if status == "done":
-            self.place.tracker.describe(passed=True)
-        self._gathering.close(status)
-        self.place.signals.close()
-        self.place.leave()
-        self.place.tracker.close()
+            self.context.tracker.describe(passed=True)
+        self._rendezvous.close(status)
+        self.context.signals.close()
+        self.context.leave()
+        self.context.tracker.close()
         if self._endpoint is not None:
             self._endpoint.close()

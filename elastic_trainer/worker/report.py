@@ -1,11 +1,16 @@
-"""A worker's heartbeat: its phase, the duration of its steps, and how it spends its time.
+"""What a worker reports: its heartbeat page, the ledger of its steps, and metrics where no agent exports them.
 
-It writes the heartbeat page at every step and change of phase. The agent reads the page; a worker without an
-agent writes it for the metrics of its own process.
+The page has the worker's phase, the duration of its steps, and how it spends its time, at every step and change of
+phase. The agent reads it; a worker without an agent writes it for the metrics of its own process. The ledger has one
+JSON line for each action, for audits of a run.
 
-*Runs in* the worker's main thread. *Owns* the page, and the file for stacks that the agent requests.
-*Fails by* nothing: if the page cannot be created, nothing is reported.
-*Invariant*: each second since the process started belongs to exactly one phase.
+*Runs in* the worker's main thread; the endpoint in its server's. *Owns* the page, the file for stacks that the agent
+requests, one ledger file per process, and the endpoint until the session closes it.
+*Fails by* StorageError if the ledger cannot be created when training starts, ConfigError if the endpoint cannot listen.
+Without a page nothing is reported; a ledger's lines wait in memory while the disk refuses them: a record is never worth
+stopping the training.
+*Invariant*: each second since the process started belongs to exactly one phase; a line is written right after the
+action that it records, so a killed process leaves only true lines.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ _PREVIOUS: Final[list[HeartbeatReporter]] = []
 
 
 class HeartbeatReporter:
-    """See the module. ``age_s`` is the age of the process."""
+    """Writes the page. ``age_s`` is the age of the process."""
 
     def __init__(self, page: PageWriter | None = None, clock: Clock = SYSTEM, *, age_s: float = 0.0) -> None:
         self.page = page if page is not None else PageWriter.private()
@@ -80,7 +85,13 @@ class HeartbeatReporter:
     @classmethod
     def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
         """The reporter of this process, on a page that its agent reads if there is one."""
-        page = _page(environment)
+        page: PageWriter | None = None
+        if environment.pages is not None:
+            path = environment.pages / f"{environment.local_rank}-{os.getpid()}-{next(_NUMBERS)}.page"
+            try:
+                page = PageWriter.create(path)
+            except OSError as error:
+                logger().warning("page.unavailable", path=str(path), error=str(error))
         age_s = process_age_s()
         if _PREVIOUS:  # an earlier session has reported the time until now
             previous = _PREVIOUS.pop()
@@ -104,7 +115,11 @@ class HeartbeatReporter:
             device="cpu",
         )
         if page is not None and page.path is not None:
-            tracker._offer_stacks(page.path)
+            try:  # the agent requests stacks by signal; a C handler writes them even while the interpreter is blocked
+                tracker._stacks = page.path.with_suffix(".stacks").open("wb")
+                faulthandler.register(SIGNAL, tracker._stacks, all_threads=True, chain=False)
+            except (OSError, ValueError, RuntimeError, AttributeError) as error:
+                logger().info("stacks.unavailable", error=str(error))
         return tracker
 
     @property
@@ -328,14 +343,6 @@ class HeartbeatReporter:
     def _note(self) -> None:
         self.page.note({**self._notes, "counts": self._counts})
 
-    def _offer_stacks(self, page: Path) -> None:
-        """The agent requests stacks by signal; the C handler writes them even while the interpreter is blocked."""
-        try:
-            self._stacks = page.with_suffix(".stacks").open("wb")
-            faulthandler.register(SIGNAL, self._stacks, all_threads=True, chain=False)
-        except (OSError, ValueError, RuntimeError, AttributeError) as error:
-            logger().info("stacks.unavailable", error=str(error))
-
 
 def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:
     """Seconds since this process started; 0 if the kernel does not provide it."""
@@ -344,17 +351,6 @@ def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:
         return max(0.0, float(uptime.read_text().split()[0]) - (started or 0) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _page(environment: WorkerEnvironment) -> PageWriter | None:
-    if environment.pages is None:
-        return None
-    path = environment.pages / f"{environment.local_rank}-{os.getpid()}-{next(_NUMBERS)}.page"
-    try:
-        return PageWriter.create(path)
-    except OSError as error:
-        logger().warning("page.unavailable", path=str(path), error=str(error))
-        return None
 
 
 PROC: Final = "proc"
@@ -375,7 +371,7 @@ def process_id(directory: Path | None) -> int:
 
 
 class Ledger:
-    """The file; does nothing when the environment names no directory."""
+    """Writes the ledger; does nothing when the environment names no directory."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
@@ -397,14 +393,8 @@ class Ledger:
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
         """Set the identity of the writer that every later line carries."""
-        place = {
-            "rank": rank,
-            "local_rank": local_rank,
-            "world": world,
-            "round": round,
-            "pid": process_id(self._directory),
-        }
-        self._identity.update(place)
+        pid = process_id(self._directory)
+        self._identity |= {"rank": rank, "local_rank": local_rank, "world": world, "round": round, "pid": pid}
 
     def write(self, event: str, **values: Any) -> None:
         if self._path is None:
@@ -424,23 +414,17 @@ class Ledger:
     def _write_out(self) -> None:
         """Write the waiting lines, starting at the first byte that the disk has not accepted."""
         try:
-            descriptor = self._opened()
-            while self._waiting:
-                del self._waiting[: os.write(descriptor, self._waiting)]
+            if self._descriptor is None and self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            while self._waiting and self._descriptor is not None:
+                del self._waiting[: os.write(self._descriptor, self._waiting)]
         except OSError as error:
             before, self._refused = self._refused, error.strerror or str(error)
             if not before:
                 logger().warning("ledger.not_written", path=str(self._path), error=self._refused)
             return
         self._refused = ""
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            if self._path is None:
-                raise ValueError("the ledger is closed")
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        return self._descriptor
 
 
 def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) -> NodeEndpoint | None:

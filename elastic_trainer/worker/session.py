@@ -48,13 +48,13 @@ from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.abort import is_collective_failure
 from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose
 from elastic_trainer.worker.comm.groups import self_started
-from elastic_trainer.worker.model.local import Apart
-from elastic_trainer.worker.model.replica import Reduction, WrappedModel, check_bare, refuse_ddp
+from elastic_trainer.worker.model.local import LocalSgd
+from elastic_trainer.worker.model.replica import Reduction, Use, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
-from elastic_trainer.worker.steps.engine import DrivenStep, Step, Workplace
+from elastic_trainer.worker.steps.engine import ManualStep, Step, WorkerContext
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.training import Training, Wrapped
@@ -119,7 +119,7 @@ class Session:
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._meshes = Meshes()
-        self._driven: DrivenStep | None = None
+        self._driven: ManualStep | None = None
         """The last step that the script began itself."""
         self._show_ranks: Callable[[], None] | None = None
 
@@ -155,7 +155,7 @@ class Session:
         whole = self._training is None or not self._training.steps.dirty
         if isinstance(error, SystemExit) and not error.code and whole:
             error = None  # by sys.exit() a script says that it has done its work
-        if error is None and not process.place.stopped:
+        if error is None and not process.context.stopped:
             try:
                 self._all.finished(self._finish)
             except BaseException as failed:
@@ -170,24 +170,23 @@ class Session:
         parted = self._training.parted_by(error) if self._training is not None else None
         shown = parted or error
         if shown is not None and is_collective_failure(shown):
-            process.place.tracker.describe(lost_peer=True)
+            process.context.tracker.describe(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
-            process.place.tracker.describe(error=last_line(shown))
-        self._close(process, "stopped" if process.place.stopped else "failed")
+            process.context.tracker.describe(error=last_line(shown))
+        self._close(process, "stopped" if process.context.stopped else "failed")
         if parted is not None:
             raise parted from error
 
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
-        place = self._here
-        place.tracker.change(Phase.ENDING)
-        place.signals.agreed()
-        if self._training is not None and self._training.outer is not None:
-            self._training.outer.finish()
-        place.present.boundaries.end()
+        context = self._here
+        context.tracker.change(Phase.ENDING)
+        context.signals.agreed()
         if self._training is not None:
-            self._training.save_last("done")
-        place.present.control.sum(Purpose.FINISH)
+            self._training.steps.finish()
+        context.present.boundaries.end()
+        context.present.boundaries.save_last("done")
+        context.present.control.sum(Purpose.FINISH)
 
     def _disown(self) -> None:
         """In a child that the script has forked: nothing of the session is its own."""
@@ -223,8 +222,8 @@ class Session:
 
         They hold one state then; ``fn`` makes no collectives.
         """
-        place = self._here
-        place.watching.append(fn)
+        context = self._here
+        context.watching.append(fn)
         if self._training is not None:
             fn()
 
@@ -242,8 +241,8 @@ class Session:
         return self._process
 
     @property
-    def _here(self) -> Workplace:
-        return self._require_open().place
+    def _here(self) -> WorkerContext:
+        return self._require_open().context
 
     @property
     def _all(self) -> Collectives:
@@ -327,11 +326,11 @@ class Session:
         node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
         without replicas; not in place.
         """
-        return self._meshes.make(self._require_open().place, shape, mesh_dim_names, whole_job=whole_job)
+        return self._meshes.make(self._require_open().context, shape, mesh_dim_names, whole_job=whole_job)
 
     def parallelizing(self) -> AbstractContextManager[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
-        return self._meshes.parallelizing(self._require_open().place)
+        return self._meshes.parallelizing(self._require_open().context)
 
     def wrap(
         self,
@@ -382,7 +381,7 @@ class Session:
                 scaler,
                 sync_batchnorm,
                 how,
-                Apart.of(how, sync_every, outer_lr, outer_momentum),
+                LocalSgd.of(how, sync_every, outer_lr, outer_momentum),
                 average,
                 ddp_options or {},
                 self._meshes.layout,
@@ -391,7 +390,7 @@ class Session:
                 self._pending,
             )
         )
-        self._training.round_end.begin()
+        self._training.recovery.begin()
         if self._options.directory is None and self.environment.launched and self.is_rank0:
             effect = "the session saves nothing: if all workers end at once, what they trained is lost"
             logs.logger().warning("checkpoint.disabled", effect=effect, hint="give Session a checkpoint_dir")
@@ -481,7 +480,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.change, one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -498,17 +497,17 @@ class Session:
             ("scale_from", plan.scale_from is not None),
             ("workers", loading.workers > 0),
             ("bad_samples='skip'", loading.bad_samples != "raise"),
-            ("reduction='local_sgd' or 'diloco'", self._trained.replica.apart),
         ):
             if given:
                 raise ConfigError(
                     f"{option} does not go with Streams",
                     hint="leave it out; a stream may read ahead itself, as torchdata's StatefulDataLoader does",
                 )
+        self._trained.replica.check(Use.STREAMS)
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, everyone, position = self._trained.round_end.change, self._all, self._position
+        change, everyone, position = self._trained.recovery.change, self._all, self._position
 
         def changed() -> bool:
             if change():
@@ -547,7 +546,7 @@ class Session:
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
 
         def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
-            return feed.batches(dataset, plan, None, epochs, steps, source, training.round_end.change)
+            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.change)
 
         return SessionSampler(dataset, plan, self.device, begin)
 
@@ -560,16 +559,16 @@ class Session:
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
-        return self._trained.begin_step(Step)
+        return self._trained.steps.begin(Step)
 
-    def begin_step(self) -> DrivenStep:
+    def begin_step(self) -> ManualStep:
         """:meth:`step` without a block, for loops of others; ``step.end()`` closes it (see driven).
 
         A step whose ``end()`` returns False is repeated by drawing the next batch, which is the same one.
         """
         if self._driven is not None and not self._driven.ended:
             raise ConfigError("begin_step() before the end of the last step", hint="call step.end() first")
-        self._driven = self._trained.begin_step(DrivenStep)
+        self._driven = self._trained.steps.begin(ManualStep)
         return self._driven
 
     @contextmanager

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from elastic_trainer.ipc.channel import Drain, Formation
-from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord
+from elastic_trainer.ipc.channel import Formation, Message
+from elastic_trainer.membership.documents import Ghost, NodeRecord
 from elastic_trainer.model import Incarnation
 from tests.simulation.node import SimNode
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A round as one worker has read it."""
-
-    number: int
-    nonce: str
-    nodes: tuple[str, ...]
-    world_size: int
-    rank: int
+if TYPE_CHECKING:
+    from tests.simulation.workers import SimWorker
 
 
 class Watcher(Protocol):
@@ -47,56 +38,6 @@ class Watcher(Protocol):
         ...
 
 
-class Trainer:
-    """What makes steps: one worker, or in restart mode those of a node, which act as one.
-
-    ``place`` is the round that it is in; ``step`` the newest that it holds.
-    """
-
-    def __init__(self, agent: Agent, who: str) -> None:
-        self.agent, self.who = agent, who
-        self.place: Place | None = None
-        self.place_since = 0.0
-        self.formed = False
-        self.step: Identity | None = None
-        self.calls, self.inside = 0, False
-        """The calls of all ranks (evaluations) that it has completed, and whether it is in the middle of one."""
-        self.call_key = 0
-        """The create-revision of its node's key when it began that call."""
-        self.newcomer = True
-        """Whether it has not trained yet."""
-
-    @property
-    def still(self) -> bool:
-        """Whether it does nothing now."""
-        return self.agent.host.frozen
-
-    @property
-    def flagged(self) -> Drain | None:
-        """The planned change that it holds."""
-        return None
-
-    def soon(self, seconds: float, call: Callable[[], None]) -> None:
-        """``call`` on this host, unless it has ended by then."""
-        raise NotImplementedError
-
-    def enter(self, place: Place) -> None:
-        """Begin to form the round."""
-        self.place, self.place_since, self.formed = place, self.agent.loop.now, False
-        self.agent.watch.entered(self.who, place.number)
-
-    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
-        """A collective failed, or the round was never formed."""
-        raise NotImplementedError
-
-    def made_step(self) -> None:
-        """All members have made a step."""
-
-    def switch(self) -> None:
-        """All hold the planned change: go over at this step."""
-        raise NotImplementedError
-
-
 class Agent:
     """One node of ``size`` workers."""
 
@@ -106,9 +47,9 @@ class Agent:
         self.left = False
         self.base = NodeRecord(host="h", address=node.name, local_world_size=size, store_port=1, probe_port=1)
 
-    trainers: Sequence[Trainer]
+    workers: Sequence[SimWorker]
     team: int
-    """How many trainers it has when all are there."""
+    """How many workers it has when all are there."""
 
     @property
     def alive(self) -> bool:
@@ -121,15 +62,37 @@ class Agent:
         return self.alive and not self.host.frozen
 
     @property
-    def at_work(self) -> list[Trainer]:
+    def at_work(self) -> list[SimWorker]:
         """Those that are in a round."""
-        return [each for each in self.trainers if each.place is not None]
+        return [each for each in self.workers if each.groups.inside and each.alive]
 
-    def crash_worker(self) -> None:
+    def die(self, *, silently: bool = False) -> None:
+        """The machine ends; ``silently``: its connections are not closed, as by a loss of power."""
+        self._end_workers(silently)
+        self.node.die()
+
+    def leave(self) -> None:
+        """The node goes, with its key."""
+        self._end_workers(silently=False)
+        self.node.leave()
+
+    def _end_workers(self, silently: bool) -> None:
+        for each in self.workers:
+            if not silently:
+                each.groups.close(0.0)
+            each.thread.end()
+
+    def sends(self, worker: SimWorker, message: Message) -> None:
+        """The conductor sends ``message`` to ``worker``."""
+
+    def heard(self, worker: SimWorker, message: Message) -> None:
+        """``worker`` has said ``message``."""
+
+    def ended(self, worker: SimWorker) -> None:
+        """The process of ``worker`` has ended."""
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """The training has come to its end."""
+    def crash_worker(self) -> None:
         raise NotImplementedError
 
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:

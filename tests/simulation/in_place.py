@@ -3,243 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from elastic_trainer.agent.rendezvous.in_place import ShardSlots, begin_life
 from elastic_trainer.agent.rendezvous.restart import finish
-from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, Worker, WorkerFacts
+from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
 from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.clock import Deadline
-from elastic_trainer.ipc.channel import (
-    Drain,
-    Evicted,
-    Exit,
-    Failed,
-    Formation,
-    Leaving,
-    Message,
-    Over,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    StateReport,
-    Welcome,
-)
+from elastic_trainer.ipc.channel import Drain, Formation, Message, Over
 from elastic_trainer.membership.cluster_view import NodeView, has_places
 from elastic_trainer.membership.documents import Ghost, NodeRecord
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.model import Incarnation
-from tests.simulation.agents import Agent, Place, Trainer, Watcher
+from tests.simulation.agents import Agent
 from tests.simulation.invariants import NO_HEALTHY_KILLED, Violation
 from tests.simulation.loop import Process, Turns, sleep, straight
 from tests.simulation.node import KEYS, SimNode
+from tests.simulation.workers import FIRST_PID, SimWorker
 
 if TYPE_CHECKING:
     from elastic_trainer.agent.workers.periodic import PeriodicThread
     from elastic_trainer.ipc.channel import Connection
+    from tests.simulation.world import World
 
-FIRST_PID = 2**30
-"""No process has this id."""
-SEVER_S, HANG_S = 2.0, 4.0
-PROGRESS_STEPS = 3
+SEVER_S, HANG_S, PHASE_LIMIT_S = 2.0, 4.0, 15.0
 JOIN_TIMEOUT_S = 1e6
 CONTACT_S = 3.0
 """How long a look whom a node reaches may take."""
 
 
-class SimWorker(Trainer):
-    """A worker as its agent sees it: it says what a real one says, over a channel that takes its time."""
-
-    def __init__(self, agent: InPlace, pid: int, local_rank: int) -> None:
-        super().__init__(agent, f"{agent.name}.{local_rank}" if local_rank else agent.name)
-        self.node, self.pid, self.local_rank = agent, pid, local_rank
-        self.seat: Worker | None = None
-        self.code: int | None = None
-        """Its exit code."""
-        self.hung = self.blocked = self.evicted = False
-        """Whether it answers nothing; whether it cannot leave a round, in a call that nothing interrupts."""
-        self.busy = ""
-        self._arrivals = [0.0, 0.0]
-        """When the last message arrives at the agent, and at the worker."""
-        self._over = self._number = self._offered = 0
-        """The newest round that is over, the last one entered, and the one it is free for while it waits."""
-        self._frees = False
-        self._formation: Formation | None = None
-        self._drain: Drain | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self.code is None
-
-    @property
-    def still(self) -> bool:
-        return self.hung or self.agent.host.frozen
-
-    @property
-    def flagged(self) -> Drain | None:
-        drain, place = self._drain, self.place
-        return drain if drain is not None and place is not None and drain.number == place.number else None
-
-    def soon(self, seconds: float, call: Callable[[], None]) -> None:
-        def if_it_runs() -> None:
-            if self.alive and not self.hung:
-                call()
-
-        self.agent.loop.after(seconds, lambda: self.agent.host.deliver(if_it_runs))
-
-    # ---- the channel: the agent's end of the connection
-
-    def send(self, message: Message) -> None:
-        self.node.sends(self, message)
-        self.soon(self._takes_s(1), lambda: self._hear(message))
-
-    def peer(self) -> tuple[int, int]:
-        return self.pid, 0
-
-    def close(self) -> None:
-        pass
-
-    def _takes_s(self, way: int) -> float:
-        """In order, mostly at once."""
-        now = self.agent.loop.now
-        self._arrivals[way] = max(self._arrivals[way], now + (0.001 if self.agent.chance.random() < 0.9 else 0.05))
-        return self._arrivals[way] - now
-
-    def connect(self) -> None:
-        self.seat = self.node.conductor.admit(cast("Connection", self), self.pid, self.local_rank)
-
-    def _say(self, message: Message) -> None:
-        def arrive() -> None:
-            if self.seat is not None:
-                self.node.conductor.receive(self.seat, message)
-
-        self.agent.loop.after(self._takes_s(0), lambda: self.agent.host.deliver(arrive))
-
-    def end(self, code: int) -> None:
-        """The process ends. The agent reads to the end of the connection first, or the kernel tells it before."""
-        if not self.alive:
-            return
-        self.code, self.place = code, None
-        gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0
-        self.agent.loop.after(gone_s, lambda: self.agent.host.deliver(self._gone))
-
-    def _gone(self) -> None:
-        if self.seat is not None:
-            self.node.conductor.gone(self.seat)
-        self.node.ended(self)
-
-    # ---- what its agent says
-
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, Exit):
-            self.end(message.code)
-        elif isinstance(message, Ping):
-            self._say(Pong())
-        elif isinstance(message, Welcome):
-            self._free(planned=False)
-        elif isinstance(message, Formation):
-            if self._formation is None or message.number > self._formation.number:
-                self._formation = message
-            self._enter_if_free()
-        elif isinstance(message, Drain):
-            if self._drain is None or message.number > self._drain.number:
-                self._drain = message
-        elif isinstance(message, Over) and message.number > self._over:
-            self._over = message.number
-            if self.blocked:
-                return
-            if self.place is not None and self.place.number <= message.number:
-                self.place = None
-                self._free_soon()
-            elif self.place is None and message.number >= (self._offered or self._number):
-                self._free_soon()
-
-    # ---- from round to round
-
-    def _free_soon(self) -> None:
-        """It leaves its round, which takes longer while it saves or evaluates."""
-        if self._frees:
-            return
-        self._frees, self._offered = True, 0
-        seconds = self.agent.chance.choice([0.005, 0.02, 0.1, 0.6] * 8 + [SEVER_S + 1.0])
-        self.busy = "saving" if seconds > SEVER_S else ""
-        self.soon(seconds, lambda: self._free(planned=False))
-
-    def _free(self, *, planned: bool) -> None:
-        self._frees, self.busy = False, ""
-        if self.place is None:
-            self._offered = max(self._number, self._over) + 1
-            self._say(self._ready(self._offered, planned=planned))
-            self._enter_if_free()
-
-    def _ready(self, number: int, *, planned: bool) -> Ready:
-        state = StateReport(round=self.step.round, step=self.step.step) if self.step is not None else None
-        return Ready(
-            number=number,
-            planned=planned,
-            state=state,
-            joinable=not self.inside,
-            in_call=self.inside,
-            newcomer=self.newcomer,
-        )
-
-    def _enter_if_free(self) -> None:
-        found = self._formation
-        if found is not None and self._offered and found.number >= self._offered and found.number > self._over:
-            self._enter(found)
-
-    def _enter(self, formation: Formation) -> None:
-        self._number, self._offered = formation.number, 0
-        f = formation
-        self.enter(Place(f.number, f.nonce, f.nodes, f.world_size, f.rank))
-
-    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
-        if self.blocked:
-            return
-        place, self.place = self.place, None
-        if place is not None:
-            tried = unreachable[0] if unreachable and self.agent.chance.random() < 0.5 else ""
-            self._say(Failed(number=place.number, error="closed", forming=not self.formed, tried=tried))
-            if self._over >= place.number:
-                self._free_soon()
-
-    def made_step(self) -> None:
-        if self.step is not None and self.step.step % PROGRESS_STEPS == 0:
-            self._say(Progress(round=self.step.round, step=self.step.step, epoch=0, samples=0))
-
-    def switch(self) -> None:
-        drain, self.place = self.flagged, None
-        following = drain.next if drain is not None else None
-        if following is None and self.evicted:
-            self._say(Leaving(status="stopped", step=0))
-            self.end(0)
-        elif following is None:
-            self._free(planned=True)
-        else:
-            self._say(self._ready(following.number, planned=True))
-            self._enter(following)
-            if following.number <= self._over:
-                self.lose_contact(())
-
-    def finish(self) -> None:
-        if self.place is not None:
-            self._say(Leaving(status="done", step=0))
-            self.end(0)
-
-    def evict(self) -> None:
-        self.evicted = True
-        self._say(Evicted(reason="SIGTERM"))
-
-
 class InPlace(Agent):
-    """Workers stay; rounds come to them. ``team`` of them are simulated, which may act for more."""
+    """Workers stay; rounds come to them."""
 
-    def __init__(self, node: SimNode, watch: Watcher, size: int, team: int = 0) -> None:
+    def __init__(self, node: SimNode, watch: World, size: int) -> None:
         super().__init__(node, watch, size)
-        self.team = team or size
+        self.team, self.world = size, watch
         self.workers: list[SimWorker] = []
         self.evicted = self._done = self._begins = False
         self._pids = itertools.count(FIRST_PID)
@@ -250,7 +50,7 @@ class InPlace(Agent):
             node.member.create_revision,
             lambda pid: self._hung.pop(pid, None),
             self._committed,
-            lambda pid: next((each.busy for each in self.workers if each.pid == pid), ""),
+            lambda pid: next((each.busy for each in self.workers if each.pid == pid and not each.blocked), ""),
             lambda pid: {},
         )
         ports = ConductorPorts(self._writer, lambda progress: None, self._ask, self._kill)
@@ -267,10 +67,6 @@ class InPlace(Agent):
         if has_places(self.node.limits):
             self.host.start(self._look_for_place())
         self._begin()
-
-    @property
-    def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
-        return self.workers
 
     # ---- the conductor's ports
 
@@ -324,14 +120,28 @@ class InPlace(Agent):
             self._leave_soon()
             return
         limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
-        begin_life(self.conductor, self.node.member, self._places, self.team, limit)
+        place = begin_life(self.conductor, self.node.member, self._places, self.team, limit)
         self._begins = False
-        self.workers = [SimWorker(self, next(self._pids), rank) for rank in range(self.team)]
+        first, size = (place or 0) * self.team, self.node.limits.shard_nodes * self.team if place is not None else 1
+        self.workers = [
+            SimWorker(self, self.world, next(self._pids), rank, first + rank if size > 1 else 0, size)
+            for rank in range(self.team)
+        ]
         for worker in self.workers:
-            worker.soon(self.chance.uniform(0.1, 0.6), worker.connect)
+            connect = lambda worker=worker: self._connect(worker)  # noqa: E731
+            self.loop.after(self.chance.uniform(0.1, 0.6), lambda connect=connect: self.host.deliver(connect))  # type: ignore[misc]
+
+    def _connect(self, worker: SimWorker) -> None:
+        if worker.alive:
+            worker.seat = self.conductor.admit(cast("Connection", worker), worker.pid, worker.local_rank)
+
+    def heard(self, worker: SimWorker, message: Message) -> None:
+        self.conductor.receive(worker.seat, message)
 
     def ended(self, worker: SimWorker) -> None:
-        """torchrun reaps ``worker``."""
+        """Its connection closes, and torchrun reaps it."""
+        if worker.seat is not None:
+            self.conductor.gone(worker.seat)
         if worker not in self.workers:
             return
         if worker.code:
@@ -355,7 +165,7 @@ class InPlace(Agent):
 
     def _leave_soon(self) -> None:
         self.left = True
-        self.loop.after(0.1, self.node.leave)
+        self.loop.after(0.1, self.leave)
 
     def _nodes(self) -> dict[str, NodeView]:
         """All nodes, read from the store."""
@@ -374,20 +184,35 @@ class InPlace(Agent):
     # ---- what happens to it
 
     def crash_worker(self) -> None:
+        """At once, or at one of its next waits; or its script fails."""
         living = [each for each in self.workers if each.alive]
-        if living:
-            self.chance.choice(living).end(1)
+        if not living:
+            return
+        worker, how = self.chance.choice(living), self.chance.random()
+        if how < 0.1:
+            worker.script_fails = True
+        elif how < 0.3:
+            worker.end(1)
+        else:
+            worker.thread.strikes_in, worker.thread.strike = self.chance.randint(1, 12), lambda: worker.end(1)
 
     def hang_worker(self) -> None:
         living = [each for each in self.workers if each.alive and each.seat is not None]
         if not living:
             return
         worker = self.chance.choice(living)
-        if worker.place is not None and self.chance.random() < 0.5:
+        if worker.groups.inside and self.chance.random() < 0.5:
             worker.blocked = True
+            self.loop.after(PHASE_LIMIT_S, lambda: self.host.deliver(lambda: self._end_phase(worker)))
         else:
             worker.hung = True
             self.host.start(self._watch())
+
+    def _end_phase(self, worker: SimWorker) -> None:
+        """A supervisor bounds each phase."""
+        if worker.alive:
+            self._hung[worker.pid] = "its phase takes too long"
+            worker.end(-9)
 
     def _watch(self) -> Process:
         while any(each.hung and each.alive for each in self.workers):
@@ -401,7 +226,7 @@ class InPlace(Agent):
     def exclude(self) -> None:
         """Others ask this agent what its workers do."""
         _, workers = self.conductor.at_work()
-        hung = {each.pid for each in self.workers if each.hung}
+        hung = {each.pid for each in self.workers if each.hung or each.blocked}
         for each in workers:
             if each.pid in hung:
                 self.conductor.exclude(each, "its process is stopped")
@@ -409,8 +234,5 @@ class InPlace(Agent):
     def evict(self) -> None:
         self.evicted = True
         for worker in self.workers:
-            worker.evict()
-
-    def finish(self) -> None:
-        for worker in self.workers:
-            worker.finish()
+            if worker.seat is not None:
+                worker.evict()

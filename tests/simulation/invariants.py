@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import position
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation
-from tests.simulation.agents import Place, Trainer
+
+if TYPE_CHECKING:
+    from tests.simulation.workers import SimPlace
 
 ONE_ACTIVE = "at most one active round"
 ONLY_GROW = "rounds only grow"
@@ -19,10 +22,12 @@ STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
 WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
+ALIKE = "all ranks of a round hold one state, at one place of the script, and use each sample once"
+NOTHING_LOST = "a round goes on from the newest state that a member or the storage holds"
 ONE_ROUND = "workers that were started for a round are in no other one, in restart mode"
-IN_STEP = "who was cut off in a call of all ranks begins anew, and nobody joins in the middle of one"
 ONLY_ENDED = "no worker leaves a round that is not over"
 NO_CRASH = "no turn of a thread fails"
+NO_RESTART = "a worker that could stay is not ended"
 NO_HEALTHY_KILLED = "a worker that is busy, or leaves its round in time, is not killed"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
@@ -38,14 +43,12 @@ class Violation(BaseException):
 class Invariants:
     """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there.
 
-    ``created(name)`` is the create-revision of the node's key in the store now, 0 if there is none; ``shown(name)`` its
-    record.
+    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none. ``in_call``:
+    whether some members of a round are in the middle of a call that they complete however few they are.
     """
 
-    def __init__(
-        self, limits: Limits, created: Callable[[str], int], shown: Callable[[str], NodeRecord | None]
-    ) -> None:
-        self._limits, self._created, self._shown = limits, created, shown
+    def __init__(self, limits: Limits, created: Callable[[str], int], in_call: Callable[[RoundDocument], bool]) -> None:
+        self._limits, self._created, self._in_call = limits, created, in_call
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
@@ -65,7 +68,7 @@ class Invariants:
         self._newest: RoundDocument | None = None
         self._former |= {nonce for nonce, _ in self._rounds.values()}
         self._rounds = {}
-        self._formed: set[int] = set()
+        self._active: set[int] = set()
         self._incarnations: dict[str, Incarnation] = {}
         self._closed: int | None = None
 
@@ -83,8 +86,6 @@ class Invariants:
             raise Violation(STAYS_CLOSED, f"round {document.number} {document.state} after round {self._closed}")
         before, self._newest = self._newest, document
         self._members |= {each.nonce: each.members for each in (document, document.next) if each is not None}
-        if document.state is RoundState.ACTIVE:
-            self._formed.add(document.number)
         if self._is_put_back(document):
             self._rounds[document.number] = (document.nonce, document.members)
         else:
@@ -99,7 +100,9 @@ class Invariants:
             if document.next.number != document.number + 1:
                 raise Violation(ONLY_GROW, f"round {document.next.number} is planned after {document.number}")
             self._know(document.next)
-        if document.state is RoundState.CLOSED:
+        if document.state is RoundState.ACTIVE:
+            self._active.add(document.number)
+        elif document.state is RoundState.CLOSED:
             self._closed = document.number
 
     def _is_put_back(self, document: RoundDocument) -> bool:
@@ -114,7 +117,7 @@ class Invariants:
         return self._went_back and document.state is before.state is RoundState.BROKEN
 
     def _know(self, document: RoundDocument) -> None:
-        fresh = document.number not in self._rounds
+        is_new = document.number not in self._rounds
         known = self._rounds.setdefault(document.number, (document.nonce, document.members))
         if known[0] != document.nonce:
             raise Violation(ONE_ACTIVE, f"two rounds have number {document.number}")
@@ -124,7 +127,7 @@ class Invariants:
         if ranks != list(range(document.world_size)):
             raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
         fits = self._limits.fitting(len(document.members)) == len(document.members)
-        if document.members and fresh and not fits and not self._is_in_call(document):
+        if is_new and document.members and not (fits or self._in_call(document)):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         size = self._limits.shard_nodes
@@ -141,17 +144,9 @@ class Invariants:
                 raise Violation(NO_REPLACED, f"{member.node} as {member.incarnation} after {newest}")
             self._incarnations[member.node] = member.incarnation
 
-    def _is_in_call(self, document: RoundDocument) -> bool:
-        """Whether survivors make it that are in the middle of a call: they complete that, however few they are."""
-        records = [self._shown(member.node) for member in document.members]
-        few = len(document.members) <= self._limits.max_nodes
-        return few and any(record is not None and not record.joinable for record in records)
-
     def _check_order(self, document: RoundDocument) -> None:
-        """Of groups, those that both rounds have keep theirs."""
-        if document.number - 1 not in self._formed:
-            return  # it was planned, and all its members have gone
-        _, before = self._rounds.get(document.number - 1, ("", ()))
+        """Of groups, those that both rounds have keep theirs; a round that was only planned orders nobody."""
+        before = self._rounds[document.number - 1][1] if document.number - 1 in self._active else ()
         place = {group: at for at, group in enumerate(self._groups(before))}
         places = [place.get(group, len(place)) for group in self._groups(document.members)]
         if places != sorted(places):
@@ -192,25 +187,7 @@ class Invariants:
         """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
         self._started[name, life] = number
 
-    def met(self, group: Sequence[Trainer]) -> None:
-        """``group`` has formed a round: all continue where those are that have made most calls.
-
-        Not checked where a node has lost its lease in the call: its record may say too late that it is in one.
-        """
-        if any(each.inside and each.call_key != each.agent.node.key.create_revision for each in group):
-            return
-        most = max(each.calls for each in group)
-        step = max(each.step.step for each in group if each.step) if any(each.step for each in group) else 0
-        inside = any(each.inside and each.calls == most for each in group)
-        for each in group:
-            if each.inside and each.calls < most:
-                own = each.step.step if each.step is not None else 0
-                if (each.calls, own) != (most - 1, step):  # else it gets the result, and is where the others are
-                    raise Violation(IN_STEP, f"{each.who} is in call {each.calls}, the others behind call {most - 1}")
-            if each.newcomer and inside:
-                raise Violation(IN_STEP, f"{each.who} has joined in the middle of call {most}")
-
-    def stepped(self, read: Sequence[Place]) -> None:
+    def stepped(self, read: Sequence[SimPlace]) -> None:
         """All members of a round have made a step in it; ``read``: the round as each of them has read it."""
         number, nonce = read[0].number, read[0].nonce
         ranks = {each.rank for each in read}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from typing import TYPE_CHECKING
 
 from elastic_trainer.agent.rendezvous.restart import (
     fields_behind,
@@ -18,54 +19,46 @@ from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.membership.member import closed_error
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Incarnation
-from tests.simulation.agents import Agent, Place, Trainer, Watcher
+from elastic_trainer.worker.recovery import Recovery
+from tests.simulation.agents import Agent
 from tests.simulation.in_place import JOIN_TIMEOUT_S
 from tests.simulation.invariants import NO_REPLACED, Violation
 from tests.simulation.loop import sleep
 from tests.simulation.node import SimNode
+from tests.simulation.workers import FIRST_PID, SimPlace, SimWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
 
 
-class Restart(Agent, Trainer):
-    """Workers are started for each round; those of a node act as one."""
+class Restart(Agent):
+    """Workers are started for each round; one acts for those of a node."""
 
     team = 1
 
-    def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
-        Agent.__init__(self, node, watch, size)
-        Trainer.__init__(self, self, node.name)
+    def __init__(self, node: SimNode, watch: World, size: int) -> None:
+        super().__init__(node, watch, size)
+        self.world = watch
+        self.workers: list[SimWorker] = []
         self.life, self.done = 0, False
         self._current: RoundDocument | None = None
         self._failed = False
+        self._pids = itertools.count(FIRST_PID)
         node.start(self._run)
 
-    @property
-    def trainers(self) -> Sequence[Trainer]:  # type: ignore[override]
-        return [self]
-
-    def soon(self, seconds: float, call: Callable[[], None]) -> None:
-        life = self.life
-
-        def same_life() -> None:
-            if self.life == life:
-                call()
-
-        self.loop.after(seconds, lambda: self.host.deliver(same_life))
-
     def crash_worker(self) -> None:
-        self._failed, self.place = True, None
-        self.node.changed.fire()
+        for worker in self.workers:
+            worker.thread.strikes_in, worker.thread.strike = self.chance.randint(1, 12), lambda: worker.end(1)  # noqa: B023
 
-    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
-        self.crash_worker()
+    def ended(self, worker: SimWorker) -> None:
+        if worker in self.workers and worker.code != -15:
+            self._failed, self.done = worker.code != 0, worker.code == 0
+            self.node.changed.fire()
 
     def evict(self) -> None:
         """SIGTERM: the node goes at once."""
         self.left = True
-        self.node.leave()
-
-    def finish(self) -> None:
-        self.done = True
-        self.node.changed.fire()
+        self.leave()
 
     def _run(self) -> None:
         """What torchrun's agent does, with the decisions of its rendezvous handler."""
@@ -74,7 +67,8 @@ class Restart(Agent, Trainer):
             while True:
                 planned = self._left()
                 self.life, self._failed = self.life + 1, False
-                shown = {"life": self.life, "reached": self.step, "planned": planned} | fields_behind(self._current)
+                reached = next((each.step for each in self.workers), None)
+                shown = {"life": self.life, "reached": reached, "planned": planned} | fields_behind(self._current)
                 record = self.base.model_copy(update=shown)
                 self._current = join_round(member, record, limit, JOIN_TIMEOUT_S, lambda: None)
                 own = Incarnation(self.node.key.create_revision, self.life)
@@ -82,11 +76,12 @@ class Restart(Agent, Trainer):
                 self.watch.started(self.name, self.life, self._current.number)
                 sleep(self.chance.uniform(0.2, 0.8))
                 self._work(self._current)
-                self.place = None
+                for worker in self.workers:
+                    worker.end(-15)
                 sleep(self.chance.choice([0.01, 0.1, 0.5]))
         except RunClosedError:
             self.left = True
-            self.node.leave()
+            self.leave()
 
     @property
     def _entry(self) -> RoundMember:
@@ -108,8 +103,7 @@ class Restart(Agent, Trainer):
         """Until the round is over, or the workers have failed or are done. Raises RunClosedError."""
         view = self.node.view
         if not self._failed and not round_is_over(current, view.look().round):
-            nodes = tuple(member.node for member in current.members)
-            self.enter(Place(current.number, current.nonce, nodes, current.world_size, self._entry.first_rank))
+            self._begin(current)
         while not self._failed and not self.done and not round_is_over(current, view.look().round):
             sleep((self.node.changed, 1.0))
         if self.done and not self._failed:
@@ -117,3 +111,12 @@ class Restart(Agent, Trainer):
             ended = finish(self.node.member, current.number, limit, JOIN_TIMEOUT_S, passed=False)
             if ended is not None and ended.state is State.CLOSED:
                 raise closed_error(ended)
+
+    def _begin(self, current: RoundDocument) -> None:
+        nodes = tuple(member.node for member in current.members)
+        worker = SimWorker(self, self.world, next(self._pids), 0)
+        worker.assigned = SimPlace(
+            current.number, nodes.index(self.name), len(nodes), 0, 1, nonce=current.nonce, nodes=nodes
+        )
+        self.workers = [worker]
+        worker.begin(Recovery(worker.state))

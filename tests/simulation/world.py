@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,28 +16,28 @@ import structlog
 
 from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord, RoundDocument, RoundState, RunResult
-from elastic_trainer.model import Incarnation, RecoveryMode
+from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundState, RunResult
+from elastic_trainer.model import Incarnation, RecoveryMode, StateIdentity
 from elastic_trainer.store.api import EventKind, WatchEvent
-from tests.simulation.agents import Agent, Place, Trainer
+from elastic_trainer.worker.state.elect import elect
+from elastic_trainer.worker.state.training_state import Position
+from tests.simulation.agents import Agent
 from tests.simulation.etcd import Etcd
 from tests.simulation.in_place import InPlace
-from tests.simulation.invariants import LIVENESS, NO_CRASH, STAYS_CLOSED, Invariants, Violation
+from tests.simulation.invariants import ALIKE, LIVENESS, NO_CRASH, NOTHING_LOST, STAYS_CLOSED, Invariants, Violation
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
+from tests.simulation.workers import Meeting, Saved, SimPlace, SimWorker
 
 TICK_S = 0.2
 """The duration of a step."""
 SPARES = 2
 """Nodes above max."""
 SUSPECTED_S = 1.5
-FORM_LIMIT_S = 2.0
 SETTLE_S = 240.0
 """By far longer than all waits of the protocol together."""
 STEADY_TICKS = 4
-CALLS = 0.08
-"""How likely all ranks evaluate after a step."""
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -84,19 +83,28 @@ class World:
         self.etcd = Etcd(self.loop, chance)
         self.etcd.on_write = self._wrote
         self.etcd.back_up()
-        self.invariants = Invariants(self.limits, self._created, self._shown)
+        self.invariants = Invariants(self.limits, self._created, self._in_call)
         self.agents: dict[str, Agent] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
         self.counts = Counts()
-        self._saved = 0
-        """The newest step, for those who find nobody that holds one."""
-        self._stepped_at: dict[str, int] = {}
-        self._last_step: dict[str, float] = {}
-        self._left: dict[str, int] = {}
-        """Ticks of a save or of a call, by round."""
-        self._calls = self.limits.recovery is RecoveryMode.IN_PLACE
-        self._ticks = 0
+        self.step_s = TICK_S
+        self.evaluates_every, self.saves_every = 5, 7
+        """Steps after which the script makes these calls of all ranks."""
+        self.last_step = 1 << 40
+        """Of the script."""
+        self.storage: dict[tuple[int, int], Saved] = {}
+        """By the generation that committed the last step, and the step."""
+        self._parts: dict[tuple[int, int], set[int]] = {}
+        self._meetings: dict[str, Meeting] = {}
+        self._committed: dict[tuple[int, int], int] = {}
+        """The digests of all states ever committed."""
+        self._results: dict[tuple[int, int, str], int] = {}
+        """Of calls of all ranks, by where the script made them."""
+        self._steady: dict[str, int] = {}
+        """Steps since the end of the faults, by round."""
+        self._team = random.Random(f"team {seed}").choice([1, 1, 1, 2])
+        """Workers of each node, where they hold shards."""
         self.loop.after(TICK_S, self._tick)
 
     # ---- the run
@@ -131,9 +139,7 @@ class World:
 
     def _finish(self) -> None:
         """The training ends: the run is closed with success, and a late node changes nothing."""
-        for agent in self.agents.values():
-            if agent.awake:
-                agent.finish()
+        self.last_step = max(step for _, step in self._committed) + 3
         self.wait_until(self._closed, "a run that has finished is not closed")
         if self.round is None or self.round.result is not RunResult.SUCCEEDED:
             raise Violation(LIVENESS, f"a run that has finished has failed\n{self.describe()}")
@@ -158,7 +164,7 @@ class World:
         if (
             current is None
             or current.state is not RoundState.ACTIVE
-            or self._stepped_at.get(current.nonce, 0) < STEADY_TICKS
+            or self._steady.get(current.nonce, 0) < STEADY_TICKS
         ):
             return False
         members = {member.node for member in current.members}
@@ -180,9 +186,9 @@ class World:
         found = self.etcd.read(KEYS.node(name), None)
         return found[0].create_revision if found else 0
 
-    def _shown(self, name: str) -> NodeRecord | None:
-        found = self.etcd.read(KEYS.node(name), None)
-        return NodeRecord.decode(found[0].value, found[0].key) if found else None
+    def _in_call(self, document: RoundDocument) -> bool:
+        keys = [self.etcd.read(KEYS.node(member.node), None) for member in document.members]
+        return any(not NodeRecord.decode(found[0].value, found[0].key).joinable for found in keys if found)
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
@@ -216,63 +222,82 @@ class World:
         """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
         self.invariants.took(name, entry, own)
 
-    # ---- the workers' collectives
+    # ---- what the workers do
+
+    def meeting(self, place: SimPlace) -> Meeting:
+        """Where the ranks of a round form their groups."""
+        return self._meetings.setdefault(place.nonce, Meeting(self, place))
+
+    def newest_saved(self) -> tuple[int, int] | None:
+        """The newest whole state in storage."""
+        return max(self.storage, default=None)
+
+    def save(self, state: dict[str, Any], shard: int, size: int) -> None:
+        """A rank has written its shard of ``state``; it counts when all are there."""
+        moment = state["lineage"], state["step"]
+        shards = self._parts.setdefault(moment, set())
+        shards.add(shard)
+        if len(shards) == size:
+            self.storage[moment] = Saved(state)
+
+    def committed(self, worker: SimWorker, position: Position, digest: int) -> None:
+        """``worker`` has committed a step."""
+        moment = position.lineage, position.step
+        if self._committed.setdefault(moment, digest) != digest:
+            raise Violation(ALIKE, f"{worker.who} has another state of step {position.step} of round {moment[0]}")
+
+    def one_state(self, worker: SimWorker, rows: Sequence[tuple[int, int, int, int]]) -> None:
+        """All ranks of a round have computed the gradients of a step: its number, first sample, and their state."""
+        meeting, (number, _, _, lineage) = worker.groups.meeting, rows[0]
+        if meeting is None or meeting.step >= number:
+            return
+        if any(row != rows[0] for row in rows):
+            raise Violation(ALIKE, f"{worker.who} sums gradients of {sorted(set(rows))}")
+        if not meeting.step:
+            self._goes_on(meeting, (lineage, number - 1))
+        meeting.step, nonce = number, meeting.place.nonce
+        self.counts.steps += 1
+        self._steady[nonce] = self._steady.get(nonce, 0) + 1
+
+    def _goes_on(self, meeting: Meeting, moment: tuple[int, int]) -> None:
+        """The first step of a round: nothing of its members' and of the storage is lost."""
+        size = meeting.members[0].state.size
+        held = [None if each is None else StateIdentity(*each) for _, each in sorted(meeting.held.items())]
+        election = elect(held, size)
+        least = [meeting.held[election.sources[0]]] if election is not None else [meeting.saved]
+        if any(each is not None and moment < each for each in least):
+            raise Violation(NOTHING_LOST, f"round {meeting.place.number} goes on from {moment}, not {least}")
+
+    def called(self, worker: SimWorker, name: str, result: int) -> None:
+        """A call of all ranks has given ``result``."""
+        position = worker.state.position
+        where = position.lineage, position.step, name
+        if self._results.setdefault(where, result) != result:
+            raise Violation(ALIKE, f"{worker.who} gets another result of {where}: {result}")
 
     def _tick(self) -> None:
-        """Each round in which anybody is makes a step, or fails."""
-        self._ticks += 1
-        groups: dict[str, list[Trainer]] = {}
-        for agent in self.agents.values():
-            for each in agent.at_work if agent.alive else ():
-                if each.place is not None:
-                    groups.setdefault(each.place.nonce, []).append(each)
-        for group in groups.values():
-            self._collective(group)
+        """Agents look at those that keep others waiting; both are in place."""
         self.loop.after(TICK_S, self._tick)
+        for nonce, meeting in list(self._meetings.items()):
+            here = [each for each in meeting.members.values() if each.groups.meeting is meeting and each.alive]
+            if not here:
+                del self._meetings[nonce]
+            elif self.loop.now - meeting.moved_at > SUSPECTED_S:
+                self._suspect(meeting, here)
 
-    def _collective(self, group: list[Trainer]) -> None:
-        place = group[0].place
-        assert place is not None
-        awake = [each for each in group if not each.still]
-        silent = self._silent(place, group)
-        here = Counter(each.agent.name for each in group)
-        absent = [name for name in place.nodes if here[name] < self.agents[name].team]
-        if not absent and not silent:
-            self._act(place, group)
+    def _suspect(self, meeting: Meeting, here: Sequence[SimWorker]) -> None:
+        nodes = meeting.place.nodes
+        silent = list(dict.fromkeys(each.agent.name for each in here if each.still))
+        if not silent and self.cuts:
+            silent = [b for a in nodes for b in nodes if not self.reaches(a, b)][:1]
+        first = next((each for each in here if not each.still and each.groups.formed), None)
+        if first is None:
             return
-        waits_s = self.loop.now - max(each.place_since for each in group)
-        for each in awake:
-            if each.formed and absent:
-                self._fail(each, (), self.chance.choice([0.03, 0.1, 0.3]))
-            elif not each.formed and waits_s > FORM_LIMIT_S:
-                name = each.agent.name
-                self._fail(each, tuple(other for other in place.nodes if not self.reaches(name, other)), 0.0)
-        if silent and awake and awake[0].formed and self._ticks * TICK_S - self._stepped(place) > SUSPECTED_S:
-            self._accuse(awake[0].agent, silent)
-            for name in silent:
-                agent = self.agents[name]
-                if isinstance(agent, InPlace) and agent.awake:
-                    agent.exclude()
-
-    def _stepped(self, place: Place) -> float:
-        return self._last_step.get(place.nonce, self._ticks * TICK_S)
-
-    def _silent(self, place: Place, group: list[Trainer]) -> list[str]:
-        """Members that stand still, or that some other cannot reach."""
-        still = list(dict.fromkeys(each.agent.name for each in group if each.still))
-        if not still and self.cuts:
-            return [b for a in place.nodes for b in place.nodes if not self.reaches(a, b)][:1]
-        return still
-
-    def _fail(self, trainer: Trainer, unreachable: tuple[str, ...], after_s: float) -> None:
-        place = trainer.place
-
-        def fail() -> None:
-            if trainer.place is place:
-                self.say(f"{trainer.who} loses contact")
-                trainer.lose_contact(unreachable)
-
-        trainer.soon(after_s, fail)
+        self._accuse(first.agent, silent)
+        for name in silent:
+            agent = self.agents[name]
+            if isinstance(agent, InPlace) and agent.awake:
+                agent.exclude()
 
     def _accuse(self, agent: Agent, silent: list[str]) -> None:
         away = [name for name in silent if not self.agents[name].awake or self.cuts]
@@ -280,45 +305,6 @@ class World:
         suspects = tuple(Ghost(node=name, mod_revision=items[0].mod_revision) for name, items in found.items() if items)
         if suspects and agent.node.link.whole and not self.etcd.down:
             agent.accuse(suspects)
-
-    def _act(self, place: Place, group: list[Trainer]) -> None:
-        """One tick of a whole round: a part of a save or of a call of all ranks, or a step."""
-        if place.nonce not in self._stepped_at:
-            self.invariants.met(group)
-            most = max(each.calls for each in group)
-            inside = any(each.inside and each.calls == most for each in group)
-            for each in group:
-                each.calls, each.inside, each.newcomer = most, inside, False
-        left = self._left.get(place.nonce, 0)
-        self._left[place.nonce] = max(0, left - 1)
-        if left > 1:
-            return
-        drain = group[0].flagged
-        if group[0].inside:
-            for each in group:
-                each.calls, each.inside = each.calls + 1, False
-        elif drain is not None and drain.waits and left == 0 and all(each.flagged is not None for each in group):
-            self._left[place.nonce] = self.chance.choice([1, 3, 8])  # all save before too few are left
-        elif self._calls and drain is None and self.chance.random() < CALLS:
-            self._left[place.nonce] = self.chance.choice([3, 8])
-            for each in group:
-                each.inside, each.call_key = True, each.agent.node.key.create_revision
-        else:
-            self._step(place, group)
-
-    def _step(self, place: Place, group: list[Trainer]) -> None:
-        self.counts.steps += 1
-        self._last_step[place.nonce] = self._ticks * TICK_S
-        self._stepped_at[place.nonce] = self._stepped_at.get(place.nonce, 0) + 1
-        self.invariants.stepped([each.place for each in group if each.place is not None])
-        self._saved = 1 + max((each.step.step for each in group if each.step is not None), default=self._saved)
-        step = Identity(round=place.number, step=self._saved)
-        for each in group:
-            each.formed, each.step = True, step
-            each.made_step()
-        if all(each.flagged is not None for each in group):
-            for each in group:
-                each.switch()
 
     # ---- networks between nodes
 
@@ -374,7 +360,8 @@ class World:
         name = NAMES[len(self.agents)]
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         kind = InPlace if self.limits.recovery is RecoveryMode.IN_PLACE else Restart
-        agent = kind(node, self, self.chance.choice([1, 1, 1, 2, 3]))
+        size = self.chance.choice([1, 1, 1, 2, 3]) if self.limits.shard_nodes == 1 else self._team
+        agent = kind(node, self, size)
         if isinstance(agent, InPlace):
             agent.reaches = lambda other: self.reaches(name, other)
         self.agents[name] = agent
@@ -395,7 +382,7 @@ class World:
         """Once somebody forms a round."""
 
         def forms(agent: Agent) -> bool:
-            return agent.awake and any(not each.formed for each in agent.at_work)
+            return agent.awake and any(not each.groups.formed for each in agent.at_work)
 
         def strike() -> None:
             if not self._strike("crash in forming", forms, lambda a: a.crash_worker()) and self.loop.now < end:
@@ -411,10 +398,10 @@ class World:
         )
 
     def _kill(self) -> bool:
-        return self._strike("kill", lambda each: each.alive, lambda a: a.node.die())
+        return self._strike("kill", lambda each: each.alive, lambda a: a.die(silently=self.chance.random() < 0.5))
 
     def _go(self) -> bool:
-        return self._strike("leave", lambda each: each.awake, lambda a: a.node.leave())
+        return self._strike("leave", lambda each: each.awake, lambda a: a.leave())
 
     def _evict(self) -> bool:
         return self._strike("evict", lambda each: each.awake, lambda a: a.evict())
@@ -467,8 +454,13 @@ class World:
 
     def _heal_pairs(self) -> bool:
         done = bool(self.cuts)
-        self.cuts.clear()
+        self._mend_pairs()
         return done
+
+    def _mend_pairs(self) -> None:
+        self.cuts.clear()
+        for meeting in self._meetings.values():
+            meeting.unstick()
 
     def _lose_leader(self) -> bool:
         done = not self.etcd.down
@@ -504,18 +496,18 @@ class World:
 
     def _end_faults(self) -> None:
         self.say("-- all faults are over")
-        self.cuts.clear()
+        self._mend_pairs()
         self.etcd.elect()
         for agent in self.agents.values():
             if not agent.alive:
                 continue
             if self._leaves(agent):
-                agent.node.leave()
+                agent.leave()
                 continue
             self._mend(agent)
             if agent.host.frozen:
                 agent.host.thaw()
-        self._stepped_at.clear()
+        self._steady.clear()
         while len(self._able()) < self.limits.min_nodes:
             self.join()
 
@@ -529,7 +521,7 @@ class World:
         """How things stand."""
         lines = [f"round: {_names(self.round)} {self.round!r}"[:600] if self.round is not None else "no round"]
         for agent in self.agents.values():
-            places = [each.place.number for each in agent.trainers if each.place is not None]
+            places = [(each.groups.number, str(each.state.phase)) for each in agent.at_work]
             lines.append(
                 f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} places={places} "
                 f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
@@ -598,4 +590,4 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
     finally:
         for agent in world.agents.values():
-            agent.host.dead = True  # its processes end where they are, and wake no others
+            agent.die(silently=True)

@@ -237,7 +237,8 @@ def use(directory: Path, version: int) -> None:
 
     def check(self: Any) -> None:
         (directory / f"aborts-{platform.node()}-{os.getpid()}").write_text(str(LikeNccl.aborts))
-        self._rounds.check_device(self._place.placement.device)
+        torch.cuda.current_stream().synchronize()
+        self._require_round()
 
     places: Any = (placement, dist, groups, ShardedReplica, InPlaceRecovery, torch.cuda)
     places[0].take, places[1].init_process_group, places[2].real_group = take, init, partial(_like_real, kind)

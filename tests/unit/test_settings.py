@@ -99,9 +99,7 @@ def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
 
 @pytest.mark.parametrize("name", ["last_call_limit", "join_batch", "stalled_rounds"])
 def test_an_option_of_an_earlier_version_says_what_holds_now(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--rdzv-conf: '{name}' is no option any more: it is .*remove it"
-    ) as caught:
+    with pytest.raises(ConfigError, match=f"--rdzv-conf: '{name}' is no option any more: it is .*remove it") as caught:
         rendezvous_options({"ttl": "5", name: "7"})
     assert caught.value.exit_code == 78
 

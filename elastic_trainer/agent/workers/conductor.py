@@ -343,7 +343,8 @@ class Life:
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
             "stuck": any(worker.stuck for worker in self.workers.values()),
             "joinable": all(report.joinable for report in reports),
-            "newcomer": any(report.newcomer for report in reports),
+            "newcomer": any(not report.met for report in reports),
+            "met": min((report.met for report in reports), default=""),
             "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
             "committed": self.reached.step if self.reached is not None and not self.ended else 0,
         }

@@ -9,10 +9,11 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,17 +22,26 @@ import torch.distributed as dist
 import xxhash
 
 from elastic_trainer import torch_internals
-from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.ipc.address import is_loopback
 from elastic_trainer.settings import WorkerEnvironment, validated
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.torch_internals import PrefixStore, Store, TCPStore
-from elastic_trainer.worker.comm.abort import End, InterruptibleWaits, ThreadedWork, collective, listening, resolved
+from elastic_trainer.worker.comm.abort import (
+    End,
+    InterruptibleWaits,
+    Sockets,
+    ThreadedWork,
+    collective,
+    listening,
+    resolved,
+)
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout, real_group
 from elastic_trainer.worker.comm.placement import NCCL, Placement
+from elastic_trainer.worker.report import HeartbeatReporter
 
 ENVIRONMENT = "env://"
 
@@ -50,7 +60,7 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPlace:
+class RankAssignment:
     """One process's place in one round. Without ``store`` it is alone and needs no process group."""
 
     round: int
@@ -127,7 +137,7 @@ def _address(method: str) -> tuple[str, int]:
     return host, port
 
 
-def place_in(environment: WorkerEnvironment) -> RoundPlace:
+def place_in(environment: WorkerEnvironment) -> RankAssignment:
     """The place given by the launcher's environment variables. ConfigError if they contradict each other."""
     if environment.rank >= environment.world_size or environment.local_rank >= environment.local_world_size:
         raise ConfigError(
@@ -135,7 +145,7 @@ def place_in(environment: WorkerEnvironment) -> RoundPlace:
             f" {environment.local_rank} of LOCAL_WORLD_SIZE {environment.local_world_size} are invalid",
             hint="start the script with torchrun, or unset these variables",
         )
-    return RoundPlace(
+    return RankAssignment(
         round=environment.round,
         rank=environment.rank,
         world_size=environment.world_size,
@@ -325,7 +335,7 @@ LAST_TEARDOWN_S = 2.0
 class Group:
     """The groups of one round."""
 
-    formation: RoundPlace
+    formation: RankAssignment
     control: Control
     store: Any = None
     """This round's own connection; severing it frees a rank that blocks while the groups form."""
@@ -340,7 +350,7 @@ class Group:
         return self.store is not None
 
 
-def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
+def form(formation: RankAssignment, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
     """The groups of ``formation``; a single process without a launcher needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
@@ -382,7 +392,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _formed(
-    formation: RoundPlace,
+    formation: RankAssignment,
     placement: Placement,
     store: TCPStore,
     fresh: PrefixStore,
@@ -432,7 +442,7 @@ def leave(group: Group) -> None:
         _TEARDOWNS.finish()
 
 
-def store_ends(formation: RoundPlace) -> list[End]:
+def store_ends(formation: RankAssignment) -> list[End]:
     """Addresses of the store of ``formation``."""
     return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
 
@@ -459,7 +469,7 @@ _HOOK = ExceptionHook()
 
 
 def form_in_place(
-    formation: RoundPlace,
+    formation: RankAssignment,
     placement: Placement,
     patience: FormTimeouts,
     begun: Callable[[], None],
@@ -607,3 +617,116 @@ def abort_nccl() -> None:
         torch_internals.backend_of(world, torch.device("cuda")).abort()
     except RuntimeError as error:
         logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])
+
+
+SEVER_AGAIN_S = 0.005
+SEVER_AGAIN_LONGEST_S = 0.5
+
+
+class CollectiveAborter:
+    """Frees a worker's main thread from the collectives of a round that is over, in place.
+
+    The main thread enters and leaves rounds; the link's thread calls :meth:`over`. ``number`` is the round that this
+    worker is or was last in. After a round is left, none of its sockets is severed.
+    """
+
+    def __init__(self, tracker: HeartbeatReporter) -> None:
+        self._tracker = tracker
+        self.number = 0
+        self.sockets = Sockets()
+        self._inside = threading.Event()
+        self._works = InterruptibleWaits()
+
+    @property
+    def inside(self) -> bool:
+        return self._inside.is_set()
+
+    def enter(self, number: int, store: Collection[End]) -> InterruptibleWaits:
+        """Round ``number`` is being formed through ``store``; returns its waits."""
+        self.number = number
+        self._works = InterruptibleWaits(self._tracker, interruptible=True)
+        self.sockets.forming(store, number)
+        self._inside.set()
+        return self._works
+
+    def leave(self, *, planned: bool) -> None:
+        """Leave the round; ``planned``: no peer waits in it either."""
+        if not planned:
+            self.sockets.sever()
+        self._works.end("the round was left")  # a late wait returns what has arrived by now
+        self._inside.clear()
+        self.sockets.forget()
+
+    def free(self, number: int, why: str) -> None:
+        """Free the main thread if it still forms round ``number``."""
+        works = self._works
+        if self.number == number:
+            works.end(why)
+            self.sockets.sever(number)
+
+    def over(self, number: int) -> None:
+        """Rounds up to ``number`` are over: free the main thread if it is in one of them.
+
+        By a planned change it may enter the next round meanwhile, whose waits and sockets are left alone.
+        """
+        works = self._works  # before the number: a round that begins sets its number first
+        present = self.number
+        if self._inside.is_set() and number >= present:
+            abort_nccl()
+            works.abort()
+            works.end("the round ended in the middle of a collective")
+            self.sockets.sever(present)
+            threading.Thread(target=self._sever_until_free, args=(present,), name="sever", daemon=True).start()
+
+    def _sever_until_free(self, number: int) -> None:
+        """Repeat until the main thread has left the group: a socket may have been busy the first time."""
+        pause_s = SEVER_AGAIN_S
+        while self._inside.is_set() and self.number == number:
+            SYSTEM.wait(threading.Event(), pause_s)
+            pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # the main thread may be in an evaluation of an hour
+            self.sockets.sever(number)
+
+
+class ElasticGroups:
+    """The groups of one round after the other, in the worker's main thread.
+
+    A store prefix, a store connection and a group belong to one round only; nothing waits for an abandoned group.
+    """
+
+    def __init__(
+        self, aborter: CollectiveAborter, placement: Placement, timeouts: FormTimeouts, layout: ShardLayout | None
+    ) -> None:
+        self._aborter, self._placement, self._timeouts, self._layout = aborter, placement, timeouts, layout
+        self._group: Group | None = None
+        """None between two rounds."""
+
+    @property
+    def number(self) -> int:
+        return self._aborter.number
+
+    @property
+    def inside(self) -> bool:
+        return self._aborter.inside
+
+    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
+        number, aborter = place.round, self._aborter
+        works = aborter.enter(number, store_ends(place))
+        if broken(number) is not None:
+            raise RoundBrokenError(f"round {number} is broken already")
+        why = f"round {number} was not formed within {self._timeouts.forming_s:g} s"
+        limit = threading.Timer(self._timeouts.forming_s, aborter.free, (number, why))
+        over = partial(broken, number)
+        try:
+            self._group = form_in_place(place, self._placement, self._timeouts, limit.start, over, works, self._layout)
+            aborter.sockets.formed(self._group.listening)
+        finally:
+            limit.cancel()
+        return self._group
+
+    def sever(self) -> None:
+        self._aborter.sockets.sever()
+
+    def abandon(self, *, planned: bool = False) -> None:
+        self._aborter.leave(planned=planned)
+        group, self._group = self._group, None
+        abandon(group)

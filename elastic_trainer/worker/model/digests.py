@@ -72,7 +72,8 @@ def _segments(of: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tens
     segment: list[tuple[int, torch.Tensor]] = []
     room = SEGMENT
     for place, tensor in enumerate(of):
-        flat = _integers(tensor)
+        plain = tensors.plain(tensor).contiguous().view(-1)
+        flat = plain.view(_INTEGERS[plain.element_size()])
         while len(flat):
             piece, flat = flat[:room], flat[room:]
             segment.append((place, piece))
@@ -82,8 +83,3 @@ def _segments(of: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tens
                 segment, room = [], SEGMENT
     if segment:
         yield segment
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensors.plain(tensor).contiguous().view(-1)
-    return plain.view(_INTEGERS[plain.element_size()])

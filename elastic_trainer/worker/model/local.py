@@ -23,18 +23,18 @@ from torch import nn
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Reduction, Replica, share
+from elastic_trainer.worker.model.replica import Reduction, Replica, Use, share
 from elastic_trainer.worker.model.several import add_up
-from elastic_trainer.worker.report import HeartbeatReporter
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Those of the DiLoCo paper."""
 Anchor = Mapping[str, torch.Tensor]
 """The last synchronised parameters, by name."""
+_EITHER = "reduction='local_sgd' or 'diloco'"
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class LocalSgd:
     """How ranks train apart: ``sync_every`` steps of their own. ``lr`` None: their mean is what they go on from."""
 
     sync_every: int
@@ -42,7 +42,9 @@ class Apart:
     momentum: float = 0.0
 
     @classmethod
-    def of(cls, reduction: Reduction, sync_every: int | None, lr: float | None, momentum: float | None) -> Apart | None:
+    def of(
+        cls, reduction: Reduction, sync_every: int | None, lr: float | None, momentum: float | None
+    ) -> LocalSgd | None:
         """What the arguments of ``session.wrap`` say; None: gradients are averaged in every step."""
         if reduction is not Reduction.DILOCO and (lr is not None or momentum is not None):
             raise ConfigError("outer_lr and outer_momentum without reduction='diloco'", hint="leave them out")
@@ -79,12 +81,19 @@ class OuterSGD(torch.optim.SGD):
 class LocalReplica(Replica):
     """See the module."""
 
-    apart = True
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.CLOSURE: (f"{_EITHER} does not go with a closure", "call optimizer.step() after step.backward(loss)"),
+        Use.MANUAL_STEP: (
+            "begin_step() of ranks that train apart, whose steps a fault may undo together",
+            "use `with session.step()`",
+        ),
+        Use.STREAMS: (f"{_EITHER} does not go with Streams", "leave it out"),
+        Use.AUDIT: (f"audit_every does not go with {_EITHER}", "leave it out"),
+    }
+    fitted = own_optimizer = True
 
-    def __init__(
-        self, module: nn.Module, placement: Placement, tracker: HeartbeatReporter, how: Apart, *, lasting: bool = False
-    ) -> None:
-        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
+    def __init__(self, module: nn.Module, placement: Placement, how: LocalSgd, *, in_place: bool = False) -> None:
+        super().__init__(module, placement, in_place=in_place)
         self._control, self._inside = Control(), False
         self._live: dict[str, nn.Parameter] = {}
         """What is trained until the next synchronisation, by name."""
@@ -94,17 +103,13 @@ class LocalReplica(Replica):
             self.outer = OuterSGD(parameters, lr=how.lr, momentum=how.momentum, nesterov=how.momentum > 0.0)
 
     def bind(self, control: Control) -> None:
-        self._control, self._inside = control, False
-        self._check_trainable()
+        super().bind(control)
+        self._control, self._inside, self.averaged_over = control, False, 1
 
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
         if not self._inside:
             self._inside, self._live = True, self.trained()
-
-    @property
-    def fitted(self) -> bool:
-        return True
 
     def fit(self, control: Control, change: str) -> None:
         if self._inside:
@@ -113,6 +118,10 @@ class LocalReplica(Replica):
                 hint="do it where step.number is a multiple of sync_every",
             )
         self.bind(control)
+
+    def counting(self, control: Control) -> Control:
+        """Each rank alone."""
+        return Control()
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""

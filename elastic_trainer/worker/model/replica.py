@@ -1,31 +1,40 @@
-"""The buffers of a model at the start of a step, so that what its body does to them can be undone.
+"""This rank's copy of the model: the bare module, what the script calls, what is trained, how gradients become one.
 
-A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
-costs one copy of all of them, and one look at each.
+Each mode is a type of :class:`Replica` with the same methods: here :class:`DdpReplica`, the default; beside it tree,
+sharded, stages, several and local.
+
+DistributedDataParallel is built with ``init_sync=False``: states are already equal, and its broadcast would overwrite
+a rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass after a
+synchronised one, so once per step at any number of micro-batches; rank 0's buffers are the ones that count and are
+saved. Rank 0 always has samples of its own, never a filler.
 
 *Runs in* the worker's main thread.
+*Fails by* ConfigError for a change of the script that cannot be followed, naming the first parameter; RoundBrokenError
+when the round is over.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import BatchNorm
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, Work, collective
@@ -33,268 +42,35 @@ from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.model.average import averaged
 from elastic_trainer.worker.report import HeartbeatReporter
 
 
-class Buffers:
-    """See the module. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay."""
-
-    def __init__(self, module: nn.Module) -> None:
-        owners = {name: torch_internals.buffers_of(each) for name, each in module.named_modules()}
-        self._owners, self._tables = list(owners), list(owners.values())
-        self._present: list[torch.Tensor | None] = []
-        self._before: list[dict[str, torch.Tensor | None]] = []
-        self.live: list[torch.Tensor] = []
-        self.kept: list[torch.Tensor] = []
-        self._renew(self._look())
-
-    def keep(self) -> str | None:
-        """At the start of a step; returns the name of a buffer that was replaced since the previous step, if any."""
-        if not self._tables:
-            return None
-        present, replaced = self._look(), None
-        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
-            replaced = self._replaced()
-            self._renew(present)
-        if self.live:
-            torch._foreach_copy_(self.kept, self.live)
-        return replaced
-
-    def restore(self) -> None:
-        """Put the kept values back into the tensors that the step began with."""
-        if self.live:
-            torch._foreach_copy_(self.live, self.kept)
-
-    def undo(self) -> None:
-        """Put back the tensors that the step began with, and their values."""
-        for table, before in zip(self._tables, self._before, strict=True):
-            table.clear()
-            table.update(before)
-        self.restore()
-
-    def _look(self) -> list[torch.Tensor | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def _replaced(self) -> str | None:
-        for owner, now, then in zip(self._owners, self._tables, self._before, strict=True):
-            for name in {**now, **then}:
-                if now.get(name) is not then.get(name):
-                    return f"{owner}.{name}" if owner else name
-        return None
-
-    def _renew(self, present: list[torch.Tensor | None]) -> None:
-        self._present, self._before = present, [dict(table) for table in self._tables]
-        once = {id(each): each for each in present if each is not None}.values()
-        self.live[:] = [each.detach() if each.requires_grad else each for each in once]
-        self.kept[:] = [torch.empty_like(each) for each in self.live]
+def bare(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given, if ``module`` is compiled."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
 
 
-def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
-    """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
-    if control.alone:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    for alike in kinds.values():
-        flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
-        control.broadcast(flat, 0)
-        unflatten(flat, alike)
+_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
 
 
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy what ``flat`` holds, one tensor behind another, into ``tensors``."""
-    parts = torch.split(flat, [each.numel() for each in tensors])
-    torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
+def check_bare(model: nn.Module) -> None:
+    """ConfigError if ``model`` sums gradients by itself."""
+    for each in model.modules():
+        if isinstance(each, DistributedDataParallel | nn.DataParallel):
+            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
 
 
-class _Sums:
-    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
-
-    def __init__(self, group: Any, works: InterruptibleWaits) -> None:
-        self._group, self._works = group, works
-        self.begun: list[Work] = []
-        self.complete = False
-        """Whether the last bucket was started; buckets start in order, when they are full."""
-        self._lost: RoundBrokenError | None = None
-
-    def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        self.complete = bucket.is_last()
-        try:
-            with collective("all_reduce"):
-                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
-        except RoundBrokenError as error:
-            self._lost = error  # C++ calls this; raised after the pass
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-
-    def wait(self) -> bool:
-        """Wait for all sums; whether there were any."""
-        begun, self.begun = self.begun, []
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
-        with collective("all_reduce"):
-            for work in begun:
-                self._works.wait(work)
-        return bool(begun)
+def refuse_ddp(module: nn.Module) -> None:
+    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
+    if isinstance(module, WrappedModel) or not dist.is_initialized():
+        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
 
 
-class Gradients:
-    """The gradients of one round."""
-
-    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
-        self._parallel = parallel
-        self._summed = False
-        group = parallel.process_group
-        self.share = 1.0 / group.size()
-        """Factor for the loss that turns summed gradients into those of the mean."""
-        self._sums = sums = _Sums(group, works)
-        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
-
-    def begin_step(self) -> None:
-        self._summed = self._sums.complete = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the sums hold all gradients of the step."""
-        return self._sums.complete
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
-        if self._summed:
-            self._divide()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._summed = self._sums.wait()
-
-    def _divide(self) -> None:
-        """Gradients already summed will be summed again together with the new ones."""
-        with torch.no_grad():
-            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
-            if grads:  # the script may have dropped them
-                torch._foreach_mul_(grads, self.share)
-
-
-Reduce = Callable[[torch.Tensor], None]
-"""Sums a tensor over all ranks, in place."""
-
-
-class Company:
-    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.counts = True
-        self.reduce: Reduce = lambda tensor: None
-
-    def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
-        self.rank, self.world_size, self.reduce = rank, world_size, reduce
-        self.counts = True
-
-
-class SharedBatchNorm(BatchNorm):
-    """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
-
-    A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
-    """
-
-    company: Company
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
-        alone = self.company.world_size == 1 and input.numel() > input.shape[1]
-        if alone or not self.training:  # in evaluation ranks have different numbers of batches
-            return super().forward(input)
-        output: torch.Tensor
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.company)  # type: ignore[no-untyped-call]
-        if self.track_running_stats:
-            self._move(mean, variance, float(count))
-        return output
-
-    @torch.no_grad()
-    def _move(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-        unbiased = variance * (count / max(count - 1.0, 1.0))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
-
-
-class _Normalize(torch.autograd.Function):
-    """Statistics of all ranks; the backward pass sums over all ranks again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, company: Company) -> Any:
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        mean, variance, count = _joined(wide, axes, company)
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        scale = torch.rsqrt(variance + eps)
-        normal = (wide - mean.view(shape)) * scale.view(shape)
-        output = normal
-        if weight is not None:
-            output = normal * weight.view(shape).to(wide.dtype) + bias.view(shape).to(wide.dtype)
-        ctx.save_for_backward(normal, scale, weight)
-        ctx.company, ctx.axes, ctx.shape, ctx.count, ctx.counts = company, axes, shape, count, company.counts
-        ctx.mark_non_differentiable(mean, variance, count)
-        return output.to(x.dtype), mean, variance, count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
-        normal, scale, weight = ctx.saved_tensors
-        shape, axes = ctx.shape, ctx.axes
-        wide = grad.to(normal.dtype)
-        total, along = wide.sum(axes), (wide * normal).sum(axes)
-        of_all = torch.cat([total, along])
-        ctx.company.reduce(of_all)
-        mean_total, mean_along = (of_all / ctx.count).chunk(2)
-        back = wide
-        if ctx.counts:  # a filler has no part in the statistics
-            back = wide - mean_total.view(shape) - normal * mean_along.view(shape)
-        factor = scale if weight is None else scale * weight.to(scale.dtype)
-        weights = (along.to(weight.dtype), total.to(weight.dtype)) if weight is not None else (None, None)
-        return (back * factor.view(shape)).to(grad.dtype), *weights, None, None
-
-
-def _joined(x: torch.Tensor, axes: list[int], company: Company) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and (biased) variance per channel over all ranks, and the number of values."""
-    channels = x.shape[1]
-    stats = x.new_zeros(company.world_size, 2 * channels + 1)
-    if company.counts and x.numel():
-        variance, mean = torch.var_mean(x, axes, correction=0)
-        stats[company.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
-    company.reduce(stats)
-    means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
-    count = counts.sum().clamp_(min=1.0)
-    mean = (counts * means).sum(0) / count
-    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
-    return mean, variance, count
-
-
-def share_batchnorm(module: nn.Module, company: Company) -> nn.Module:
-    """``module`` with every layer of batch normalization over all ranks; parameters, buffers and names stay."""
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        shared = SharedBatchNorm(
-            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-        )
-        shared.weight, shared.bias = module.weight, module.bias
-        shared.running_mean, shared.running_var = module.running_mean, module.running_var
-        shared.num_batches_tracked = module.num_batches_tracked
-        shared.training = module.training
-        shared.company = company
-        return shared
-    for name, child in module.named_children():
-        module.add_module(name, share_batchnorm(child, company))
-    return module
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are DTensors."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
 Call = Callable[[Callable[..., Any], Any, Any], Any]
@@ -368,26 +144,26 @@ class WrappedModel(nn.Module):
         return copy.deepcopy(self.module, memo)
 
 
-def refuse_ddp(module: nn.Module) -> None:
-    """Before ``DistributedDataParallel(module)`` in an open session: ConfigError if it cannot work there."""
-    if isinstance(module, WrappedModel) or not dist.is_initialized():
-        raise ConfigError("DistributedDataParallel inside a session", hint=_BARE)
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.distributed.optim"):
+            raise ConfigError(
+                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
+                hint="use the ordinary optimizer that it wraps",
+            )
+    check_members(optimizer, module)
 
 
-def check_bare(model: nn.Module) -> None:
-    """ConfigError if ``model`` sums gradients by itself."""
-    for each in model.modules():
-        if isinstance(each, DistributedDataParallel | nn.DataParallel):
-            raise ConfigError(f"session.wrap() of a model in {type(each).__name__}", hint=_BARE)
-
-
-_BARE = "give session.wrap() the bare model and call what it returns: it averages the gradients of all ranks"
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given, if ``module`` is compiled."""
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else module
+def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that trains what is not in the model."""
+    known = set(map(id, module.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
+                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
+            )
 
 
 _required = attrgetter("requires_grad")
@@ -416,15 +192,10 @@ class Trainable:
                 f"parameter {_first_new(self, names, parameters)!r} is not the one that session.wrap() was given",
                 hint="make all parameters before wrap(), and freeze those that are to be trained later",
             )
-        self._flags, self._groups = list(map(_required, parameters)), len(groups)
+        self._flags, self.groups = list(map(_required, parameters)), len(groups)
         held = {id(each) for group in groups for each in group["params"]}
         self.outside = [each for each in parameters if id(each) not in held]
         """Those in no group of the optimizer."""
-
-    @property
-    def regrouped(self) -> bool:
-        """Whether the optimizer has a new group."""
-        return len(self._optimizer.param_groups) != self._groups
 
     @property
     def switched(self) -> bool:
@@ -463,17 +234,6 @@ class Trainable:
         )
 
 
-def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for an optimizer that trains what is not in the model."""
-    known = set(map(id, module.parameters()))
-    for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) not in known for parameter in group["params"]):
-            raise ConfigError(
-                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
-                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
-            )
-
-
 def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     named = list(module.named_parameters())
     return [name for name, _ in named], [parameter for _, parameter in named]
@@ -484,6 +244,88 @@ def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter
     before = set(map(id, known.parameters))
     added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
     return [*added, *sorted(set(known._names) - set(names)), *names][0]
+
+
+class Buffers:
+    """The buffers of a model at the start of a step, so that what its body does to them can be undone.
+
+    A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
+    costs one copy of all of them, and one look at each. ``live`` are the model's tensors, ``kept`` their values at the
+    step's start; the lists stay.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = {name: torch_internals.buffers_of(each) for name, each in module.named_modules()}
+        self._owners, self._tables = list(owners), list(owners.values())
+        self._present: list[torch.Tensor | None] = []
+        self._before: list[dict[str, torch.Tensor | None]] = []
+        self.live: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        self._renew(self._look())
+
+    def keep(self) -> str | None:
+        """At the start of a step; returns the name of a buffer that was replaced since the previous step, if any."""
+        if not self._tables:
+            return None
+        present, replaced = self._look(), None
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+            replaced = self._replaced()
+            self._renew(present)
+        if self.live:
+            torch._foreach_copy_(self.kept, self.live)
+        return replaced
+
+    def restore(self) -> None:
+        """Put the kept values back into the tensors that the step began with."""
+        if self.live:
+            torch._foreach_copy_(self.live, self.kept)
+
+    def undo(self) -> None:
+        """Put back the tensors that the step began with, and their values."""
+        for table, before in zip(self._tables, self._before, strict=True):
+            table.clear()
+            table.update(before)
+        self.restore()
+
+    def _look(self) -> list[torch.Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _replaced(self) -> str | None:
+        for owner, now, then in zip(self._owners, self._tables, self._before, strict=True):
+            for name in {**now, **then}:
+                if now.get(name) is not then.get(name):
+                    return f"{owner}.{name}" if owner else name
+        return None
+
+    def _renew(self, present: list[torch.Tensor | None]) -> None:
+        self._present, self._before = present, [dict(table) for table in self._tables]
+        once = {id(each): each for each in present if each is not None}.values()
+        self.live[:] = [each.detach() if each.requires_grad else each for each in once]
+        self.kept[:] = [torch.empty_like(each) for each in self.live]
+
+
+def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
+    """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
+    if control.alone:
+        return
+    for alike in by_kind([each.detach() for each in buffers]):
+        flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
+        control.broadcast(flat, 0)
+        unflatten(flat, alike)
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """``tensors`` of one type on one device together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for each in tensors:
+        kinds.setdefault((each.dtype, each.device), []).append(each)
+    return kinds.values()
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what ``flat`` holds, one tensor behind another, into ``tensors``."""
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
 
 
 class Reduction(StrEnum):
@@ -504,15 +346,13 @@ class Reduction(StrEnum):
         return self in (Reduction.LOCAL_SGD, Reduction.DILOCO)
 
 
-_OWN = ("init_sync", "device_ids", "output_device", "process_group")
-
-
 @dataclass(frozen=True, slots=True)
 class DataPart:
     """Which part of the data a rank draws: part ``rank`` of ``world``, as do ``alike`` ranks together.
 
-    ``first``: it is the one of them that counts the samples. ``even``: the model computes together with other ranks, so
-    all need equally many forward passes.
+    ``first``: it is the one of them that counts the samples. ``even``: its passes in training are collectives, so all
+    ranks need equally many; ``always_even``: those of an evaluation too. ``fixed``: nothing that is drawn may depend on
+    the number of ranks.
     """
 
     rank: int
@@ -520,75 +360,81 @@ class DataPart:
     alike: int = 1
     first: bool = True
     even: bool = False
+    always_even: bool = False
+    fixed: bool = False
+
+
+class Pass(NamedTuple):
+    """A backward pass: the ``part`` of a batch that it is about, the unscaled ``loss`` with its ``weight`` in the mean
+    over the global batch, and whether it is the ``last`` one of the batch.
+    """
+
+    part: Batch | None
+    loss: torch.Tensor
+    weight: float
+    last: bool
+
+
+class Use(StrEnum):
+    """What a script may ask for that not every replica goes with."""
+
+    CLOSURE = "optimizer.step(closure)"
+    FUSED_SCALER = "a GradScaler whose optimizer unscales by itself"
+    MANUAL_STEP = "session.begin_step()"
+    STREAMS = "session.batches(Streams(...))"
+    AUDIT = "audit_every"
+    HALVING = "out_of_memory='halve'"
 
 
 class Replica:
-    """The model of this rank. ``lasting``: the process outlives rounds (in-place recovery)."""
+    """One rank's copy of the model, and how it is kept equal to those of other ranks; each mode is a type.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        placement: Placement,
-        options: Mapping[str, Any],
-        tracker: HeartbeatReporter,
-        *,
-        sync: bool,
-        lasting: bool = False,
-        reduction: Reduction = Reduction.DDP,
-    ) -> None:
-        check_options(options)
-        if reduction is Reduction.TREE and (sync or options):
-            raise ConfigError(
-                f"reduction='tree' does not go with {'sync_batchnorm' if sync else 'ddp_options'}",
-                hint="leave it out: the tree does not use DistributedDataParallel",
-            )
-        self._placement, self._options, self._tracker = placement, dict(options), tracker
-        self.module, self._company = self._moved(bare(module), placement.device), Company()
-        compiled = module is not self.module
-        if sync and placement.device.type != "cuda":
-            self.module = share_batchnorm(self.module, self._company)
-        elif sync:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        self.lasting = lasting
-        self.runner = WrappedModel(self.module, module if compiled else self.module)
+    What only some modes need is a method that does nothing here. ``in_place``: the process outlives rounds, so what a
+    step does to the buffers can be undone.
+    """
+
+    refused: Mapping[Use, tuple[str, str]] = {}
+    """What does not go with this mode: why, and what to do instead."""
+    layout: ShardLayout | None = None
+    """How the model is sharded, if it is."""
+    anywhere: Callable[[bool], bool] | None = None
+    """Whether any rank that holds a part of this state says so; all of them ask at once. None: this rank holds all."""
+    fitted = False
+    """Whether the reduction was built for a fixed set of trained parameters."""
+    share = 1.0
+    """Factor for the loss that turns gradients into means over the ranks."""
+    averaged_over = 1
+    """Over how many ranks gradients are means, with that factor."""
+    own_optimizer = False
+    """Whether each rank holds a state of its optimizer that is its own."""
+    loss_weight = 1
+    """For how many ranks this one counts in a sum of losses."""
+    summed = True
+    """Whether the gradients are sums over all ranks, as far as that is known."""
+    prepared = 0
+    """The number of the step that a peer may have committed; 0 if there is none."""
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        self._placement, self.in_place = placement, in_place
+        self.module = self._moved(bare(module), placement.device)
+        self.runner = WrappedModel(self.module, self.module if bare(module) is module else module)
         """What the script calls."""
-        self._buffers = Buffers(self.module) if lasting or reduction is Reduction.TREE else None
-        self.even = sync
-        """Whether all ranks need the same number of micro-batches (collectives in the forward pass)."""
-        self._parallel: DistributedDataParallel | None = None
-        self._gradients: Gradients | None = None
-        self.tree: TreeReduction | None = None
-        if reduction is Reduction.TREE and self._buffers is not None:
-            self._check_trainable()
-            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
+        self._buffers = Buffers(self.module) if in_place else None
 
     def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module.to(device)
 
-    def begin_step(self, *, counts: bool = True) -> None:
-        """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
-        self._company.counts = counts
-        replaced = self._buffers.keep() if self._buffers is not None else None
-        if self._gradients is not None:
-            self._gradients.begin_step()
-        if self.tree is not None:
-            if replaced is not None:
-                raise ConfigError(
-                    f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
-                    hint="change it in place, with copy_()",
-                )
-            self.tree.begin_step()
+    def check(self, use: Use) -> None:
+        """ConfigError if this mode does not go with ``use``."""
+        if use in self.refused:
+            sentence, hint = self.refused[use]
+            raise ConfigError(sentence, hint=hint)
 
-    def begin_micro_batch(self, *, counts: bool = True) -> None:
-        """In the tree each micro-batch begins with the buffers that the step began with."""
-        self._company.counts = counts
-        if self.tree is not None and self._buffers is not None:
-            self._buffers.restore()
+    def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
+        """The moving average to keep of the parameters: with this decay, the given one, or none."""
+        return averaged(self.module, wanted)
 
-    layout: ShardLayout | None = None
-    """How the model is sharded, if it is."""
-    apart = False
-    """Whether ranks hold different parameters between two synchronisations."""
+    # ---- rounds
 
     def join(self, group: Group) -> None:
         """A round was formed."""
@@ -600,120 +446,70 @@ class Replica:
         """The ranks that must hold what this one holds."""
         return control
 
-    def part(self, control: Control) -> DataPart:
-        """What this rank draws of each global batch."""
-        return DataPart(control.rank, control.world_size)
-
     @property
     def peers(self) -> Control | None:
         """The ranks that hold one whole state together with this one."""
         return None
 
-    def share_buffers(self) -> None:
-        """Before a step; DistributedDataParallel does it in the forward pass."""
+    def part(self, control: Control) -> DataPart:
+        """What this rank draws of each global batch."""
+        return DataPart(control.rank, control.world_size)
 
-    def commit_together(self, number: int) -> None:
-        """Before the update of step ``number``: wait for ranks that must make it together with this one."""
+    def claims(self, control: Control, resumed: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+        """What checkpoints say of how this replica computes.
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether any rank that holds a part of this state says so; all of them ask at once."""
-        return flag
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def undo(self) -> None:
-        if self._buffers is not None:
-            self._buffers.undo()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Between steps: passes in here leave no trace in the buffers."""
-        if self._buffers is not None:
-            self._buffers.keep()
-        yield
-        self.undo()
+        ConfigError on ranks that compute otherwise than rank 0, or than the fields ``resumed``.
+        """
+        return {}
 
     def bind(self, control: Control) -> None:
-        """Average gradients over the ranks of the present round, which all hold the same state."""
-        self.release()
-        self._check_trainable()
-        if self.tree is not None and self._buffers is not None:
-            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
-            self.tree.bind(control, None if control.alone else dist.group.WORLD)
-            return
-        if control.alone:
-            return
-        cuda = self._placement.device.type == "cuda"
-        if self.even and not cuda:
-            self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
-        ids = [self._placement.device.index] if cuda else None
-        # Else gradients are copied back and held twice. With DDP's mixed precision they do not fit their bucket.
-        options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
-        interruptible = self.lasting and not cuda and options["gradient_as_bucket_view"]
-        self._parallel = DistributedDataParallel(self.runner.called, device_ids=ids, init_sync=False, **options)
-        if interruptible:
-            self._gradients = Gradients(self._parallel, control.works)
-        self.runner.go_through(self._parallel)
-
-    @property
-    def fitted(self) -> bool:
-        """Whether the reduction was built for a fixed set of trained parameters."""
-        return self._parallel is not None or self.tree is not None
+        """Train with the ranks of the present round, which all hold the same state."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
+        self.averaged_over = self.part(control).world
 
     def fit(self, control: Control, change: str) -> None:
         """Follow a ``change`` of the trained parameters, between two steps, on all ranks alike."""
-        if self._parallel is not None and not self.lasting:
-            raise ConfigError(
-                f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
-                hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
-            )
         self.bind(control)
 
-    @property
-    def summed(self) -> bool:
-        """Whether the gradients are sums over all ranks, as far as that is known."""
-        return self._gradients is None or self._gradients.complete
-
-    def _check_trainable(self) -> None:
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
-
     def release(self) -> None:
-        self._company.bind(0, 1, lambda tensor: None)
-        if self.tree is not None:
-            self.tree.unbind()
-        self._parallel = self._gradients = None
-        self.runner.go_through(None)
+        """Leave the round."""
 
-    @property
-    def share(self) -> float:
-        """Factor for the loss that turns gradients into means over the ranks."""
-        return 1.0 if self._gradients is None else self._gradients.share
+    # ---- steps
 
-    def before_backward(self) -> None:
-        """Before any collective of a backward pass: find out whether ranks that compute together are all there."""
+    def share_buffers(self) -> None:
+        """Before a step; DistributedDataParallel does it in the forward pass."""
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass; gradients are averaged over the ranks unless that is left to a later pass."""
-        if self._gradients is not None:
-            self._gradients.backward(loss)
-        elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            self._backward_of_ddp(loss)
+    def begin_step(self, *, counts: bool = True) -> None:
+        """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
+        if self._buffers is not None:
+            self._buffers.keep()
 
-    def _backward_of_ddp(self, loss: torch.Tensor) -> None:
-        """DistributedDataParallel waits for its sums in the last callback of the pass, so the first one marks the wait.
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        """Before the forward pass of one of several micro-batches."""
 
-        Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context in which backward passes only add up locally."""
+        return nullcontext()
+
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
+        """Before any collective of a backward pass: the weight of its loss. ``done`` are starts of earlier parts.
+
+        Where ranks compute together they find out here whether all are there.
         """
-        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.waits))  # type: ignore[no-untyped-call]
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            self._tracker.resumes()
+        return 1.0 if part is None else part.weight
+
+    def counting(self, control: Control) -> Control:
+        """The ranks that add up what they count of a batch."""
+        return control
+
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
+        """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left to a later pass.
+
+        Returns the mean loss over the global batch where the pass finds it.
+        """
+        loss.backward()  # type: ignore[no-untyped-call]
+        return None
 
     def run(
         self,
@@ -726,47 +522,48 @@ class Replica:
             "step.pipeline() of a model without stages", hint="say session.wrap(..., stage=PipelineStage(...))"
         )
 
-    stands_for = 1
-    """For how many ranks this one counts in a sum of losses."""
-
     def scale_gradients(self, factor: float) -> None:
-        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        grads = [local(each.grad) for each in self.module.parameters() if each.grad is not None]
         if grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """A context in which backward passes only add up locally."""
-        return nullcontext() if self._parallel is None else self._parallel.no_sync()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def commit_together(self, number: int) -> None:
+        """Before the update of step ``number``: wait for ranks that must make it together with this one."""
+
+    def undo(self) -> None:
+        """Put back the buffers that the step began with."""
+        if self._buffers is not None:
+            self._buffers.undo()
+
+    # ---- between steps
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passes in here leave no trace in the buffers."""
+        if self._buffers is not None:
+            self._buffers.keep()
+        yield
+        self.undo()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The bare module if ``model`` wraps it, else ``model`` itself."""
         model = bare(model)
-        if model is self._parallel or model is self.runner:
+        if model is self.runner:
             return self.module
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        return bare(model.module) if isinstance(model, DistributedDataParallel) else model
 
     def align_buffers(self, control: Control, average: nn.Module | None) -> None:
-        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise).
+        """Give all ranks rank 0's buffers, as the next forward pass would, and those of the ``average``.
 
-        Those of the ``average`` too: rank 0's are the ones that are saved, however they came about (``update_bn``).
+        Rank 0's are the ones that are saved, however they came about (``update_bn``).
         """
-        if self._parallel is None or not forwards_buffers(self._parallel):
-            return
-        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        models = (self.module, *(() if average is None else (average,)))
-        share(control, [each for model in models for name, each in model.named_buffers() if name not in ignored])
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are DTensors."""
-    return any(hasattr(each, "device_mesh") for each in module.parameters())
-
-
-def forwards_buffers(parallel: DistributedDataParallel) -> bool:
-    """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
-    old: bool = getattr(parallel, "broadcast_buffers", True)
-    new: bool = getattr(parallel, "forward_sync_buffers", old)
-    return new
+_OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -778,12 +575,315 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.distributed.optim"):
+class DdpReplica(Replica):
+    """Gradients are averaged by DistributedDataParallel, with these ``options``, in every step.
+
+    ``sync_batchnorm``: layers of batch normalization compute over the samples of all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        tracker: HeartbeatReporter,
+        options: Mapping[str, Any],
+        *,
+        sync_batchnorm: bool,
+        in_place: bool = False,
+    ) -> None:
+        check_options(options)
+        self._tracker, self._options, self._even, self._context = tracker, dict(options), sync_batchnorm, SyncContext()
+        super().__init__(module, placement, in_place=in_place)
+        self._parallel: DistributedDataParallel | None = None
+        self._gradients: Gradients | None = None
+        if sync_batchnorm:
+            self.refused = {Use.AUDIT: ("audit_every does not go with sync_batchnorm", "leave it out")}
+
+    def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
+        module = super()._moved(module, device)
+        if self._even and device.type == "cuda":
+            return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-any-return, no-untyped-call]
+        return share_batchnorm(module, self._context) if self._even else module
+
+    def part(self, control: Control) -> DataPart:
+        return DataPart(control.rank, control.world_size, even=self._even)
+
+    def bind(self, control: Control) -> None:
+        self.release()
+        super().bind(control)
+        if control.alone:
+            return
+        cuda = self._placement.device.type == "cuda"
+        if self._even and not cuda:
+            self._context.bind(control.rank, control.world_size, partial(all_reduce, control))
+        ids = [self._placement.device.index] if cuda else None
+        # Else gradients are copied back and held twice. With DDP's mixed precision they do not fit their bucket.
+        options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
+        self._parallel = DistributedDataParallel(self.runner.called, device_ids=ids, init_sync=False, **options)
+        self.fitted = True
+        if self.in_place and not cuda and options["gradient_as_bucket_view"]:
+            self._gradients = Gradients(self._parallel, control.works)
+            self.share = self._gradients.share
+        self.runner.go_through(self._parallel)
+
+    def fit(self, control: Control, change: str) -> None:
+        if not self.in_place:
             raise ConfigError(
-                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
-                hint="use the ordinary optimizer that it wraps",
+                f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
+                hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
             )
-    check_members(optimizer, module)
+        self.bind(control)
+
+    def release(self) -> None:
+        self._context.bind(0, 1, lambda tensor: None)
+        self._parallel = self._gradients = None
+        self.fitted, self.summed, self.share = False, True, 1.0
+        self.runner.go_through(None)
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        self._context.counts = counts
+        if self._buffers is not None:
+            self._buffers.keep()
+        if self._gradients is not None:
+            self._gradients.begin_step()
+            self.summed = False
+
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        self._context.counts = counts
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._parallel is None else self._parallel.no_sync()
+
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
+        if self._gradients is not None:
+            self._gradients.backward(loss)
+            self.summed = self._gradients.complete
+        elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._backward_of_ddp(loss)
+        return None
+
+    def _backward_of_ddp(self, loss: torch.Tensor) -> None:
+        """DistributedDataParallel waits for its sums in the last callback of the pass, so the first one marks the wait.
+
+        Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
+        """
+        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.waits))  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._tracker.resumes()
+
+    def align_buffers(self, control: Control, average: nn.Module | None) -> None:
+        """As the options of DistributedDataParallel say."""
+        if self._parallel is None or not forwards_buffers(self._parallel):
+            return
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        models = (self.module, *(() if average is None else (average,)))
+        share(control, [each for model in models for name, each in model.named_buffers() if name not in ignored])
+
+
+def forwards_buffers(parallel: DistributedDataParallel) -> bool:
+    """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
+    old: bool = getattr(parallel, "broadcast_buffers", True)
+    new: bool = getattr(parallel, "forward_sync_buffers", old)
+    return new
+
+
+class Gradients:
+    """Sums gradients over the ranks during the backward pass, with waits that the end of a round can interrupt.
+
+    DistributedDataParallel waits for its buckets inside the backward pass, where nothing can interrupt it. Here its
+    communication hook starts a bucket's sum and reports it done at once; gradients are views of the buckets, so nothing
+    is copied; the wait for the sums comes after the pass. The hook does not divide by the number of ranks, which would
+    be another pass over all gradients. The loss is divided instead (``share``).
+    """
+
+    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
+        self._parallel = parallel
+        self._summed = False
+        group = parallel.process_group
+        self.share = 1.0 / group.size()
+        """Factor for the loss that turns summed gradients into those of the mean."""
+        self._sums = sums = _Sums(group, works)
+        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
+
+    def begin_step(self) -> None:
+        self._summed = self._sums.complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sums hold all gradients of the step."""
+        return self._sums.complete
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
+        if self._summed:
+            self._divide()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._summed = self._sums.wait()
+
+    def _divide(self) -> None:
+        """Gradients already summed will be summed again together with the new ones."""
+        with torch.no_grad():
+            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
+            if grads:  # the script may have dropped them
+                torch._foreach_mul_(grads, self.share)
+
+
+class _Sums:
+    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
+
+    def __init__(self, group: Any, works: InterruptibleWaits) -> None:
+        self._group, self._works = group, works
+        self.begun: list[Work] = []
+        self.complete = False
+        """Whether the last bucket was started; buckets start in order, when they are full."""
+        self._lost: RoundBrokenError | None = None
+
+    def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        self.complete = bucket.is_last()
+        try:
+            with collective("all_reduce"):
+                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
+        except RoundBrokenError as error:
+            self._lost = error  # C++ calls this; raised after the pass
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def wait(self) -> bool:
+        """Wait for all sums; whether there were any."""
+        begun, self.begun = self.begun, []
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        with collective("all_reduce"):
+            for work in begun:
+                self._works.wait(work)
+        return bool(begun)
+
+
+Reduce = Callable[[torch.Tensor], None]
+"""Sums a tensor over all ranks, in place."""
+
+
+class SyncContext:
+    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.counts = True
+        self.reduce: Reduce = lambda tensor: None
+
+    def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
+        self.rank, self.world_size, self.reduce = rank, world_size, reduce
+        self.counts = True
+
+
+def share_batchnorm(module: nn.Module, context: SyncContext) -> nn.Module:
+    """``module`` with every layer of batch normalization over all ranks; parameters, buffers and names stay."""
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        shared = SharedBatchNorm(
+            module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
+        )
+        shared.weight, shared.bias = module.weight, module.bias
+        shared.running_mean, shared.running_var = module.running_mean, module.running_var
+        shared.num_batches_tracked = module.num_batches_tracked
+        shared.training = module.training
+        shared.context = context
+        return shared
+    for name, child in module.named_children():
+        module.add_module(name, share_batchnorm(child, context))
+    return module
+
+
+class SharedBatchNorm(BatchNorm):
+    """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
+
+    For devices that torch's own SyncBatchNorm does not support. Each rank contributes mean, variance and count; they
+    are combined as in Chan, Golub and LeVeque (1979), so no precision is lost by subtracting large squares. Ranks may
+    have different numbers of samples; a filler's do not count.
+
+    A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
+    """
+
+    context: SyncContext
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        alone = self.context.world_size == 1 and input.numel() > input.shape[1]
+        if alone or not self.training:  # in evaluation ranks have different numbers of batches
+            return super().forward(input)
+        output: torch.Tensor
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.context)  # type: ignore[no-untyped-call]
+        if self.track_running_stats:
+            self._move(mean, variance, float(count))
+        return output
+
+    @torch.no_grad()
+    def _move(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        part = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+        unbiased = variance * (count / max(count - 1.0, 1.0))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
+
+
+class _Normalize(torch.autograd.Function):
+    """Statistics of all ranks; the backward pass sums over all ranks again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, context: SyncContext) -> Any:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        mean, variance, count = _joined(wide, axes, context)
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        scale = torch.rsqrt(variance + eps)
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        output = normal
+        if weight is not None:
+            output = normal * weight.view(shape).to(wide.dtype) + bias.view(shape).to(wide.dtype)
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.context, ctx.axes, ctx.shape, ctx.count, ctx.counts = context, axes, shape, count, context.counts
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        normal, scale, weight = ctx.saved_tensors
+        shape, axes = ctx.shape, ctx.axes
+        wide = grad.to(normal.dtype)
+        total, along = wide.sum(axes), (wide * normal).sum(axes)
+        of_all = torch.cat([total, along])
+        ctx.context.reduce(of_all)
+        mean_total, mean_along = (of_all / ctx.count).chunk(2)
+        back = wide
+        if ctx.counts:  # a filler has no part in the statistics
+            back = wide - mean_total.view(shape) - normal * mean_along.view(shape)
+        factor = scale if weight is None else scale * weight.to(scale.dtype)
+        weights = (along.to(weight.dtype), total.to(weight.dtype)) if weight is not None else (None, None)
+        return (back * factor.view(shape)).to(grad.dtype), *weights, None, None
+
+
+def _joined(x: torch.Tensor, axes: list[int], context: SyncContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and (biased) variance per channel over all ranks, and the number of values."""
+    channels = x.shape[1]
+    stats = x.new_zeros(context.world_size, 2 * channels + 1)
+    if context.counts and x.numel():
+        variance, mean = torch.var_mean(x, axes, correction=0)
+        stats[context.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
+    context.reduce(stats)
+    means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
+    count = counts.sum().clamp_(min=1.0)
+    mean = (counts * means).sum(0) / count
+    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
+    return mean, variance, count

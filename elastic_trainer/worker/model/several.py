@@ -23,37 +23,49 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.replica import Replica, bare, share, unflatten
-from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.model.replica import Pass, Replica, Use, bare, by_kind, share, unflatten
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one collective."""
 
 
-class SeveralReplica(Replica):
+def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """``models`` as one, whose parameters have the model's name in front of theirs."""
+    if not models:
+        raise ConfigError("model is an empty dictionary", hint="give at least one")
+    try:
+        return nn.ModuleDict({name: bare(each) for name, each in models.items()})
+    except KeyError as error:
+        raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
+
+
+class MultiOptimizerReplica(Replica):
     """See the module. ``module`` holds all models."""
 
-    def __init__(
-        self, module: nn.Module, placement: Placement, tracker: HeartbeatReporter, *, lasting: bool = False
-    ) -> None:
-        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.CLOSURE: (
+            "one of several optimizers does not go with a closure",
+            "call its step() after step.backward(loss)",
+        ),
+        Use.MANUAL_STEP: ("begin_step() with several models or optimizers", "use `with session.step()`"),
+        Use.AUDIT: ("audit_every does not go with several models or optimizers", "leave it out"),
+    }
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        super().__init__(module, placement, in_place=in_place)
         self._control = Control()
         self._parameters = list(self.module.parameters())
         self._summed: list[torch.Tensor | None] = []
         """Gradients from before a pass, by parameter; empty outside of passes and between accumulated ones."""
         self._accumulates = False
 
+    def bind(self, control: Control) -> None:
+        super().bind(control)
+        self._control, self.share = control, 1.0 / control.world_size
+
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
         self._summed, self._accumulates = [], False
-
-    def bind(self, control: Control) -> None:
-        self._control = control
-        self._check_trainable()
-
-    @property
-    def share(self) -> float:
-        return 1.0 / self._control.world_size
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -63,10 +75,9 @@ class SeveralReplica(Replica):
         finally:
             self._accumulates = False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         if self._control.alone:
-            super().backward(loss)
-            return
+            return super().backward(loss)
         if not self._summed:
             self._summed = [each.grad for each in self._parameters]
             for each in self._parameters:
@@ -74,12 +85,16 @@ class SeveralReplica(Replica):
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._accumulates:
             self._sum()
+        return None
 
     def _sum(self) -> None:
         """Sum what the pass has added, and put it to what there was."""
         before, self._summed = self._summed, []
-        touched = self._touched()
-        for each in touched:
+        here = [float(each.grad is not None) for each in self._parameters]
+        flags = torch.tensor(here, device=self._placement.device)
+        all_reduce(self._control, flags)
+        touched = [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
+        for each in touched:  # those that have a gradient of this pass on any rank
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
             elif each.grad.is_sparse:
@@ -92,13 +107,6 @@ class SeveralReplica(Replica):
             for each, there in zip(self._parameters, before, strict=True):
                 if there is not None:
                     each.grad = there if each.grad is None else there.add_(each.grad)
-
-    def _touched(self) -> list[nn.Parameter]:
-        """The parameters that have a gradient of this pass on any rank."""
-        here = [float(each.grad is not None) for each in self._parameters]
-        flags = torch.tensor(here, device=self._placement.device)
-        all_reduce(self._control, flags)
-        return [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
 
     def scale_gradients(self, factor: float) -> None:
         raise ConfigError(
@@ -115,16 +123,6 @@ class SeveralReplica(Replica):
             share(control, list(average.buffers()))
 
 
-def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    """``models`` as one, whose parameters have the model's name in front of theirs."""
-    if not models:
-        raise ConfigError("model is an empty dictionary", hint="give at least one")
-    try:
-        return nn.ModuleDict({name: bare(each) for name, each in models.items()})
-    except KeyError as error:
-        raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
-
-
 def add_up(control: Control, tensors: Sequence[torch.Tensor]) -> None:
     """Sum ``tensors`` over the ranks; all of them change when all sums have arrived."""
     flat = [(bucket, torch.cat([each.reshape(-1) for each in bucket])) for bucket in buckets(tensors)]
@@ -135,10 +133,7 @@ def add_up(control: Control, tensors: Sequence[torch.Tensor]) -> None:
 
 def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """``tensors`` in groups of one type, each of at most ``BUCKET_BYTES`` if it has more than one."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for alike in kinds.values():
+    for alike in by_kind(tensors):
         bucket: list[torch.Tensor] = []
         size = 0
         for tensor in alike:

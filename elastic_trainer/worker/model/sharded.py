@@ -14,8 +14,8 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.abort import InterruptibleWaits, collective
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
@@ -36,28 +38,73 @@ from elastic_trainer.worker.comm.groups import FormTimeouts, Group, ShardGroups,
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
-from elastic_trainer.worker.model.replica import DataPart, Replica, share
-from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.model.average import ShardedAverage, checked_decay
+from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Use, by_kind, share, unflatten
+
+
+def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
+    """ConfigError unless it is a shard over the mesh of ``layout``, with memory."""
+    if not isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"parameter {name!r} is not sharded, and others are",
+            hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
+        )
+    used = torch_internals.group_names(parameter.device_mesh) or [""]
+    if not {group.group_name for group in layout.dims}.issuperset(used):
+        raise ConfigError(
+            f"parameter {name!r} is sharded over another mesh than the session's",
+            hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    if local(parameter).is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device",
+            hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
+        )
+
+
+def warm_up(device: torch.device) -> None:
+    """Make the first step of FSDP, with its imports, before others wait for this process: it takes up to a second."""
+    alone, toy = ShardLayout(device.type, (1,), ("alone",), 0, 1), nn.Linear(2, 2, device=device)
+    with alone.parallelizing():
+        fully_shard(toy, mesh=alone.mesh)
+    alone.enter(None, [None], InterruptibleWaits())
+    toy(torch.ones(1, 2, device=device)).sum().backward()
+    torch.optim.AdamW(toy.parameters()).step()
+    alone.leave()
 
 
 class ShardedReplica(Replica):
     """See the module. ``layout`` is that of the session's mesh; ``patience`` limits the forming of groups."""
 
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.CLOSURE: ("a sharded model does not go with a closure", "call optimizer.step() after step.backward(loss)"),
+        Use.FUSED_SCALER: (
+            "a GradScaler with a fused optimizer does not go with a sharded model",
+            "leave fused=True out",
+        ),
+        Use.MANUAL_STEP: (
+            "begin_step() of a sharded model, which no rank can compute alone",
+            "use `with session.step()`",
+        ),
+        Use.AUDIT: ("audit_every does not go with a model that is sharded or in stages", "leave it out"),
+    }
+    fitted = True
+
     def __init__(
         self,
         module: nn.Module,
         placement: Placement,
-        tracker: HeartbeatReporter,
         layout: ShardLayout,
         patience: FormTimeouts,
         *,
-        lasting: bool,
+        in_place: bool,
     ) -> None:
         self._check(module, layout)
-        if lasting:
+        if in_place:
             warm_up(placement.device)
-        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
-        self.even, self.layout, self._layout, self._patience = True, layout, layout, patience
+        super().__init__(module, placement, in_place=in_place)
+        self.layout = self._layout = layout
+        self._patience = patience
         self._fsdp = [each for each in self._modules(module) if isinstance(each, FSDPModule)]
         for each in self._fsdp:
             each.set_gradient_divide_factor(1.0)
@@ -66,16 +113,19 @@ class ShardedReplica(Replica):
             if placement.device.type == "cpu" and len(torch_internals.fsdp_groups(each)) == 1:
                 torch_internals.call_collectives_directly(each)
         self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
-        self._data_dims = self._sharded_by_fsdp()
+        groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
+        names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
+        self._data_dims = [dim for dim, name in enumerate(layout.names) if name in names]
+        """The dimensions of the mesh along which ranks draw different samples."""
         self._groups: ShardGroups | None = None
         self._begun: list[Any] = []
         self._begun_in: set[int] = set()
         """Memory whose sum over the replicas was started."""
-        self._starts = self._holds = self._summed = False
+        self._starts = self._holds = self.summed = False
         self._passes: list[Pending] | None = None
         """What was announced of forward passes since the last meeting; None outside of steps."""
         self.runner.go_through(self._called)
-        self._share, self._control = 1.0, Control()
+        self._control = Control()
         kept = ((each, torch_internals.saved_buffers(each)) for each in self._modules(module))
         self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
 
@@ -87,11 +137,8 @@ class ShardedReplica(Replica):
         for name, parameter in module.named_parameters():
             check_parameter(name, parameter, layout)
 
-    def _sharded_by_fsdp(self) -> frozenset[int]:
-        """The dimensions of the mesh along which ranks draw different samples."""
-        groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
-        names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
-        return frozenset(dim for dim, name in enumerate(self._layout.names) if name in names)
+    def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
+        return None if wanted is None else ShardedAverage(self.module, checked_decay(wanted))
 
     # ---- rounds
 
@@ -123,17 +170,18 @@ class ShardedReplica(Replica):
 
     def part(self, control: Control) -> DataPart:
         mine, size = 0, 1
-        for dim in sorted(self._data_dims):
+        for dim in self._data_dims:
             mine, size = mine * self._layout.shape[dim] + self._layout.coordinate[dim], size * self._layout.shape[dim]
         first = all(
             self._layout.coordinate[dim] == 0 for dim in range(len(self._layout.shape)) if dim not in self._data_dims
         )
         groups, alike = self.groups, self._layout.size // size
-        return DataPart(groups.number * size + mine, groups.count * size, alike, first=first, even=True)
+        mine += groups.number * size
+        return DataPart(mine, groups.count * size, alike, first=first, even=True, always_even=True)
 
     def bind(self, control: Control) -> None:
-        self._check_trainable()
-        self._share, self._control = 1.0 / self.part(control).world, control
+        super().bind(control)
+        self.share, self._control = 1.0 / self.averaged_over, control
 
     def release(self) -> None:
         """FSDP may be anywhere inside a pass. Finished gradients stay: a peer may have committed the step."""
@@ -141,10 +189,6 @@ class ShardedReplica(Replica):
         self._begun = []
         torch_internals.leave_fsdp_pass(self._fsdp)
         self._layout.leave()
-
-    @property
-    def fitted(self) -> bool:
-        return True
 
     def fit(self, control: Control, change: str) -> None:
         raise ConfigError(
@@ -156,7 +200,7 @@ class ShardedReplica(Replica):
 
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
-        self._summed = self._holds = False
+        self.summed = self._holds = False
         self._passes = []
         self.reshard()
 
@@ -167,11 +211,12 @@ class ShardedReplica(Replica):
 
     def undo(self) -> None:
         super().undo()
-        self._summed = self._holds = False
+        self.summed = self._holds = False
         self._passes = None
 
-    def before_backward(self) -> None:
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
         self._meet(Purpose.BACKWARD)
+        return super().before_backward(part, done)
 
     def _called(self, *inputs: Any, **named: Any) -> Any:
         """The model. In a step the call is announced: if peers call it less often, they find out where they meet next.
@@ -189,38 +234,28 @@ class ShardedReplica(Replica):
             each.wait()
         self.groups.peers.sum(purpose, values)
 
-    @property
-    def share(self) -> float:
-        return self._share
-
-    @property
-    def summed(self) -> bool:
-        return self._summed
-
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes sum over the shard group only: the whole gradient has no place in memory."""
         self._holds = True
         try:
             yield
         finally:
             self._holds = False
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Backward passes sum over the shard group only: the whole gradient has no place in memory."""
-        return self._held()
-
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         self._pass(loss.backward)
+        return None
 
     def _pass(self, backward: Callable[[], object]) -> None:
-        if self._summed and self.groups.count > 1:  # the sum will be summed again together with what is new
+        if self.summed and self.groups.count > 1:  # the sum will be summed again together with what is new
             self.scale_gradients(1.0 / self.groups.count)
         self._starts = not self._holds and all(each.grad is None for each in self._parameters)
         self._begun_in.clear()
         backward()
         if not self._holds:
             self._sum_over_replicas()
-            self._summed = True
+            self.summed = True
 
     def _reduced(self, module: FSDPModule, output: torch.Tensor) -> None:
         """FSDP has summed a parameter group's gradient over the shard group; ``.grad`` will be views of ``output``."""
@@ -247,16 +282,13 @@ class ShardedReplica(Replica):
                 groups.works.wait(work)
         if groups.replicas is None:
             return
-        left: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for gradient in self._gradients_here():
-            if gradient.untyped_storage().data_ptr() not in self._begun_in and gradient.numel():
-                left.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for gradients in left.values():
+        here = [local(each.grad) for each in self._parameters if each.grad is not None]
+        left = (each for each in here if each.untyped_storage().data_ptr() not in self._begun_in and each.numel())
+        for gradients in by_kind(left):
             flat = torch.cat([each.reshape(-1) for each in gradients])
             with collective("all_reduce"):
                 groups.works.wait(groups.works.begun(groups.replicas.allreduce([flat])))
-            parts = torch.split(flat, [each.numel() for each in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
+            unflatten(flat, gradients)
 
     def _placed(self) -> None:
         """Tensor parallel alone may leave gradients that its ranks have not added up."""
@@ -264,28 +296,16 @@ class ShardedReplica(Replica):
             if isinstance(each.grad, DTensor) and each.grad.placements != each.placements:
                 each.grad = each.grad.redistribute(placements=each.placements)
 
-    def _gradients_here(self) -> list[torch.Tensor]:
-        return [local(each.grad) for each in self._parameters if each.grad is not None]
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float) -> None:
-        grads = self._gradients_here()
-        if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, over all shards; parameters may be on different parts of the mesh."""
         held = [(local(each.grad), self._copies_of(each)) for each in self._parameters if each.grad is not None]
-        squares = [float(norm) ** 2 / copies for (_, copies), norm in zip(held, self._norms(held), strict=True)]
+        norms = torch._foreach_norm([each for each, _ in held], 2, dtype=torch.float64) if held else ()
+        found = torch.stack([each.cpu() for each in norms]).tolist() if norms else []
+        squares = [norm**2 / copies for (_, copies), norm in zip(held, found, strict=True)]
         total = self.groups.peers.sum(Purpose.NORM, [sum(squares)])[0] ** 0.5
         self.scale_gradients(min(1.0, max_norm / (total + 1e-6)))
         return torch.tensor(total, dtype=torch.float32)
-
-    def _norms(self, held: list[tuple[torch.Tensor, int]]) -> list[float]:
-        norms = torch._foreach_norm([each.detach() for each, _ in held], 2, dtype=torch.float64) if held else ()
-        found: list[float] = torch.stack([each.cpu() for each in norms]).tolist() if norms else []
-        return found
 
     def _copies_of(self, parameter: DTensor) -> int:
         """How many ranks of the shard group hold what this one does."""
@@ -300,6 +320,7 @@ class ShardedReplica(Replica):
         A shard behind its peers is in no whole state. With groups of several nodes all ranks have to be ready:
         survivors of two groups may have to form a whole one, and then all make the step that one of them has made.
         """
+        self.prepared = number
         self._meet(Purpose.COMMIT, float(number))
         self._passes = None
         if self._layout.spans_nodes:
@@ -327,34 +348,3 @@ class ShardedReplica(Replica):
         """An average computes with the live buffers."""
         self.reshard()
         self.share_buffers()
-
-
-def warm_up(device: torch.device) -> None:
-    """Make the first step of FSDP, with its imports, before others wait for this process: it takes up to a second."""
-    alone, toy = ShardLayout(device.type, (1,), ("alone",), 0, 1), nn.Linear(2, 2, device=device)
-    with alone.parallelizing():
-        fully_shard(toy, mesh=alone.mesh)
-    alone.enter(None, [None], InterruptibleWaits())
-    toy(torch.ones(1, 2, device=device)).sum().backward()
-    torch.optim.AdamW(toy.parameters()).step()
-    alone.leave()
-
-
-def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
-    """ConfigError unless it is a shard over the mesh of ``layout``, with memory."""
-    if not isinstance(parameter, DTensor):
-        raise ConfigError(
-            f"parameter {name!r} is not sharded, and others are",
-            hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
-        )
-    used = torch_internals.group_names(parameter.device_mesh) or [""]
-    if not {group.group_name for group in layout.dims}.issuperset(used):
-        raise ConfigError(
-            f"parameter {name!r} is sharded over another mesh than the session's",
-            hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
-        )
-    if local(parameter).is_meta:
-        raise ConfigError(
-            f"parameter {name!r} is on the meta device",
-            hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
-        )

@@ -37,7 +37,6 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import share
 from elastic_trainer.worker.model.sharded import ShardedReplica, check_parameter
-from elastic_trainer.worker.report import HeartbeatReporter
 
 Inputs = tuple[torch.Tensor, ...]
 _OF_ONE: dict[str, Any] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -52,12 +51,11 @@ class StagedReplica(ShardedReplica):
         self,
         module: nn.Module,
         placement: Placement,
-        tracker: HeartbeatReporter,
         layout: ShardLayout,
         patience: FormTimeouts,
         stages: Sequence[PipelineStage],
         *,
-        lasting: bool,
+        in_place: bool,
     ) -> None:
         self._stages = sorted(stages, key=lambda each: each.stage_index)
         self._count, groups = self._stages[-1].num_stages, {id(each.group) for each in stages}
@@ -75,10 +73,10 @@ class StagedReplica(ShardedReplica):
                 f"rank {self._rank} of {self._ranks} has the pipeline stages {here} of {self._count}",
                 hint=f"give it {self._rank}, {self._rank + self._ranks} and so on: equally many on each rank",
             )
-        self.stands_for = self._ranks if self._stages[-1].is_last else 0
+        self.loss_weight = self._ranks if self._stages[-1].is_last else 0
         self._schedule: tuple[Any, Any] | None = None
         """The present one, and what it was made for."""
-        super().__init__(module, placement, tracker, layout, patience, lasting=lasting)
+        super().__init__(module, placement, layout, patience, in_place=in_place)
 
     def _modules(self, module: nn.Module) -> list[nn.Module]:
         return [each for stage in self._stages for each in stage.submod.modules()]

@@ -1,10 +1,20 @@
-"""What determines the bits that one micro-batch computes here: equal bits need all of it to be equal.
+"""The replica whose gradients are added in one fixed order: a training has the same bits at any number of ranks.
 
-On CPUs. On CUDA devices some kernels of torch are not deterministic in any case, unless the script asks for that
+The gradient of each micro-batch is a leaf of one binary tree. Floating point addition is not associative, so the sum of
+V micro-batches has the same bits only if the same pairs are added in the same order. The tree over V leaves is fixed: a
+node of level k begins at a multiple of 2^k and adds its two halves of level k - 1; if a half lies beyond V, the node is
+its left half. Each rank has a contiguous run of leaves, and adds whole nodes of the tree within it: at most two per
+level. Then each rank receives one slice of every rank's sums, adds these as the tree says, and all gather the finished
+slices. With each gradient travel the moves of BatchNorm buffers, the weighted loss, and which parameters had a gradient
+at all.
+
+What one micro-batch computes must have the same bits on all hosts too: see :func:`arithmetic`. On CUDA devices some
+kernels of torch are not deterministic in any case, unless the script asks for that
 (torch.use_deterministic_algorithms).
 
-*Runs in* the worker's main thread.
-*Fails by* ConfigError on each rank that differs from rank 0 or from the checkpoint, naming the first difference.
+*Runs in* the worker's main thread. *Owns* the gradients between a backward pass and the update.
+*Fails by* ConfigError for gradients that have no place in the tree, and on each rank that computes otherwise than rank
+0 or than the checkpoint; RoundBrokenError when the round is over.
 """
 
 from __future__ import annotations
@@ -15,17 +25,20 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer import torch_internals
 from elastic_trainer.data.plan import cut
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.abort import Work, collective
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model.replica import Buffers, DataPart, Pass, Replica, Use
 
 FIELD = "arithmetic"
 """Its field in checkpoints, for ``allow_changed`` too."""
-
 _TREE = "reduction='tree' promises equal bits"
 _ADVICE = {
     "threads": "set OMP_NUM_THREADS to one value for all processes",
@@ -34,6 +47,77 @@ _ADVICE = {
     "device": "train on devices of one kind",
     "modes": "set torch's flags for arithmetic to the same values everywhere",
 }
+
+
+class TreeReplica(Replica):
+    """See the module. Each micro-batch begins with the buffers that the step began with."""
+
+    refused: Mapping[Use, tuple[str, str]] = {
+        Use.HALVING: (
+            "out_of_memory='halve' cannot go with reduction='tree', whose bits depend on the micro-batches",
+            "use out_of_memory='skip', or a smaller micro_batch_size",
+        )
+    }
+    fitted = True
+
+    def __init__(self, module: nn.Module, placement: Placement, *, in_place: bool = False) -> None:
+        super().__init__(module, placement, in_place=in_place)
+        self._kept = self._buffers = self._buffers or Buffers(self.module)
+        self.tree = TreeReduction(self.module, self._kept.live, self._kept.kept)
+
+    def part(self, control: Control) -> DataPart:
+        return DataPart(control.rank, control.world_size, fixed=True)
+
+    def claims(self, control: Control, resumed: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+        mine = arithmetic(self._placement.device)
+        check_ranks(control, mine)
+        check_resumed(mine, resumed.get(FIELD), allowed)
+        return {FIELD: mine}
+
+    def bind(self, control: Control) -> None:
+        self.release()
+        super().bind(control)
+        self.averaged_over = 1
+        self.tree = TreeReduction(self.module, self._kept.live, self._kept.kept)
+        self.tree.bind(control, None if control.alone else dist.group.WORLD)
+
+    def release(self) -> None:
+        self.tree.unbind()
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        replaced = self._kept.keep()
+        if replaced is not None:
+            raise ConfigError(
+                f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
+                hint="change it in place, with copy_()",
+            )
+        self.tree.begin_step()
+
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        self._kept.restore()
+
+    def before_backward(self, part: Batch | None, done: Collection[int]) -> float:
+        """The share of the micro-batch in the global batch, the same at any number of ranks."""
+        if part is None or (part.number is None and part.weight):
+            raise ConfigError(
+                "reduction='tree' adds up micro-batches",
+                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
+            )
+        if part.start in done:
+            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
+        return len(part.ids) / part.global_size
+
+    def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
+        super().backward(loss)
+        part = about.part if about is not None else None
+        if about is None or part is None or part.number is None:
+            self.tree.discard()
+        else:
+            self.tree.capture(part.number, len(part.ids) / part.global_size, about.loss * about.weight)
+        if about is None or part is None or not about.last:
+            return None
+        self.tree.combine(part.parts)
+        return self.tree.loss
 
 
 def arithmetic(device: torch.device) -> dict[str, str]:
@@ -129,14 +213,10 @@ def fold(total: int, found: Mapping[Block, Value], add: Add[Value]) -> Value:
     def summed(block: Block) -> Value:
         if block in found:
             return found[block]
-        if block.level == 0:
-            raise ValueError(f"leaf {block.start} of {total} is missing")
         middle = block.start + (1 << (block.level - 1))
         left = summed(Block(block.start, block.level - 1))
         return left if middle >= total else add(left, summed(Block(middle, block.level - 1)))
 
-    if total < 1:
-        raise ValueError("a tree has at least one leaf")
     return summed(Block(0, (total - 1).bit_length()))
 
 
@@ -144,7 +224,6 @@ _ALIGNED = 16
 """Tensors begin at multiples of this number of elements in a slice, as they do in memory of their own."""
 SEGMENT_BYTES = 16 << 20
 """Size of one transfer: while one segment is added, the next travels."""
-
 Leaf = list[torch.Tensor | None]
 """Gradients by parameter, and as the last entry all small values in one vector."""
 
@@ -163,7 +242,8 @@ class TreeReduction:
         self._places: list[slice] = []
         """Where each tensor of a leaf lies in the flat vector."""
         end = 0
-        for count in [*(each.numel() for each in self._parameters), self._small_size()]:
+        small = 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
+        for count in [*(each.numel() for each in self._parameters), small]:
             self._places.append(slice(end, end + count))
             end += -(-count // _ALIGNED) * _ALIGNED
         self._length = end
@@ -173,9 +253,6 @@ class TreeReduction:
         self._rooms: dict[str, torch.Tensor] = {}
         self.loss: float | None = None
         """The mean loss over the global batch, once gradients are combined."""
-
-    def _small_size(self) -> int:
-        return 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
 
     def bind(self, control: Control, group: Any) -> None:
         """Combine over this round's ranks; ``group`` sums gradients (None: alone)."""
@@ -335,14 +412,14 @@ def _added(left: Leaf, right: Leaf) -> Leaf:
     return [other if mine is None else mine for mine, other in zip(left, right, strict=True)]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     left.add_(right)
     return left
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,11 @@
-"""Whether a resumed job is the one that saved, and cuts the same data in the same way. Pure."""
+"""Whether a resumed job is the one that saved: its run, how it cuts its data, and what its script has made.
+
+torch's ``load_state_dict`` brings the settings of the life that saved, and they go on. A resumed job takes those of the
+script for the names in ``allow_changed`` alone; of all others it says that they do not count, or refuses them.
+
+*Runs in* the worker's main thread, on all ranks alike. *Owns* nothing.
+*Fails by* ConfigError naming the first thing that differs, or that cannot be followed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ from elastic_trainer.telemetry.logs import logger
 CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
 NAMES = (*CUT, "arithmetic", "run")
 SETTINGS = ("optimizer", "scheduler", "scaler")
-"""What has settings of its own, such as ``optimizer.lr``: see made."""
+"""What has settings of its own, such as ``optimizer.lr``."""
 
 
 def allows(name: str, allow_changed: Collection[str]) -> bool:
@@ -159,8 +166,9 @@ class Made:
                 hint = f"it stays {other[name]}; to go on with the new one say allow_changed=[{name!r}]"
                 logger().warning("setting.kept", name=name, here=self.named[name], kept=other[name], hint=hint)
         self._take(taken, [name for name in other if name not in taken])
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
         for name in taken if says else ():
-            logger().warning("setting.changed", name=name, before=other[name], now=self.named[name], lr=self._rates())
+            logger().warning("setting.changed", name=name, before=other[name], now=self.named[name], lr=rates)
         return {name: other[name] if name in other and name not in taken else mine for name, mine in self.named.items()}
 
     def _take(self, names: Sequence[str], kept: Sequence[str]) -> None:
@@ -199,9 +207,6 @@ class Made:
                     f"the new schedule does not go as far as the training, step {steps}: {error}",
                     hint="make it longer, or set it back",
                 ) from error
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
 
 
 _SCALES = ("growth_factor", "backoff_factor", "growth_interval")

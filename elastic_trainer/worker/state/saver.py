@@ -1,19 +1,23 @@
-"""How often to save: every N steps, every T seconds, or as its cost and the failures seen make best. Pure.
+"""When the state is saved, by whom, and saving it.
 
-The interval of ``auto`` is Daly's: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-dumps", Future Generation Computer Systems 22 (2006), equation 37; its first term is that of J. W. Young, "A first order
-approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974).
+The copy that a save takes is written beside training. The shard ranks of a sharded model copy at the same steps: shard
+rank 0 of each group decides, and one small sum before each copy tells the others (:meth:`Saver._together`).
+
+*Runs in* the worker's main thread; only rank 0 commits. *Owns* the checkpoint directory's manager, and the copies.
+*Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
+:meth:`Saver.attempt` and :meth:`Saver.settle` return them.
+*Invariant*: a state with non-finite parameters is never saved.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any, Final
 
 import torch
@@ -31,7 +35,7 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.memory import SLOTS
-from elastic_trainer.checkpoint.neighbours import Neighbour
+from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
 from elastic_trainer.ipc.page import SAVE_SUFFIX
@@ -40,7 +44,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.groups import RoundPlace
+from elastic_trainer.worker.comm.groups import RankAssignment
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
@@ -87,10 +91,6 @@ class Cadence:
                 )
         elif self.every_s is not None and not self.every_s > 0:
             raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
-
-    @property
-    def auto(self) -> bool:
-        return self.every_s == AUTO
 
     def interval_s(self, seen: Experience) -> float | None:
         """Seconds between two saves by time; None for none."""
@@ -151,7 +151,12 @@ class Experience:
 
 
 def best_interval_s(seen: Experience) -> float:
-    """The interval that loses least training time to saves and, after failures, to repeated steps."""
+    """The interval that loses least training time to saves and, after failures, to repeated steps.
+
+    It is Daly's: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22 (2006), equation 37; its first term is that of J. W. Young, "A first order
+    approximation to the optimum checkpoint interval", Communications of the ACM 17 (1974).
+    """
     if seen.cost_s is None:
         return FIRST_S
     mean_s = seen.mean_time_to_failure_s
@@ -161,11 +166,12 @@ def best_interval_s(seen: Experience) -> float:
     return min(LONGEST_S, max(SHORTEST_S, best_s))
 
 
-_NOWHERE: Final = ConfigError("the job has no checkpoint directory", hint="give its session a checkpoint_dir")
-
-
 class OnDemand:
-    """See the module. ``saves``: whether there is a checkpoint directory."""
+    """Saves that somebody asks for: ``elastic-trainer checkpoints save RUN``, through the agent of rank 0.
+
+    The agent leaves a request in a file beside the heartbeat page, and reads in the page's notes what became of it: the
+    checkpoint's name once that is durable, or the problem. ``saves``: whether there is a checkpoint directory.
+    """
 
     def __init__(self, tracker: HeartbeatReporter, *, saves: bool) -> None:
         self._tracker, self._saves = tracker, saves
@@ -178,11 +184,15 @@ class OnDemand:
 
     def wanted(self, step: int) -> bool:
         """Whether a request waits for a save that has not begun; the state at hand is that of ``step``."""
-        self._look()
+        if self._file is not None and not self._pending:
+            with suppress(OSError):
+                asked = self._file.read_text(encoding="ascii", errors="replace").strip()
+                self._pending = asked if asked != self._answered else ""
         if not self._pending or self._step is not None:
             return False
         if not self._saves:
-            self._answer(problem=_NOWHERE)
+            hint = "give its session a checkpoint_dir"
+            self._answer(problem=ConfigError("the job has no checkpoint directory", hint=hint))
         elif self._newest is not None and self._newest[0] == step:
             self._answer(self._newest[1])
         return bool(self._pending)
@@ -205,75 +215,12 @@ class OnDemand:
             known = error if isinstance(error, ElasticTrainerError) else CheckpointError(str(error))
             self._answer(name) if error is None else self._answer(problem=known)
 
-    def _look(self) -> None:
-        if self._file is None or self._pending:
-            return
-        try:
-            asked = self._file.read_text(encoding="ascii", errors="replace").strip()
-        except OSError:
-            return
-        if asked and asked != self._answered:
-            self._pending = asked
-
     def _answer(self, name: str = "", problem: ElasticTrainerError | None = None) -> None:
         self._answered, self._pending, self._step = self._pending, "", None
         answer: dict[str, str | int] = {"id": self._answered, "name": name}
         if problem is not None:
             answer |= {"problem": str(problem)[:500], "code": problem.exit_code}
         self._tracker.describe(on_demand=answer)
-
-
-AGAIN_S = 60.0
-"""Seconds after which copies that only stay in memory are tried again."""
-
-
-class Scarcity:
-    """See the module."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._seen_s = clock, float("-inf")
-        self._short = False
-
-    @property
-    def recent(self) -> bool:
-        """Whether there was too little a moment ago."""
-        return self._short and self._clock.monotonic() - self._seen_s < AGAIN_S
-
-    def seen(self, error: NoRoomError) -> None:
-        """A copy could not be made."""
-        if not self._short:
-            logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
-        self._short, self._seen_s = True, self._clock.monotonic()
-
-    def over(self) -> None:
-        """A copy was made."""
-        if self._short:
-            logger().info("checkpoint.beside_again", effect="training no longer waits for saves")
-        self._short = False
-
-
-def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
-    """Raise on all ranks if rank 0 cannot write checkpoints.
-
-    Not where a process continues a training: the directory could be written when that began.
-    """
-    with control.agreed():
-        if manager is None or control.rank != 0:
-            return
-        try:
-            in_round(None, manager.check_writable)
-        except CheckpointError as error:
-            if not _goes_on(manager, environment):
-                raise
-            logger().error("storage.refused", step=environment.reached, error=str(error))
-
-
-def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
-    """Whether the training was under way before: steps are known, or there is a checkpoint."""
-    try:
-        return environment.reached > 0 or (environment.midway and manager.newest() is not None)
-    except CheckpointError:
-        return False
 
 
 class Writers(StrEnum):
@@ -298,7 +245,7 @@ class Shares:
     turn: int = 0
 
     @classmethod
-    def among(cls, place: RoundPlace, writers: Writers = Writers.AUTO) -> Shares:
+    def among(cls, place: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
         """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
         if writers is Writers.RANK0:
             return cls()
@@ -308,9 +255,6 @@ class Shares:
     def worthwhile(self, module: torch.nn.Module) -> bool:
         """The same on all ranks."""
         return self.parts > 1 and sum(each.nbytes for each in module.parameters()) >= SHARED_FROM
-
-
-ALONE = Shares()
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +278,6 @@ class ShardPart:
     def helps(self) -> bool:
         return self.writes and not self.leads
 
-    @property
-    def over(self) -> Event | None:
-        """Set when the round with the peers is over."""
-        return self.peers.works.over if self.peers is not None else None
-
 
 def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> None:
     """``wait()`` for storage, and no longer than a round with others lasts: it may end because one of them is gone."""
@@ -350,6 +289,40 @@ def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> 
             wait()
 
 
+def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
+    """StorageError on all ranks if rank 0 cannot write checkpoints.
+
+    Not where a process continues a training: the directory could be written when that began.
+    """
+    with control.agreed():
+        if manager is None or control.rank != 0:
+            return
+        try:
+            in_round(None, manager.check_writable)
+        except CheckpointError as error:
+            continues = environment.reached > 0
+            with suppress(CheckpointError):
+                continues = continues or (environment.midway and manager.newest() is not None)
+            if not continues:
+                raise
+            logger().error("storage.refused", step=environment.reached, error=str(error))
+
+
+def find_neighbour(control: Control, here: str | None, number: int) -> Neighbour | None:
+    """Who keeps copies of what this rank, the ``number``-th of its node, alone holds: the agent of the next node.
+
+    ``here``: where this node's own agent does so for others.
+    """
+    at = following([row.decode() for row in control.gather_bytes((here or "").encode())], control.rank)
+    return Neighbour(MemoryAddress.parse(at), number) if at else None
+
+
+def following(rows: Sequence[str], rank: int) -> str:
+    """The address of the node after that of ``rank``, from those of all ranks; empty if there is none. Pure."""
+    mine, others = rows[rank], [*rows[rank:], *rows[:rank]]
+    return next((each for each in others if each and each != mine), "") if mine else ""
+
+
 def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
     """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
     buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
@@ -357,6 +330,8 @@ def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 _LONG_AGO_S = -1e12
+_AGAIN_S: Final = 60.0
+"""Seconds after which copies that only stay in memory are tried again where memory was short."""
 
 
 class Saver:
@@ -394,9 +369,10 @@ class Saver:
         self._arena = Arena(memory.files, beside=memory.beside) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
-        self._scarcity = Scarcity(clock)
-        self._failed = self._refused = self._prepared = self._untold = False
-        self._shares, self._begun = ALONE, (-1, -1)
+        self._short_at = _LONG_AGO_S
+        """When there was too little memory for a copy; long ago once there is enough."""
+        self._failed = self._refused = self._prepared = self._log_copies_once = False
+        self._shares, self._begun = Shares(), (-1, -1)
         self._part: ShardPart | None = None
         self.newest: Save | None = None
         """The newest save that this rank has begun, as the one that commits."""
@@ -406,7 +382,7 @@ class Saver:
         *,
         saves: bool,
         world_size: int = 1,
-        shares: Shares = ALONE,
+        shares: Shares = Shares(),
         part: ShardPart | None = None,
         neighbour: Neighbour | None = None,
     ) -> None:
@@ -417,7 +393,7 @@ class Saver:
         self._shares, self._part = shares, part
         if self._saves is not None and self._saves.copy_to(neighbour if part is not None else None):
             self._copied_s = _LONG_AGO_S  # until the neighbour has one, a lost node takes the only copy with it
-            self._untold = True
+            self._log_copies_once = True
 
     @property
     def copied(self) -> bool:
@@ -458,7 +434,7 @@ class Saver:
     def due_by_time(self) -> bool:
         """Whether there is something unsaved, the last save or attempt is long enough ago, and storage is not behind.
 
-        While it writes one snapshot, the other slot is left to those that stay in memory: they get newer meanwhile.
+        One of the two slots is kept for copies in memory while the other one is written.
         """
         every_s = self._interval_s()
         if not self.unsaved or self._saves is None or every_s is None or self._saves.full:
@@ -492,8 +468,8 @@ class Saver:
         if self._saves is not None and copies and not self._prepared:
             self._prepared, size = True, self._state.size()
             self._saves.prepare(size, pinned=self._state.device.type == "cuda")
-        if self._saves is not None and self._untold:
-            self._untold, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
+        if self._saves is not None and self._log_copies_once:
+            self._log_copies_once, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
             logger().info("snapshot.copies", neighbour=str(self._saves.neighbour), memory_there_mb=needed_mb)
 
     def copy_if_due(self) -> None:
@@ -515,7 +491,7 @@ class Saver:
         sent_s = self._saves.sent_s if self._saves is not None else 0.0
         return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s, sent_s)
 
-    def help(self) -> None:
+    def write_share(self) -> None:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
         whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
         if whole or (self._part is not None and self._part.helps):
@@ -541,7 +517,8 @@ class Saver:
     def _copy(self, purpose: SnapshotPurpose) -> None:
         if self._held is None or self._saves is None:
             return
-        free = not (self._scarcity.recent or self._saves.full or self._saves.sealing)
+        short = self._clock.monotonic() - self._short_at < _AGAIN_S
+        free = not (short or self._saves.full or self._saves.sealing)
         if self._part is None and not free:
             return
         goes = self._part is None or self._part.peers is None or (free and self._copy_due())
@@ -597,7 +574,7 @@ class Saver:
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
             if isinstance(error, NonFiniteError):
-                self._log_failure(self._state.position.step, error)
+                logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
         self.look()
@@ -618,6 +595,7 @@ class Saver:
         if saves.full or saves.sealing:
             in_round(part, saves.await_slot)
         position, tree = state.position, state.for_storage()
+        learned = {FIELD: self._seen().kept(settled=self._settling)} if self._cadence.every_s == AUTO else {}
         info = SaveInfo(
             step=position.step,
             round=position.generation,
@@ -626,7 +604,7 @@ class Saver:
             world_size=self._world_size,
             metrics=metrics,
             best=best,
-            fields={**self._fields(), **self._learned()},
+            fields={**self._fields(), **learned},
         )
         parts = shares.parts if part is None and shares.worthwhile(state.module) else 1
         image = manager.encode(
@@ -644,18 +622,20 @@ class Saver:
         try:
             save = saves.submit(image, manager.draft(info), purpose, shares.turn)
         except NoRoomError as error:
-            self._scarcity.seen(error)
+            if self._short_at == _LONG_AGO_S:
+                logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
+            self._short_at = self._clock.monotonic()
             if purpose is SnapshotPurpose.MEMORY_ONLY or (purpose is SnapshotPurpose.CO_WRITE and part is None):
                 return Save(manager.draft(info), purpose)
             check_finite(state.module, tree)
             in_round(part, saves.wait)
-            return saves.at_once(image, manager.draft(info), purpose, part.over if part is not None else None)
-        self._scarcity.over()
+            over = part.peers.works.over if part is not None and part.peers is not None else None
+            return saves.at_once(image, manager.draft(info), purpose, over)
+        if self._short_at != _LONG_AGO_S:
+            logger().info("checkpoint.beside_again", effect="training no longer waits for saves")
+        self._short_at = _LONG_AGO_S
         self._copied_s = self._clock.monotonic()
         return save
-
-    def _learned(self) -> Mapping[str, Any]:
-        return {FIELD: self._seen().kept(settled=self._settling)} if self._cadence.auto else {}
 
     def attempt(self) -> CheckpointError | NonFiniteError | None:
         """Save on schedule. An error has been logged and is returned: it must not end the training."""
@@ -686,8 +666,11 @@ class Saver:
                 continue
             self._failed = save.committed is None
             if save.committed is None:
-                self._log_failure(save.manifest.step, save.error)
-                self._refused |= isinstance(save.error, NonFiniteError)
+                if isinstance(save.error, NonFiniteError):
+                    logger().error("checkpoint.failed", step=save.manifest.step, reason=str(save.error))
+                    self._refused = True
+                elif not isinstance(save.error, CheckpointError):  # the manager has logged those
+                    logger().error("checkpoint.failed", step=save.manifest.step, exc_info=save.error)
                 self._tracker.operated("save", 0.0, ok=False)
                 if save.manifest.step == self._last_step:
                     self._last_step = None
@@ -701,12 +684,6 @@ class Saver:
         """Whether, since this was asked last, a snapshot was refused because it was not finite."""
         refused, self._refused = self._refused, False
         return refused
-
-    def _log_failure(self, step: int, error: Exception | None) -> None:
-        if isinstance(error, NonFiniteError):
-            logger().error("checkpoint.failed", step=step, reason=str(error))
-        elif not isinstance(error, CheckpointError):  # the manager has logged those
-            logger().error("checkpoint.failed", step=step, exc_info=error)
 
     # ---- the state at hand, made durable
 

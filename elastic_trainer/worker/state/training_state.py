@@ -1,9 +1,8 @@
-"""Several optimizers, and several schedulers, as one to the rest of the session.
+"""The whole training state of a rank as one tree of plain values, and back: strictly, and all or nothing.
 
-The state of the optimizers is numbered as that of one with all their parameter groups, so it is saved, healed and read
-straight into the tensors as any other.
-
-*Runs in* the worker's main thread. *Fails by* ConfigError for what cannot be trained together.
+*Runs in* the worker's main thread. *Owns* the position of the training; the rest is the script's.
+*Fails by* CheckpointError naming the first thing that does not fit, before anything is changed; ConfigError for what
+cannot be trained together, or registered.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -27,146 +27,6 @@ from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import Made, advanced, freeze, frozen
-
-
-class OptimizerSet(torch.optim.Optimizer):
-    """``members`` by name; each is stepped by the script."""
-
-    def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
-        if not members:
-            raise ConfigError("optimizer is an empty dictionary", hint="give at least one")
-        self.members = tuple(members.values())
-        seen: dict[int, str] = {}
-        for name, each in members.items():
-            for parameter in parameters_of(each):
-                if (other := seen.setdefault(id(parameter), name)) != name:
-                    raise ConfigError(
-                        f"optimizers {other!r} and {name!r} hold the same parameter", hint="give it to one of them"
-                    )
-
-    @property
-    def kind(self) -> str:
-        """The members' types, as a checkpoint names them."""
-        return " + ".join(type(each).__name__ for each in self.members)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all members, one member after another."""
-        return [group for each in self.members for group in each.param_groups]
-
-    @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """That of all members, by parameter."""
-        return {parameter: known for each in self.members for parameter, known in each.state.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As if it were one optimizer."""
-        state: dict[int | str, Any] = {}  # a key that is no parameter's number belongs to a whole member
-        groups: list[dict[str, Any]] = []
-        first = 0
-        for place, each in enumerate(self.members):
-            own = each.state_dict()
-            state |= {
-                first + key if isinstance(key, int) else f"{place}/{key}": known for key, known in own["state"].items()
-            }
-            groups += [
-                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
-            ]
-            first += len(parameters_of(each))
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        groups, first = list(state_dict["param_groups"]), 0
-        for place, each in enumerate(self.members):
-            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
-            last = first + len(parameters_of(each))
-            load_exactly(
-                each,
-                {
-                    "state": {
-                        key - first if isinstance(key, int) else key.partition("/")[2]: known
-                        for key, known in state_dict["state"].items()
-                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{place}/"))
-                    },
-                    "param_groups": [
-                        {**group, "params": [number - first for number in group["params"]]} for group in own
-                    ],
-                },
-            )
-            first = last
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for each in self.members:
-            each.zero_grad(set_to_none)
-
-    def __repr__(self) -> str:
-        return f"OptimizerSet({self.kind})"
-
-
-class SchedulerSet:
-    """``members`` by name, all advanced together."""
-
-    def __init__(self, members: Mapping[str, Any]) -> None:
-        self.members = dict(members)
-
-    @property
-    def _step_count(self) -> tuple[Any, ...]:
-        return tuple(map(advanced, self.members.values()))
-
-    def step(self) -> None:
-        for each in self.members.values():
-            each.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self.members.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(self.members):
-            raise ValueError(f"the state has schedulers {sorted(state)}, this job {sorted(self.members)}")
-        for name, each in self.members.items():
-            each.load_state_dict(state[name])
-
-
-def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that ``optimizer`` consists of."""
-    return optimizer.members if isinstance(optimizer, OptimizerSet) else (optimizer,)
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its type, or of those of its members."""
-    return optimizer.kind if isinstance(optimizer, OptimizerSet) else type(optimizer).__name__
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its parameters, as its state numbers them."""
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load the state ``saved``, and put back what torch casts to a parameter's dtype: all its tensors but ``step``.
-
-    An optimizer that loads its state in a way of its own is left to that.
-    """
-    optimizer.load_state_dict(saved)
-    if torch_internals.loads_its_own_way(optimizer):
-        return
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
-        _uncast(saved["state"].get(number), optimizer.state.get(parameter), parameter.dtype)
-
-
-def _uncast(saved: Any, loaded: Any, dtype: torch.dtype, name: Any = None) -> Any:
-    """``loaded`` with those tensors of ``saved`` that were cast to ``dtype``, on the devices where torch put them."""
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        cast = name != "step" and loaded.dtype == dtype != saved.dtype and loaded.shape == saved.shape
-        return saved.to(loaded.device, copy=True) if cast else loaded
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        for each in saved.keys() & loaded.keys():
-            loaded[each] = _uncast(saved[each], loaded[each], dtype, each)
-    elif isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
-        return type(loaded)(_uncast(old, new, dtype) for old, new in zip(saved, loaded, strict=True))
-    return loaded
-
 
 FORMAT = 1
 _DESCRIBED = 512
@@ -184,18 +44,6 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-class Sharding(Protocol):
-    """The functions of :mod:`elastic_trainer.worker.state.shards`, which is slow to import."""
-
-    def shards_of(self, tree: Any) -> Any: ...
-
-    def placed_model(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def placed_optimizer(self, saved: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]: ...
-
-    def completed_optimizer(self, state: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -224,8 +72,8 @@ class TrainingState:
     pending: dict[str, Any]
     device: torch.device
     average: AveragedModel | None = None
-    sharding: Sharding | None = None
-    """How ranks give each other shards; None: the state is whole."""
+    sharding: ModuleType | None = None
+    """:mod:`~elastic_trainer.worker.state.shards`, which is slow to import; None: the state is whole."""
     own_optimizer: bool = False
     """Whether each rank has a state of the optimizer of its own."""
     made: Made = field(init=False)
@@ -243,11 +91,14 @@ class TrainingState:
         return self._shards_of(self.for_storage())
 
     def _shards_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self.sharding is None else self.sharding.shards_of(state)
+        shards: dict[str, Any] = state if self.sharding is None else self.sharding.shards_of(state)
+        return shards
 
     def for_storage(self) -> dict[str, Any]:
         """The state as it is saved: a sharded tensor is the DTensor itself."""
-        cursor = self.position.cursor
+        cursor, optimizer = self.position.cursor, self.optimizer.state_dict()
+        if self.sharding is not None:
+            optimizer = self.sharding.completed_optimizer(optimizer, parameters_of(self.optimizer))
         return {
             "format": FORMAT,
             "position": {
@@ -262,7 +113,7 @@ class TrainingState:
             "optimizer": {
                 "kind": kind_of(self.optimizer),
                 "parameters": parameter_names(self.module, self.optimizer),
-                "state": self._whole_optimizer(),
+                "state": optimizer,
             },
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -271,12 +122,6 @@ class TrainingState:
             "random": random_state(self.device),
             **{name: fact.read(self) for name, fact in FACTS.items()},
         }
-
-    def _whole_optimizer(self) -> dict[str, Any]:
-        state = self.optimizer.state_dict()
-        if self.sharding is None:
-            return state
-        return self.sharding.completed_optimizer(state, parameters_of(self.optimizer))
 
     def size(self) -> int:
         """About how many bytes of tensors this rank holds, without registered objects."""
@@ -322,8 +167,11 @@ class TrainingState:
         _load_all(small)
         load_exactly(self.optimizer, state["optimizer"]["state"])
         self.module.load_state_dict(_named_as(self.module, state["model"]))
-        if self.average is not None:
-            self._apply_average(self.average, state)
+        if self.average is not None and state.get("average") is not None:
+            self.average.load_state_dict(_named_as(self.average, state["average"]))
+        elif self.average is not None:  # without an average in the checkpoint it begins at the parameters
+            self.average.module.load_state_dict(_named_as(self.average.module, state["model"]))
+            self.average.n_averaged.zero_()
         self.pending.clear()
         self.pending.update(waiting)
         where = state["position"]
@@ -336,7 +184,7 @@ class TrainingState:
         if first_rank:
             set_random_state(state["random"], self.device)
 
-    def _placed(self, state: Mapping[str, Any], sharding: Sharding) -> Mapping[str, Any]:
+    def _placed(self, state: Mapping[str, Any], sharding: ModuleType) -> Mapping[str, Any]:
         """The ``state`` (shards or whole tensors) sharded as the live one is."""
         kept = state["optimizer"]
         average = state.get("average")
@@ -348,14 +196,6 @@ class TrainingState:
             "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters_of(self.optimizer))},
             "average": average,
         }
-
-    def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
-        """Without an average in the checkpoint it begins at the parameters."""
-        if state.get("average") is not None:
-            average.load_state_dict(_named_as(average, state["average"]))
-        else:
-            average.module.load_state_dict(_named_as(average.module, state["model"]))
-            average.n_averaged.zero_()
 
     def follow(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
         """After a resume: train with what the script has changed on purpose (see :meth:`Made.follow`)."""
@@ -417,13 +257,9 @@ class Fact:
     write: Callable[[TrainingState, Any], None]
 
 
-def _set_settings(state: TrainingState, settings: Mapping[str, str]) -> None:
-    state.settings = dict(settings)
-
-
 FACTS: dict[str, Fact] = {
     "frozen": Fact(lambda state: frozen(state.module), lambda state, names: freeze(state.module, names)),
-    "settings": Fact(lambda state: dict(state.settings), _set_settings),
+    "settings": Fact(lambda state: dict(state.settings), lambda state, words: setattr(state, "settings", dict(words))),
 }
 """What is saved, and brought alike by a resume and by the healing of a rank. A checkpoint of before a fact lacks it."""
 
@@ -574,3 +410,142 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
     """Give ranks that do not continue the saved generators their own streams."""
     rng.seeder(device)(rng.key(rng.START, seed, position.generation, position.step, rank))
+
+
+class OptimizerSet(torch.optim.Optimizer):
+    """``members`` by name; each is stepped by the script."""
+
+    def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
+        if not members:
+            raise ConfigError("optimizer is an empty dictionary", hint="give at least one")
+        self.members = tuple(members.values())
+        seen: dict[int, str] = {}
+        for name, each in members.items():
+            for parameter in parameters_of(each):
+                if (other := seen.setdefault(id(parameter), name)) != name:
+                    raise ConfigError(
+                        f"optimizers {other!r} and {name!r} hold the same parameter", hint="give it to one of them"
+                    )
+
+    @property
+    def kind(self) -> str:
+        """The members' types, as a checkpoint names them."""
+        return " + ".join(type(each).__name__ for each in self.members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all members, one member after another."""
+        return [group for each in self.members for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """That of all members, by parameter."""
+        return {parameter: known for each in self.members for parameter, known in each.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As if it were one optimizer."""
+        state: dict[int | str, Any] = {}  # a key that is no parameter's number belongs to a whole member
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for place, each in enumerate(self.members):
+            own = each.state_dict()
+            state |= {
+                first + key if isinstance(key, int) else f"{place}/{key}": known for key, known in own["state"].items()
+            }
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
+            first += len(parameters_of(each))
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        groups, first = list(state_dict["param_groups"]), 0
+        for place, each in enumerate(self.members):
+            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            last = first + len(parameters_of(each))
+            load_exactly(
+                each,
+                {
+                    "state": {
+                        key - first if isinstance(key, int) else key.partition("/")[2]: known
+                        for key, known in state_dict["state"].items()
+                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{place}/"))
+                    },
+                    "param_groups": [
+                        {**group, "params": [number - first for number in group["params"]]} for group in own
+                    ],
+                },
+            )
+            first = last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.members:
+            each.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"OptimizerSet({self.kind})"
+
+
+class SchedulerSet:
+    """``members`` by name, all advanced together."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = dict(members)
+
+    @property
+    def _step_count(self) -> tuple[Any, ...]:
+        return tuple(map(advanced, self.members.values()))
+
+    def step(self) -> None:
+        for each in self.members.values():
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.members.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.members):
+            raise ValueError(f"the state has schedulers {sorted(state)}, this job {sorted(self.members)}")
+        for name, each in self.members.items():
+            each.load_state_dict(state[name])
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that ``optimizer`` consists of."""
+    return optimizer.members if isinstance(optimizer, OptimizerSet) else (optimizer,)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its type, or of those of its members."""
+    return optimizer.kind if isinstance(optimizer, OptimizerSet) else type(optimizer).__name__
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, as its state numbers them."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load the state ``saved``, and put back what torch casts to a parameter's dtype: all its tensors but ``step``.
+
+    An optimizer that loads its state in a way of its own is left to that.
+    """
+    optimizer.load_state_dict(saved)
+    if torch_internals.loads_its_own_way(optimizer):
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
+        _uncast(saved["state"].get(number), optimizer.state.get(parameter), parameter.dtype)
+
+
+def _uncast(saved: Any, loaded: Any, dtype: torch.dtype, name: Any = None) -> Any:
+    """``loaded`` with those tensors of ``saved`` that were cast to ``dtype``, on the devices where torch put them."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        cast = name != "step" and loaded.dtype == dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(loaded.device, copy=True) if cast else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for each in saved.keys() & loaded.keys():
+            loaded[each] = _uncast(saved[each], loaded[each], dtype, each)
+    elif isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(loaded)(_uncast(old, new, dtype) for old, new in zip(saved, loaded, strict=True))
+    return loaded

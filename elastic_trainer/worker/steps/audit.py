@@ -1,11 +1,24 @@
-"""One pass through the model, forward and back, recorded so that any rank can repeat it bit by bit.
+"""Finds machines that compute wrong results silently: passes are repeated on other nodes and compared bit by bit.
 
-What is recorded is what the script gave the model and what its loss gave back: inputs, random numbers, buffers and the
-gradient of the outputs. So a repetition needs nothing of the script. It leaves gradients, buffers and random numbers as
-they are; hooks of the script's own on the model's modules and parameters run again.
+In an audited step each rank's first pass through the model is repeated by a rank of another node, all at the same
+time, behind the step's passes and before its update; so an audit costs one pass. Which node repeats whose pass changes
+from audit to audit. Where the results differ, the rank repeats its own pass, a third rank does too, and most votes
+decide.
 
-*Runs in* the worker's main thread. *Owns* hooks on the model and its parameters while it records, and until the
-recording is dropped copies of the inputs, buffers and gradients of one pass.
+What is recorded of a pass is what the script gave the model and what its loss gave back: inputs, random numbers,
+buffers and the gradient of the outputs. So a repetition needs nothing of the script. It leaves gradients, buffers and
+random numbers as they are; hooks of the script's own on the model's modules and parameters run again.
+
+All ranks come to the same verdicts, and rank 0 reports them. A rank may leave the round, to repeat the step, before
+rank 0 has heard the last result; so the next round begins with what the ranks have heard, and rank 0 reports the rest.
+
+Parameters are compared at the end of the step before (:mod:`elastic_trainer.worker.steps.engine`), so no state that
+differs is audited, trained on, or adopted by others.
+
+*Runs in* the worker's main thread of all ranks at once. *Owns* a hook of the optimizer; hooks on the model and its
+parameters while it records, and until the recording is dropped copies of the inputs, buffers and gradients of one pass.
+*Fails by* RoundBrokenError when a peer is gone, StepGivenUpError when the step is to be repeated, ConfigError where a
+pass cannot be repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +42,7 @@ from elastic_trainer.torch_internals import tree_map
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.whereabouts import UNNAMED
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.model.replica import Buffers, Replica
+from elastic_trainer.worker.model.replica import Buffers, Replica, Use
 from elastic_trainer.worker.model.tree import arithmetic, check_ranks
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import packed, unpacked
@@ -572,21 +585,14 @@ class PassAudit:
         return new
 
 
-def check_auditable(replica: Replica, *, several: bool, repeats: bool, device: torch.device) -> None:
+def check_auditable(replica: Replica, *, repeats: bool, device: torch.device) -> None:
     """ConfigError where a pass cannot be repeated by another rank alone, or not to the same bits."""
-    if repeats and not replica.lasting:
+    if repeats and not replica.in_place:
         raise ConfigError(
             "on_mismatch='repeat' undoes a step, which in-place recovery does",
             hint="start the run with --rdzv-conf recovery=in_place, or say on_mismatch='report'",
         )
-    for what, true in (
-        ("a model that is sharded or in stages", replica.layout is not None),
-        ("reduction='local_sgd' or 'diloco'", replica.apart),
-        ("several models or optimizers", several),
-        ("sync_batchnorm", replica.even),
-    ):
-        if true:
-            raise ConfigError(f"audit_every does not go with {what}", hint="leave it out")
+    replica.check(Use.AUDIT)
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
             f"{_PROMISE}, and some CUDA kernels give other bits each time",

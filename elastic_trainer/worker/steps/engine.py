@@ -3,19 +3,18 @@
 From top to bottom, in the order in which it happens:
 
 - :class:`Step`, which the script holds: micro-batches, backward passes, loss, clipping. The gradient becomes that of
-  the mean over the global batch.
-- :class:`Steps` opens a step, commits and closes it. It commits in the hook after its one optimizer step; with several
-  optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), step number and cursor advance there together,
-  so no later error can make a step count twice or not at all.
-- :class:`RoundEnd`, the port for what happens when the round ends meanwhile, and its form for a single round.
+  the mean over the global batch. :class:`ManualStep` is the one of a loop that is not the session's.
+- :class:`Steps` opens a step, commits and closes it, and undoes it when the round ends. It commits in the hook after
+  its one optimizer step; with several optimizers, when its block ends. Scheduler, scaler (:class:`Scaling`), number and
+  cursor advance there together, so no later error can make a step count twice or not at all.
 - :class:`StepBoundaries`, behind each step: comparing ranks, saving, and what all ranks decide together
   (:class:`Consensus`).
-- :class:`Workplace`, what a process has from the opening of its session to the end, across rounds.
+- :class:`WorkerContext`, what a process has from the opening of its session to the end, across rounds.
 
 *Runs in* the worker's main thread; the signals' thread reads the present round. *Owns* two hooks of the optimizer, the
 ledger, the feed and the manager of the checkpoints.
-*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, and RoundBrokenError when a
-peer is gone; errors of the body pass through.
+*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, RoundBrokenError when a peer
+is gone, SystemExit 73 where the last save fails and 143 when stopped; errors of the body pass through.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import SimpleNamespace, TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -41,11 +39,13 @@ from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import (
+    EXIT_CANNOT_WRITE,
     ConfigError,
     DifferError,
     NonFiniteError,
     RejoinError,
     RoundBrokenError,
+    StorageError,
     TransientError,
 )
 from elastic_trainer.model import Cursor
@@ -53,66 +53,35 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.control import Codec, Control, EqualityCheck, Pending, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.model.replica import Replica, Trainable
-from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Trainable, Use
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import advanced
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import (
-    OptimizerSet,
     Position,
     TrainingState,
     load_exactly,
     members_of,
     parameters_of,
 )
-from elastic_trainer.worker.steps.feed import Accord, DataFeed
+from elastic_trainer.worker.steps.audit import PassAudit
+from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
-
-
-def _mean_of(losses: Pending, control: Control) -> float:
-    """The mean over the global batch, from the sum of all ranks' weighted losses."""
-    return losses.wait()[0] / control.world_size
-
-
-class LaterLoss:
-    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
-
-    __slots__ = ("_control", "_mean", "_pending", "_steps")
-
-    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
-        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
-
-    def read(self) -> float | None:
-        """The loss, after a wait if necessary; any rank may read it at any time, once.
-
-        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
-        ConfigError if another rank did something else in place of its step.
-        """
-        if self._control is not self._steps.control:
-            return None
-        mean, pending = self._mean, self._pending
-        if mean is None and pending is not None:
-            try:
-                mean = _mean_of(pending, self._control)
-            except RoundBrokenError as error:
-                logger().info("loss.unknown", reason=str(error))
-                return None
-        self._steps.knows_loss(mean)
-        return mean
 
 
 class Step:
     """A step in progress, then its result. ``committed`` says whether it counts."""
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
-        self._steps, self._batch, self._control = steps, batch, steps.control
-        self._part = batch
+        self._steps, self._control = steps, steps.control
+        self.batch = self._part = batch
+        """What the step is about, if it was drawn with ``session.batches``, and the part that is computed now."""
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._mean: float | None = None
         self._wanted = False
@@ -130,7 +99,7 @@ class Step:
             steps.control.rank,
             steps.control.world_size,
         )
-        self.counts = steps.replica.part(steps.control).first
+        self.counts = steps.part.first
         """Whether this rank's samples count: others may have computed with the same ones."""
         self.number = steps.position.step + 1
 
@@ -145,7 +114,7 @@ class Step:
 
     def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
         """The parts of ``batch`` to compute one after another; the last one averages gradients over ranks."""
-        whole = self._batch
+        whole = self.batch
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
         if batch is not None and batch is not whole:
@@ -180,40 +149,37 @@ class Step:
         than usual. If nothing counts in the whole global batch, the gradient is zero and the update is made all the
         same.
         """
-        self._steps.check_round()
+        steps, part, replica = self._steps, self._part, self._steps.replica
+        steps.check_round()
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
-        self._steps.replica.before_backward()
-        self._steps.agree()
-        part, replica = self._part, self._steps.replica
+        weight = replica.before_backward(part, self._done)
+        steps.agree()
         if part is not None and part.outdated:
             raise ConfigError(
                 "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
                 hint="read batch.x, batch.y or batch.data again for each session.step(), or draw the batch anew",
             )
-        fraction = self._fraction(part) if replica.tree is not None else 1.0
-        weight = fraction if part is None or replica.tree is not None else part.weight
         self._done.add(0 if part is None else part.start)
-        self._complete()
-        pending = self._pending = None
+        last, pending, self._pending = not self._open_parts, None, None
+        if last:
+            self._check_complete()
         if count is not None:
             weight = self._count(float(count), counts=weight > 0.0)
-            if not self._open_parts:
-                counted = Control() if replica.apart else self._control
-                pending = counted.start(Purpose.COUNT, [self._count_here or 0.0])
-        self._losses.append((loss.detach(), weight))
-        factor = weight * replica.share
-        replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
-        if replica.tree is not None:
-            self._grow(replica.tree, fraction, loss.detach() * weight)
+            if last:
+                pending = replica.counting(self._control).start(Purpose.COUNT, [self._count_here or 0.0])
+        about, factor = Pass(part, loss.detach(), weight, last), weight * replica.share
+        self._losses.append((about.loss, weight))
+        mean = replica.backward(steps.scaling.scaled(loss if factor == 1.0 else loss * factor), about)
+        self._mean = mean if last else self._mean
         if pending is not None:
-            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
-        if self._wanted and not self._open_parts and self._mean is None and not self._steps.several:
+            self._normalize(pending.wait()[0] / steps.part.alike)
+        if last and self._mean is None and steps.sums_after_each_pass:
             # After the pass: it has just synchronised the ranks, and its kernels are queued on the device.
-            self._pending = self._sum_losses()
+            self.sum_wanted_loss()
 
     def sum_wanted_loss(self) -> None:
-        """All passes through several models are made."""
+        """All passes are made."""
         if self._wanted:
             self._pending = self._sum_losses()
 
@@ -241,14 +207,14 @@ class Step:
         With ``count``, ``loss`` is instead the sum over ``count(part)`` items, as in :meth:`backward`. All ranks call
         it.
         """
-        steps, replica, batch = self._steps, self._steps.replica, self._batch
+        steps, replica, batch = self._steps, self._steps.replica, self.batch
         steps.check_round()
         if batch is None or self._done:
             raise ConfigError(
                 "step.pipeline() without a batch, or a second time",
                 hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
             )
-        replica.before_backward()
+        replica.before_backward(batch.micro_batches[0], ())
         steps.agree()
         parts = batch.micro_batches
         read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
@@ -261,18 +227,17 @@ class Step:
 
         def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
             value = loss(output[: len(given[number][0])], parts[number])
-            found[number] = value.detach(), weights[number] * replica.stands_for
+            found[number] = value.detach(), weights[number] * replica.loss_weight
             return steps.scaling.scaled(value * (weights[number] * replica.share))
 
-        if not replica.stands_for:
+        if not replica.loss_weight:
             steps.scaling.scaled(torch.zeros((), device=given[0][0].device))  # a scaler begins with its first loss
         replica.run(schedule, given, loss_of)
         self._done = {part.start for part in parts}
         self._losses = [found[number] for number in sorted(found)]
         if pending is not None:
-            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
-        if self._wanted:
-            self._pending = self._sum_losses()
+            self._normalize(pending.wait()[0] / steps.part.alike)
+        self.sum_wanted_loss()
 
     def _count(self, count: float, *, counts: bool) -> float:
         """Add ``count``; returns the factor for the sum until the count of the global batch is known."""
@@ -283,9 +248,7 @@ class Step:
         if self._normalized:
             raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
         self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
-        replica = self._steps.replica
-        world = 1 if replica.tree is not None or replica.apart else replica.part(self._control).world
-        return world / self._items if counts else 0.0
+        return self._steps.replica.averaged_over / self._items if counts else 0.0
 
     @property
     def _items(self) -> int:
@@ -301,37 +264,16 @@ class Step:
         if self._mean is not None:  # the tree's, the only one known before the commit
             self._mean *= factor
 
-    def _fraction(self, part: Batch | None) -> float:
-        """The share of the micro-batch in the global batch, the same at any number of ranks."""
-        if part is None or (part.number is None and part.weight):
-            raise ConfigError(
-                "reduction='tree' adds up micro-batches",
-                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
-            )
-        if part.start in self._done:
-            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
-        return len(part.ids) / part.global_size
-
-    def _complete(self) -> None:
-        """ConfigError if the last micro-batch is done and another one had no backward pass."""
-        if self._batch is None or self._part is self._batch:
+    def _check_complete(self) -> None:
+        """The last micro-batch is done: ConfigError if another one had no backward pass."""
+        batch = self.batch
+        if batch is None or self._part is batch:
             return
-        parts = self._batch.micro_batches
-        if not self._open_parts and len(self._done) < len({part.start for part in parts}):
+        if len(self._done) < len({part.start for part in batch.micro_batches}):
             raise ConfigError(
                 "a micro-batch had no backward pass, so the gradient would lack its samples",
                 hint="call step.backward(loss) for each, with a loss of zero where nothing counts",
             )
-
-    def _grow(self, tree: TreeReduction, fraction: float, loss: torch.Tensor) -> None:
-        part = self._part
-        if part is None or part.number is None:
-            tree.discard()
-        else:
-            tree.capture(part.number, fraction, loss)
-        if not self._open_parts and self._batch is not None:
-            tree.combine(self._batch.parts)
-            self._mean = tree.loss
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
@@ -390,7 +332,7 @@ class Step:
         if control is not self._steps.control:
             return self.local_mean()  # the ranks have changed
         pending = self._pending if self._pending is not None else self._sum_losses()
-        return _mean_of(pending, control)
+        return pending.wait()[0] / control.world_size
 
     def _sum_losses(self) -> Pending:
         return self._control.start(Purpose.LOSS, [self.local_sum()])
@@ -406,11 +348,6 @@ class Step:
             return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
         total = sum(weight for _, weight in self._losses)
         return self.local_sum() / total if total else None
-
-    @property
-    def batch(self) -> Batch | None:
-        """What the step is about, if it was drawn with ``session.batches``."""
-        return self._batch
 
     # ---- for Steps
 
@@ -429,13 +366,13 @@ class Step:
             raise ConfigError(
                 "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
             )
-        self._complete()
+        self._check_complete()
 
     def again(self) -> None:
         """Only the next pass over the batch counts."""
         self._losses, self._done, self._normalized = [], set(), False
         self._mean = self._pending = self._count_here = None
-        self._part = self._batch
+        self._part = self.batch
 
     def mean_of_pass(self) -> torch.Tensor:
         """The mean loss of the completed pass over the global batch, the same on all ranks."""
@@ -448,20 +385,115 @@ class Step:
         return [loss for loss, weight in self._losses if weight and not self.skipped]
 
 
+Returned = TypeVar("Returned")
+
+
+class ManualStep(Step):
+    """A step whose body is a framework's or a script's own loop, between ``session.begin_step()`` and ``end()``.
+
+    There is no block that the end of a round could leave. So the step joins the next round in the very call that finds
+    out that its own has ended. From then on a call of the model computes on this rank alone; ``backward``, ``clip``,
+    ``skip`` and ``update`` do nothing, and ``end()`` returns False. The batch then comes again.
+
+    ``lost``: its round has ended, and what it computes is for nothing.
+    """
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        steps.replica.check(Use.MANUAL_STEP)
+        super().__init__(steps, batch)
+        self._driver = steps
+        self.lost = self.ended = False
+        self.__enter__()
+        steps.replica.runner.intercept(self._call)
+
+    def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
+        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
+
+    def _alone(self, inputs: Any, named: Any) -> Any:
+        with self._driver.replica.aside():
+            return self._driver.replica.module(*inputs, **named)
+
+    def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
+        if not self.lost:
+            try:
+                return act()
+            except (RejoinError, TransientError, RuntimeError) as error:
+                if not self._driver.closed(self, error):
+                    self.end()
+                    raise
+                self.lost = True
+        return otherwise()
+
+    def _begin(self, part: Batch) -> None:
+        if not self.lost:
+            super()._begin(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        self._unless_lost(lambda: super(ManualStep, self).backward(loss, count), lambda: None)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return self._unless_lost(lambda: super(ManualStep, self).clip(max_norm), lambda: torch.tensor(0.0))
+
+    def skip(self) -> None:
+        self._unless_lost(super().skip, lambda: None)
+
+    def update(self) -> None:
+        """``optimizer.step()``, unless the round has ended."""
+        self._unless_lost(self._driver.update, lambda: None)
+
+    def end(self) -> bool:
+        """Whether the step counts; if not, the ranks have changed, and the next batch drawn is this one again.
+
+        ConfigError if the step has neither made its update nor skipped it.
+        """
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.closed(self, None)
+        return self.committed
+
+    def abandon(self) -> None:
+        """The loop was left in the middle of the step: undo it."""
+        if not self.ended:
+            self.ended = True
+            self._driver.replica.runner.intercept(None)
+            self._driver.abandon(self)
+
+
+class LaterLoss:
+    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
+
+    __slots__ = ("_control", "_mean", "_pending", "_steps")
+
+    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+
+    def read(self) -> float | None:
+        """The loss, after a wait if necessary; any rank may read it at any time, once.
+
+        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
+        ConfigError if another rank did something else in place of its step.
+        """
+        if self._control is not self._steps.control:
+            return None
+        mean, pending = self._mean, self._pending
+        if mean is None and pending is not None:
+            try:
+                mean = pending.wait()[0] / self._control.world_size
+            except RoundBrokenError as error:
+                logger().info("loss.unknown", reason=str(error))
+                return None
+        self._steps.knows_loss(mean)
+        return mean
+
+
 # Closures given to ``optimizer.step()``: their passes are collectives, and belong before the update.
 #
 # Most of torch's optimizers call the closure once and then update, so the session calls it for them. LBFGS and foreign
 # optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
 # returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
 # and restored if a round ends in a pass.
-
 Closure = Callable[[], Any]
-
-
-def closure_of(args: Any, kwargs: Any) -> Closure | None:
-    """The closure among the arguments of ``optimizer.step`` (the first of which is the optimizer)."""
-    given: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return given
 
 
 def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
@@ -485,65 +517,98 @@ class Before:
         load_exactly(self._optimizer, self._state)
 
 
+class EveryStep:
+    """How ranks come to one state that do so in each step: by the update itself."""
+
+    open = False
+    """Whether this rank has begun a step since the last synchronisation."""
+    rare = False
+    """Whether boundaries follow synchronisations, not each step."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def made(self, step: Step, check: Callable[[], None]) -> bool:
+        """After ``step``: whether all ranks hold one state now. ``check``: see :meth:`Recovery.check_gradients`."""
+        return True
+
+    def require_closed(self) -> None:
+        """ConfigError between two synchronisations."""
+
+    def undo(self) -> None:
+        """The round has ended: go back to the last synchronisation."""
+
+    def healed(self) -> None:
+        """This rank has received the state of a peer."""
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """The script has left its loop: all ranks come to one state."""
+
+
 StepT = TypeVar("StepT", bound=Step)
 _MOST_UNCHECKED = 64
 
 
 class Steps:
-    """Opens, commits and closes the steps of one model and optimizer. ``after_step`` passes the next boundary."""
+    """Opens, commits and closes the steps of one model with one optimizer, in all rounds.
+
+    ``sync`` brings ranks to one state that are not in each step. ``audit`` repeats passes.
+    """
+
+    sums_after_each_pass = True
+    """Whether a wanted loss is summed after a backward pass; else when the block of the step ends."""
 
     def __init__(
-        self,
-        replica: Replica,
-        state: TrainingState,
-        feed: DataFeed,
-        tracker: HeartbeatReporter,
-        seed: int,
-        round_end: RoundEnd,
-        after_step: Callable[[Step], None],
+        self, context: WorkerContext, replica: Replica, state: TrainingState, sync: EveryStep, audit: PassAudit | None
     ) -> None:
-        self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
-        self._lost: BaseException | None = None
-        """Set if the round ended before the body of the present step began, or in it behind the commit."""
-        self._own_lrs: list[tuple[dict[str, Any], Any]] = []
-        self.dirty = False
-        """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
-        self.updating = False
-        """While an optimizer of the session is at work."""
-        self._before: dict[torch.optim.Optimizer, Before] = {}
-        """The state before updates that collectives follow in the same step."""
-        self._prepared: tuple[Step, bool] | None = None
-        """The step that peers may commit from now on, and whether with an update."""
-        self._rolls = False
-        """During an update that a peer has made before."""
-        self.replica, self.position, self.control = replica, state.position, Control()
-        self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere if replica.layout is not None else None)
+        self._context, self._feed, self._tracker = context, context.feed, context.tracker
+        self.replica, self.position, self.sync, self._audit = replica, state.position, sync, audit
         self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
+        self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere)
+        self.trainable = Trainable(replica.module, self._optimizer)
+        seed = context.options.seed
         self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
         self._seed_all = rng.seeder(state.device)
         self._epoch, self._epoch_stream = -1, 0
-        self._current: Step | None = None
-        self.begun = 0
-        """Steps of this round, whatever came of them."""
-        self.trainable = Trainable(self.replica.module, self._optimizer)
+        # ---- of the round
+        self._recovery: Recovery  # bound before the first step
+        self.control, self.part = Control(), DataPart(0, 1)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
         self._schedule_count = advanced(self._scheduler)
+        self.begun = 0
+        """Steps of this round, whatever came of them."""
+        # ---- of the present step
+        self._current: Step | None = None
+        self._own_lrs: list[tuple[dict[str, Any], Any]] = []
+        self.updating = False
+        """While an optimizer of the session is at work."""
+        self.dirty = False
+        """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
+        self._before: dict[torch.optim.Optimizer, Before] = {}
+        """The state before updates that collectives follow in the same step."""
+        self._committing: tuple[Step, bool] | None = None
+        """The last step that was to be committed, and whether with an update."""
+        self._rolls = False
+        """During an update that a peer has made before."""
+        # ---- losses
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
         self._loss, self._substituted = math.nan, False
-        self.several = isinstance(self._optimizer, OptimizerSet)
         for each in members_of(self._optimizer):
             each.register_step_pre_hook(self._before_update)
             each.register_step_post_hook(self._after_update)
 
-    def bind(self, control: Control) -> None:
-        self.control = control
+    def bind(self, control: Control, recovery: Recovery) -> None:
+        """A round begins, in which all ranks hold one state; ``recovery`` is what follows its end."""
+        self.control, self.part, self._recovery = control, self.replica.part(control), recovery
         self.trainable.look()
         self._agreed = False
         self._schedule_count = advanced(self._scheduler)
         self._unchecked.clear()
         self.begun = 0
+        if self._audit is not None:
+            self._audit.bind(control)
 
     @property
     def inside(self) -> bool:
@@ -555,63 +620,65 @@ class Steps:
         step = self._current
         return step.number if step is not None and not step.committed else None
 
-    def begin(self, batch: Batch | None, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
-        if batch is not None and batch.used:
+    # ---- opening
+
+    def begin(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
+        """A step of this ``kind`` about the batch at hand."""
+        batch = self._feed.batch
+        if batch is None:
+            self._recovery.change()
+        elif batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
-        return kind(self, batch)
+        step = kind(self, batch)
+        if self._audit is not None:
+            self._audit.begin(step.number)
+        self.sync.begin()
+        return step
 
     def opened(self, step: Step) -> None:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self.begun += 1
-        self._lost = self._meet()
+        self._recovery.lost = None
+        epoch, plan_check = self.position.cursor.epoch, self._feed.plan_check
+        try:
+            plan_check.at_step(epoch)
+            self.replica.share_buffers()
+        except RoundBrokenError as error:  # raised in the body: only there it can be absorbed
+            self._recovery.lost = error
         self._current, self.updating = step, False
         self._tracker.step_begins(step.number)
         self.scaling.begin()
         self._follow()
-        self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
-        self._drop_gradients()
         batch = step.batch
+        self.replica.begin_step(counts=batch is None or batch.weight > 0.0)
+        self._drop_gradients()
         if batch is None:
-            self._seed_all(rng.key(self.position.step, self.replica.part(self.control).rank, start=self._stream))
+            self._seed_all(rng.key(self.position.step, self.part.rank, start=self._stream))
         else:
             self._seed(batch)
 
-    def _meet(self) -> RoundBrokenError | None:
-        """Compare plans. If the round ends here, the error is raised in the body: only there it can be absorbed."""
-        try:
-            self._feed.accord.at_step(self.position.cursor.epoch)
-            self.replica.share_buffers()
-        except RoundBrokenError as error:
-            return error
-        return None
-
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
-        if self._current is step:
-            self._lost = error
-            return True
-        return self._round_end.absorb(step, error)
-
-    def check_round(self) -> None:
-        """RoundBrokenError if the round had ended when the body began."""
-        if self._lost is not None:
-            raise self._lost
-
     def _follow(self) -> None:
         """Train what the script has frozen, unfrozen and regrouped since the last step."""
-        if self.replica.fitted and self.trainable.switched:
-            self.replica.fit(self.control, self.trainable.switch())
+        trainable = self.trainable
+        if self.replica.fitted and trainable.switched:
+            self.replica.fit(self.control, trainable.switch())
             self._agreed = False
-            self.trainable.look()
-        elif self.trainable.regrouped:
-            self.trainable.look()
+            trainable.look()
+        elif len(self._optimizer.param_groups) != trainable.groups:
+            trainable.look()
 
-    def agree(self) -> None:
-        """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
-        if not self._agreed:
-            self.trainable.agree(self.control)
-            self._agreed = True
+    def _drop_gradients(self) -> None:
+        """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
+
+        ``zero_grad()`` of torch's optimizers takes many times as long because of its profiler record.
+        """
+        if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trainable.parameters:
+            parameter.grad = None
+
+    # ---- in the body
 
     def begin_micro_batch(self, part: Batch) -> None:
         """Seed ``part`` with random numbers that do not depend on the number of ranks."""
@@ -622,6 +689,153 @@ class Steps:
         if part.epoch != self._epoch:
             self._epoch, self._epoch_stream = part.epoch, rng.key(part.epoch, start=self._sample_stream)
         self._seed_all(rng.key(part.start, start=self._epoch_stream))
+
+    def check_round(self) -> None:
+        """RoundBrokenError if the round had ended when the body began."""
+        if self._recovery.lost is not None:
+            raise self._recovery.lost
+
+    def agree(self) -> None:
+        """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
+        if not self._agreed:
+            self.trainable.agree(self.control)
+            self._agreed = True
+
+    # ---- update and commit
+
+    def update(self) -> None:
+        """Step the optimizer, in the open step."""
+        self._optimizer.step()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        step = self._current
+        if step is None:
+            raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
+        changed = None
+        if not self._rolls:
+            closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._check(step)
+                self._keep(optimizer)
+            else:
+                self.replica.check(Use.CLOSURE)
+                changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
+            self.scaling.before_update()
+            self._prepare(step, updates=True)
+        self._restore_lr()
+        factor = self._feed.lr_factor
+        if factor != 1.0:
+            self._own_lrs = [(group, group["lr"]) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+        self.dirty = self.updating = True
+        return changed
+
+    def _check(self, step: Step) -> None:
+        """The gradients are complete, right, and of all ranks."""
+        self.check_round()
+        step.ready()
+        if self.replica.fitted and self.trainable.switched:
+            raise ConfigError(
+                f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
+            )
+        if not self.replica.summed:
+            self.trainable.look()
+            raise ConfigError(
+                "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
+                " session.wrap() returned",
+                hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
+            )
+        self._recovery.check_gradients()
+
+    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what there was before an update that another pass may follow."""
+
+    def _called(self, step: Step, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
+        """What the optimizer calls in place of the ``closure``."""
+        if calls_once_first(optimizer):
+            with torch.enable_grad():
+                loss = closure()
+            self._check(step)
+            return lambda: loss
+        if self.scaling.enabled:
+            raise ConfigError(
+                f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
+                hint="use bfloat16, which needs no scaler",
+            )
+        if self.replica.in_place:
+            self._before = {optimizer: Before(optimizer)}
+
+        def called() -> torch.Tensor:
+            step.again()
+            closure()
+            self._check(step)
+            return step.mean_of_pass()
+
+        return called
+
+    def _prepare(self, step: Step, *, updates: bool) -> None:
+        """All ranks of a shard group commit ``step``, or none does.
+
+        From here on their gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
+        """
+        self._committing = step, updates
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            self.replica.check(Use.FUSED_SCALER)
+        self.replica.commit_together(step.number)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore_lr()
+        self.updating = False
+        if self._current is not None:
+            self._updated(self._current)
+
+    def _updated(self, step: Step) -> None:
+        self._commit(step)
+
+    def _restore_lr(self) -> None:
+        for group, own in self._own_lrs:
+            group["lr"] = own
+        self._own_lrs = []
+
+    def _commit(self, step: Step) -> None:
+        if self._average is not None:
+            self._average.update_parameters(self.replica.module)
+        self._before, self.dirty, self.replica.prepared = {}, False, 0
+        self.position.step += 1
+        self.position.lineage = self.position.generation
+        step.committed = True
+        batch, samples = step.batch, 0
+        if batch is not None:
+            batch.used = True
+            self.position.cursor = batch.following or self.position.cursor
+            samples = len(batch.ids) if step.counts else 0
+        self._tracker.committed(self.position.step, samples, self.position.cursor)
+        if self.scaling.scaler is None:
+            self._unchecked += step.finite_evidence()
+            if len(self._unchecked) > _MOST_UNCHECKED:
+                self.nonfinite()
+        self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        if self._scheduler is None:
+            return
+        if advanced(self._scheduler) != self._schedule_count:
+            raise ConfigError(
+                "the scheduler was advanced by the script, and the session advances it at each step",
+                hint="remove scheduler.step(); to step it otherwise, register() it instead of passing it to wrap()",
+            )
+        self._scheduler.step()
+        self._schedule_count = advanced(self._scheduler)
+
+    def pass_over(self, cursor: Cursor) -> None:
+        """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
+        self.position.step += 1
+        self.position.lineage, self.position.cursor = self.position.generation, cursor
+        self._tracker.committed(self.position.step, 0, cursor)
+        self._advance_schedule()
+
+    # ---- closing
 
     def closed(self, step: Step, error: BaseException | None) -> bool:
         """After the body. True if its ``error`` was the end of a round, and has been handled."""
@@ -644,9 +858,10 @@ class Steps:
             self._restore_lr()
         if error is not None:
             return self.absorb(step, error)
-        if self._lost is not None:
-            if not self.absorb(step, self._lost):
-                raise self._lost
+        lost = self._recovery.lost
+        if lost is not None:
+            if not self.absorb(step, lost):
+                raise lost
             return False
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
@@ -657,26 +872,23 @@ class Steps:
                 raise
         return False
 
-    def _drop_gradients(self) -> None:
-        """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
+    def _after_step(self, step: Step) -> None:
+        """Synchronise if ranks do it now and then; record, report and pass the boundary."""
+        context = self._context
+        if not self.sync.made(step, self._recovery.check_gradients):
+            return
+        context.record(step)
+        context.report()
+        boundaries = context.present.boundaries
+        action = boundaries.after_step(self.position.step)
+        if action is BoundaryAction.STOP:
+            boundaries.stop()
+        elif action is BoundaryAction.SWITCH:
+            self._recovery.agreed()
 
-        ``zero_grad()`` of torch's optimizers takes many times as long because of its profiler record.
-        """
-        if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-            self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self.trainable.parameters:
-            parameter.grad = None
-
-    def pass_over(self, cursor: Cursor) -> None:
-        """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
-        self.position.step += 1
-        self.position.lineage, self.position.cursor = self.position.generation, cursor
-        self._tracker.committed(self.position.step, 0, cursor)
-        self._advance_schedule()
-
-    def update(self) -> None:
-        """Step the optimizer, in the open step."""
-        self._optimizer.step()
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
+        return self._recovery.absorb(step, error, inside=self._current is step)
 
     def abandon(self, step: Step) -> None:
         """The script has left its loop in the middle of ``step``."""
@@ -689,12 +901,14 @@ class Steps:
         """In a forked child: an open step is the parent's."""
         self._current = None
 
+    # ---- the end of a round, or of the loop
+
     def undo(self) -> None:
         """Undo what an uncommitted step left behind: gradients, buffers, the scaler's stage.
 
         An incomplete update stays (:attr:`dirty`) unless the state before it was kept. So does a prepared one.
         """
-        if self._prepared is not None:
+        if self.replica.prepared:
             return
         if self._before:
             for each in self._before.values():
@@ -704,6 +918,41 @@ class Steps:
         self.replica.undo()
         self.scaling.reset()
         self._tracker.gave_up()
+
+    @property
+    def prepared(self) -> int:
+        """The number of the step that a peer may have committed; 0 if there is none."""
+        return self.replica.prepared
+
+    def settle(self, *, committed: bool) -> Step | None:
+        """A round ended when this rank was prepared: make the update too if a peer has ``committed`` it, else undo it.
+
+        Returns the step if it was committed here.
+        """
+        if not self.replica.prepared or self._committing is None:
+            return None
+        self.replica.prepared, (step, updates) = 0, self._committing
+        if not committed:
+            self.undo()
+            return None
+        self._current, self._rolls = step, True
+        try:
+            if updates:
+                self._optimizer.step()
+            else:
+                self._commit(step)
+            self.scaling.after_update()
+        finally:
+            self._current, self._rolls = None, False
+            self._restore_lr()
+        logger().info("step.rolled_forward", step=step.number)
+        return step
+
+    def finish(self) -> None:
+        """The script has left its loop: all ranks come to one state."""
+        self.sync.finish(lambda: self._recovery.check_gradients())  # there may have been no round
+
+    # ---- losses
 
     def knows_loss(self, mean: float | None) -> None:
         self._loss = self._loss if mean is None else mean
@@ -729,182 +978,21 @@ class Steps:
         """The non-finite loss was reported: look at later losses only."""
         self._nonfinite = False
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        step = self._current
-        if step is None:
-            raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
-        closure, changed = closure_of(args, kwargs), None
-        if self._rolls:
-            self._begin_update(optimizer)
-            return None
-        if self.several:
-            self._check_member(step, optimizer, closure)
-        elif closure is None:
-            self._check(step)
-        elif self.replica.layout is not None or self.replica.apart:
-            what = "reduction='local_sgd' or 'diloco'" if self.replica.apart else "a sharded model"
-            raise ConfigError(
-                f"{what} does not go with a closure", hint="call optimizer.step() after step.backward(loss)"
-            )
-        else:
-            changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
-        self.scaling.before_update()
-        self._prepare(step, updates=True)
-        self._begin_update(optimizer)
-        return changed
 
-    def _check_member(self, step: Step, optimizer: torch.optim.Optimizer, closure: Closure | None) -> None:
-        """Another pass may follow this update, and fail: in place keep what was there before the first one."""
-        if closure is not None:
-            raise ConfigError(
-                "one of several optimizers does not go with a closure",
-                hint="call its step() after step.backward(loss)",
-            )
-        self.check_round()
-        step.ready()
-        self._round_end.check_gradients()
-        if self.replica.lasting and optimizer not in self._before:
+class MultiOptimizerSteps(Steps):
+    """Steps with several optimizers: each updates when the script says so, and the end of the block commits them all.
+
+    Another pass may follow an update, and fail: in place what was there before the first one is kept.
+    """
+
+    sums_after_each_pass = False
+
+    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.replica.in_place and optimizer not in self._before:
             self._before[optimizer] = Before(optimizer)
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._scale_lr(optimizer)
-        self.dirty = self.updating = True
-
-    def _prepare(self, step: Step, *, updates: bool) -> None:
-        """All ranks of a shard group commit ``step``, or none does.
-
-        From here on the gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
-        """
-        if self.replica.layout is None:
-            return
-        if getattr(self._optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                "a GradScaler with a fused optimizer does not go with a sharded model", hint="leave fused=True out"
-            )
-        self._prepared = step, updates
-        self.replica.commit_together(step.number)
-
-    @property
-    def prepared(self) -> int:
-        """The number of the step that a peer may have committed; 0 if there is none."""
-        return self._prepared[0].number if self._prepared is not None else 0
-
-    def settle(self, *, committed: bool) -> Step | None:
-        """A round ended when this rank was prepared: make the update too if a peer has ``committed`` it, else undo it.
-
-        Returns the step if it was committed here.
-        """
-        if self._prepared is None:
-            return None
-        (step, updates), self._prepared = self._prepared, None
-        if not committed:
-            self.undo()
-            return None
-        self._current, self._rolls = step, True
-        try:
-            if updates:
-                self._optimizer.step()
-            else:
-                self._commit(step)
-            self.scaling.after_update()
-        finally:
-            self._current, self._rolls = None, False
-            self._restore_lr()
-        logger().info("step.rolled_forward", step=step.number)
-        return step
-
-    def _check(self, step: Step) -> None:
-        self.check_round()
-        step.ready()
-        self._check_trained()
-        self._round_end.check_gradients()
-
-    def _called(self, step: Step, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
-        """What the optimizer calls in place of the ``closure``."""
-        if calls_once_first(optimizer):
-            with torch.enable_grad():
-                loss = closure()
-            self._check(step)
-            return lambda: loss
-        if self.scaling.enabled:
-            raise ConfigError(
-                f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
-                hint="use bfloat16, which needs no scaler",
-            )
-        if self.replica.lasting:
-            self._before = {optimizer: Before(optimizer)}
-
-        def called() -> torch.Tensor:
-            step.again()
-            closure()
-            self._check(step)
-            return step.mean_of_pass()
-
-        return called
-
-    def _check_trained(self) -> None:
-        if self.replica.fitted and self.trainable.switched:
-            raise ConfigError(
-                f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
-            )
-        if not self.replica.summed:
-            self.trainable.look()
-            raise ConfigError(
-                "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
-                " session.wrap() returned",
-                hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
-            )
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore_lr()
-        self.updating = False
-        step = self._current
-        if step is not None and self.several:
-            step.updated = True
-        elif step is not None:
-            self._commit(step)
-
-    def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        self._restore_lr()
-        factor = self._feed.lr_factor
-        if factor != 1.0:
-            self._own_lrs = [(group, group["lr"]) for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-
-    def _restore_lr(self) -> None:
-        for group, own in self._own_lrs:
-            group["lr"] = own
-        self._own_lrs = []
-
-    def _commit(self, step: Step) -> None:
-        if self._average is not None:
-            self._average.update_parameters(self.replica.module)
-        self._before, self._prepared, self.dirty = {}, None, False
-        self.position.step += 1
-        self.position.lineage = self.position.generation
-        step.committed = True
-        if step.batch is not None:
-            step.batch.used = True
-            self.position.cursor = step.batch.following or self.position.cursor
-        samples = len(step.batch.ids) if step.batch is not None and step.counts else 0
-        self._tracker.committed(self.position.step, samples, self.position.cursor)
-        if not self.scaling.enabled:
-            self._unchecked += step.finite_evidence()
-            if len(self._unchecked) > _MOST_UNCHECKED:
-                self.nonfinite()
-        self._advance_schedule()
-
-    def _advance_schedule(self) -> None:
-        if self._scheduler is None:
-            return
-        if advanced(self._scheduler) != self._schedule_count:
-            raise ConfigError(
-                "the scheduler was advanced by the script, and the session advances it at each step",
-                hint="remove scheduler.step(); to step it otherwise, register() it instead of passing it to wrap()",
-            )
-        self._scheduler.step()
-        self._schedule_count = advanced(self._scheduler)
+    def _updated(self, step: Step) -> None:
+        step.updated = True
 
 
 class Scaling:
@@ -1004,75 +1092,6 @@ def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool]
         each.fill_(float(overflow))
 
 
-Result = TypeVar("Result")
-
-
-class RoundEnd(Protocol):
-    """What happens to a training when its round ends; in place it is
-    :class:`~elastic_trainer.worker.recovery.InPlaceRecovery`.
-
-    ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
-    through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
-    in another; ``check_gradients`` raises unless gradients are of all ranks. A planned change is known first, agreed on
-    after a step, then made; ``change`` says whether the ranks may have changed.
-    """
-
-    @property
-    def led(self) -> bool: ...
-
-    def begin(self) -> None: ...
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result: ...
-
-    def evaluating(self) -> AbstractContextManager[None]: ...
-
-    def absorb(self, step: Step, error: BaseException) -> bool: ...
-
-    def check_gradients(self) -> None: ...
-
-    def knows_change(self) -> bool: ...
-
-    def agreed(self) -> None: ...
-
-    def change(self) -> bool: ...
-
-
-class OneRound:
-    """There the end of the round ends the process; the launcher starts another one, which resumes.
-
-    ``resume()`` brings all ranks to one state.
-    """
-
-    led = False
-
-    def __init__(self, resume: Callable[[], None]) -> None:
-        self._resume = resume
-
-    def begin(self) -> None:
-        self._resume()
-
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        return attempt()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        return False
-
-    def check_gradients(self) -> None:
-        return
-
-    def knows_change(self) -> bool:
-        return False
-
-    def agreed(self) -> None:
-        return
-
-    def change(self) -> bool:
-        return False
-
-
 Row = Sequence[int]
 """A number for each parameter."""
 
@@ -1120,16 +1139,14 @@ class Comparison:
         self,
         control: Control,
         compared: Trainable,
-        every_steps: int | None,
-        tracker: HeartbeatReporter,
+        context: WorkerContext,
         heal: Callable[[Difference], None] | None,
-        audit_every: int | None,
-        node: str,
     ) -> None:
-        self._node = node
-        self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
-        self._every = 0 if every_steps is None or control.alone else every_steps
-        self._audit_every = 0 if audit_every is None or control.alone else audit_every
+        checks = context.options.checks
+        self._control, self._compared, self._heal = control, compared, heal
+        self._tracker, self._node = context.tracker, context.environment.node
+        self._every = 0 if control.alone else checks.compare_every_steps or 0
+        self._audit_every = 0 if control.alone else checks.audit_every or 0
         self._taken: _Taken | None = None
         self._asked: tuple[_Taken, EqualityCheck] | None = None
 
@@ -1343,9 +1360,10 @@ def smoothed(average_s: float, span_s: float) -> float:
 
 
 _STOP_BOUNDARIES = 4
+_UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
-class Turn(StrEnum):
+class BoundaryAction(StrEnum):
     """What all ranks do after a boundary."""
 
     GO_ON = "go_on"
@@ -1357,8 +1375,11 @@ class Turn(StrEnum):
 class Boundaries:
     """Boundaries of ranks without a model yet: they only stop together."""
 
-    def __init__(self, control: Control, signals: Signals, *, rare: bool = False) -> None:
-        self._consensus, self._signals = Consensus(control, at_once=rare), signals
+    def __init__(self, control: Control, context: WorkerContext, *, rare: bool = False) -> None:
+        self._consensus, self._context = Consensus(control, at_once=rare), context
+        self._at_once = rare or control.alone
+        self._crossing = self._asked_at = self._saved_at = 0
+        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
 
     @property
     def span_s(self) -> float:
@@ -1368,22 +1389,25 @@ class Boundaries:
         """How long the ranks may take to agree to stop."""
         return _STOP_BOUNDARIES * self._consensus.boundary_s
 
-    def after_step(self, step: int) -> Turn:
+    def after_step(self, step: int) -> BoundaryAction:
         return self.cross()
 
-    def save_due(self, step: int) -> None:
-        """Save after ``step`` if due, when the round ended between the step and its boundary."""
-
-    def refuse_nonfinite(self) -> None:
-        """After the end of a round: a state with non-finite losses must not reach the next round and other ranks.
-
-        Ranks that learned of it at the last boundary have ended; this one did not learn it because they ended.
-        """
-
-    def cross(self, *, saved: bool = False) -> Turn:
+    def cross(self, *, saved: bool = False) -> BoundaryAction:
         """Pass a boundary; what all ranks do now. ``saved``: this state has just been saved."""
-        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
-        return Turn.GO_ON if agreed is None else self._follow(agreed, saved=saved)
+        self._crossing += 1
+        before = self._asked_at
+        agreed = self._consensus.boundary(self._wishes, urgent=self._context.signals.requested is not None)
+        if agreed is None:
+            return BoundaryAction.GO_ON
+        asked_at = self._asked_at if self._at_once else before
+        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
+
+    def _wishes(self) -> Flags:
+        self._asked_at = self._crossing
+        return Flags(stop=self._context.signals.requested is not None)
+
+    def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
+        return BoundaryAction.STOP if agreed.stop else BoundaryAction.GO_ON
 
     def begin_phase(self) -> None:
         """Boundaries of another kind follow, on all ranks."""
@@ -1393,111 +1417,98 @@ class Boundaries:
         """The last boundary has been passed."""
         self._consensus.drain()
 
-    def _wishes(self) -> Flags:
-        return Flags(stop=self._signals.requested is not None)
+    def save_last(self, status: str) -> None:
+        """Save unsaved work, all ranks together, before they leave."""
 
-    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
-        return Turn.STOP if agreed.stop else Turn.GO_ON
+    def stop(self) -> NoReturn:
+        """All ranks leave here, with a checkpoint."""
+        context = self._context
+        context.signals.agreed()
+        logger().info("session.stopping", step=context.position.step)
+        self.save_last("stopped")
+        context.stopped = True
+        raise SystemExit(context.signals.exit_code)
+
+    # ---- after the end of a round
+
+    def save_due(self, step: int) -> None:
+        """Save after ``step`` if due, when the round ended between the step and its boundary."""
+
+    def refuse_nonfinite(self) -> None:
+        """A state with non-finite losses must not reach the next round and other ranks.
+
+        Ranks that learned of it at the last boundary have ended; this one did not learn it because they ended.
+        """
 
 
 class StepBoundaries(Boundaries):
-    """Boundaries of ranks that train, in one round.
-
-    ``fatal``: a non-finite loss ends the training. ``rare``: they follow synchronisations, not each step.
-    """
+    """Boundaries of ranks that train, in one round; where ``steps.sync`` is rare they follow synchronisations."""
 
     def __init__(
         self,
         control: Control,
-        signals: Signals,
-        *,
+        context: WorkerContext,
         saver: Saver,
         steps: Steps,
-        accord: Accord,
         comparison: Comparison,
-        tracker: HeartbeatReporter,
-        fatal: bool,
-        round_end: RoundEnd,
-        rare: bool = False,
+        recovery: Recovery,
     ) -> None:
-        super().__init__(control, signals, rare=rare)
-        self._saver, self._steps, self._accord, self._comparison = saver, steps, accord, comparison
-        self._tracker, self._fatal, self._round_end = tracker, fatal, round_end
-        self._rank0, self._at_once = control.rank == 0, rare or control.alone
-        self._refused = False
-        self._crossing = self._asked_at = self._saved_at = 0
-        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
+        super().__init__(control, context, rare=steps.sync.rare)
+        self._control, self._saver, self._steps, self._comparison = control, saver, steps, comparison
+        self._tracker, self._plan_check, self._recovery = context.tracker, context.feed.plan_check, recovery
+        self._fatal = context.options.checks.nonfinite == "raise"
+        self._rank0, self._refused = control.rank == 0, False
 
-    def after_step(self, step: int) -> Turn:
+    def after_step(self, step: int) -> BoundaryAction:
+        saver = self._saver
         self._comparison.after_step(step)
-        self._saver.look()
-        self._refused |= self._saver.refused()
-        saved = self._saver.due_by_step(step)
+        saver.look()
+        self._refused |= saver.refused()
+        saved = saver.due_by_step(step)
         if saved:
             self._save()
-        self._saver.copy_if_due()
-        self._saver.prepare()
+        saver.copy_if_due()
+        saver.prepare()
         return self.cross(saved=saved)
-
-    def cross(self, *, saved: bool = False) -> Turn:
-        self._crossing += 1
-        before = self._asked_at
-        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
-        if agreed is None:
-            return Turn.GO_ON
-        asked_at = self._asked_at if self._at_once else before
-        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
-
-    def save_due(self, step: int) -> None:
-        if self._saver.alone and self._saver.due_by_step(step) and self._saver.unsaved:
-            self._save()
-
-    def end(self) -> None:
-        super().end()
-        self._comparison.end(self._steps.position.step)
-
-    def refuse_nonfinite(self) -> None:
-        if self._fatal and self._own_nonfinite():
-            self._meet_nonfinite()
-
-    def _own_nonfinite(self) -> bool:
-        return self._refused or self._steps.nonfinite()
 
     def _wishes(self) -> Flags:
         self._asked_at = self._crossing
-        on_demand = self._rank0 and self._saver.due_on_demand()
+        signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
         return Flags(
-            stop=not self._round_end.led and self._signals.requested is not None,
-            save=self._saver.due_by_time() or on_demand or self._signals.save_requested,
+            stop=not self._recovery.led and signals.requested is not None,
+            save=self._saver.due_by_time() or on_demand or signals.save_requested,
             nonfinite=self._own_nonfinite(),
-            switch=self._round_end.knows_change(),
+            switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
-            mark=self._accord.mark(),
+            mark=self._plan_check.mark(),
         )
 
-    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
+    def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         if agreed.differ:
-            self._accord.compare()
+            self._plan_check.compare()
         if agreed.nonfinite:
             self._meet_nonfinite()
         if agreed.stop:
-            return Turn.STOP
+            return BoundaryAction.STOP
         if agreed.save and not saved:
             if self._rank0 and not self._saver.possible:  # nothing is due by time then: a signal asked for it
                 logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
         if agreed.copy:
             self._saver.copy()
-        return Turn.SWITCH if agreed.switch else Turn.GO_ON
+        return BoundaryAction.SWITCH if agreed.switch else BoundaryAction.GO_ON
 
     def _save(self) -> None:
         self._saved_at = self._crossing
-        self._signals.save_requested = False
+        self._context.signals.save_requested = False
         if self._rank0:
             self._refused |= isinstance(self._saver.attempt(), NonFiniteError)
         else:
             self._tracker.peer_saves()
-            self._saver.help()
+            self._saver.write_share()
+
+    def _own_nonfinite(self) -> bool:
+        return self._refused or self._steps.nonfinite()
 
     def _meet_nonfinite(self) -> None:
         step = self._steps.position.step
@@ -1510,6 +1521,33 @@ class StepBoundaries(Boundaries):
         logger().warning("loss.nonfinite", step=step)
         self._refused = False
         self._steps.forgive()
+
+    def end(self) -> None:
+        super().end()
+        self._comparison.end(self._steps.position.step)
+
+    def save_last(self, status: str) -> None:
+        """SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's."""
+        context, problem = self._context, self._saver.settle()
+        refused = isinstance(problem, StorageError)
+        flags = [float(problem is not None), float(problem is not None and not refused)]
+        unsaved, unsound = map(bool, self._control.sum(Purpose.STOP, flags)[:2])
+        if unsaved:
+            fails = unsound or context.options.saving.require_last_save
+            logger().error("session.unsaved", step=context.position.step, reason=_UNSAVED, fails=fails)
+            if fails:
+                raise SystemExit(EXIT_CANNOT_WRITE) from problem
+        context.closed(status)
+
+    # ---- after the end of a round
+
+    def save_due(self, step: int) -> None:
+        if self._saver.alone and self._saver.due_by_step(step) and self._saver.unsaved:
+            self._save()
+
+    def refuse_nonfinite(self) -> None:
+        if self._fatal and self._own_nonfinite():
+            self._meet_nonfinite()
 
 
 Report = Callable[[Position, float], None]
@@ -1528,7 +1566,7 @@ class RankContext:
         return self.group.control
 
 
-class Workplace:
+class WorkerContext:
     """What a process has from the opening of its session to the end, across rounds.
 
     ``context`` is that of the present round: the only thing here that rounds change.
@@ -1549,7 +1587,7 @@ class Workplace:
         self.timeouts, self.free = timeouts, free
         self.options, self.environment, self.placement, self.position = options, environment, placement, position
         self.tracker, self.signals, self._report = tracker, signals, report
-        self.context: RankContext | None = None
+        self.rank_context: RankContext | None = None
         """None before the first round."""
         self.stopped = False
         """Whether this process leaves on request."""
@@ -1580,16 +1618,16 @@ class Workplace:
 
     @property
     def present(self) -> RankContext:
-        if self.context is None:
+        if self.rank_context is None:
             raise ConfigError(
                 "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
             )
-        return self.context
+        return self.rank_context
 
     @property
     def span_s(self) -> float:
         """Smoothed seconds per step; 0 before the first."""
-        return self.context.boundaries.span_s if self.context is not None else 0.0
+        return self.rank_context.boundaries.span_s if self.rank_context is not None else 0.0
 
     def arrive(self, group: groups.Group) -> None:
         """A round has been formed: show this process's rank in it."""
@@ -1602,16 +1640,8 @@ class Workplace:
         self.ledger.close()
         if self.manager is not None:
             self.manager.close()
-        if self.context is not None:
-            groups.leave(self.context.group)
-
-    def stop(self, first: Callable[[], None] = lambda: None) -> NoReturn:
-        """All ranks leave here, after ``first()``."""
-        self.signals.agreed()
-        logs.logger().info("session.stopping", step=self.position.step)
-        first()
-        self.stopped = True
-        raise SystemExit(self.signals.exit_code)
+        if self.rank_context is not None:
+            groups.leave(self.rank_context.group)
 
     # ---- reports
 
@@ -1644,81 +1674,3 @@ class Workplace:
 
     def closed(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
-
-
-Returned = TypeVar("Returned")
-
-
-class DrivenStep(Step):
-    """See the module. ``lost``: its round has ended, and what it computes is for nothing."""
-
-    def __init__(self, steps: Steps, batch: Batch | None) -> None:
-        if steps.replica.layout is not None:
-            raise ConfigError(
-                "begin_step() of a sharded model, which no rank can compute alone", hint="use `with session.step()`"
-            )
-        if steps.replica.apart:
-            raise ConfigError(
-                "begin_step() of ranks that train apart, whose steps a fault may undo together",
-                hint="use `with session.step()`",
-            )
-        if steps.several:
-            raise ConfigError("begin_step() with several models or optimizers", hint="use `with session.step()`")
-        super().__init__(steps, batch)
-        self._driver = steps
-        self.lost = self.ended = False
-        self.__enter__()
-        steps.replica.runner.intercept(self._call)
-
-    def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
-        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
-
-    def _alone(self, inputs: Any, named: Any) -> Any:
-        with self._driver.replica.aside():
-            return self._driver.replica.module(*inputs, **named)
-
-    def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
-        if not self.lost:
-            try:
-                return act()
-            except (RejoinError, TransientError, RuntimeError) as error:
-                if not self._driver.closed(self, error):
-                    self.end()
-                    raise
-                self.lost = True
-        return otherwise()
-
-    def _begin(self, part: Batch) -> None:
-        if not self.lost:
-            super()._begin(part)
-
-    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
-        self._unless_lost(lambda: super(DrivenStep, self).backward(loss, count), lambda: None)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return self._unless_lost(lambda: super(DrivenStep, self).clip(max_norm), lambda: torch.tensor(0.0))
-
-    def skip(self) -> None:
-        self._unless_lost(super().skip, lambda: None)
-
-    def update(self) -> None:
-        """``optimizer.step()``, unless the round has ended."""
-        self._unless_lost(self._driver.update, lambda: None)
-
-    def end(self) -> bool:
-        """Whether the step counts; if not, the ranks have changed, and the next batch drawn is this one again.
-
-        ConfigError if the step has neither made its update nor skipped it.
-        """
-        if not self.ended:
-            self.ended = True
-            self._driver.replica.runner.intercept(None)
-            self._driver.closed(self, None)
-        return self.committed
-
-    def abandon(self) -> None:
-        """The loop was left in the middle of the step: undo it."""
-        if not self.ended:
-            self.ended = True
-            self._driver.replica.runner.intercept(None)
-            self._driver.abandon(self)

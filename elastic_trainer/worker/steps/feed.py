@@ -2,11 +2,12 @@
 
 The position moves when a step commits, not when a batch is drawn; so a batch is repeated until it is committed.
 
-Ranks that cut the data differently would miss or repeat samples, so they compare their plans (:class:`Accord`): at the
-first step of each round, and of each epoch for which no rank has promised the same plan (``batches(epochs=5)`` promises
-five, and a script may make another plan after them), by one sum, before anything is computed, as ranks that differ in
-micro-batches would wait for each other in SyncBatchNorm. And they compare behind steps by a number that travels with
-what they agree on anyway. So nothing depends on how often a rank calls ``batches()``, and all other steps cost nothing.
+Ranks that cut the data differently would miss or repeat samples, so they compare their plans (:class:`DataPlanCheck`):
+at the first step of each round, and of each epoch for which no rank has promised the same plan (``batches(epochs=5)``
+promises five, and a script may make another plan after them), by one sum, before anything is computed, as ranks that
+differ in micro-batches would wait for each other in SyncBatchNorm. And they compare behind steps by a number that
+travels with what they agree on anyway. So nothing depends on how often a rank calls ``batches()``, and all other steps
+cost nothing.
 
 *Runs in* the worker's main thread, the comparison on all ranks at once. *Owns* the source of samples, with its data
 worker processes.
@@ -48,7 +49,7 @@ _MARK_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankDataPlan:
     """How one rank cuts the data (``fields`` of its plan, empty if it has none), and whether it has trained so."""
 
     rank: int
@@ -60,20 +61,20 @@ class Cut:
         return f"rank {self.rank}" + (f" (node {self.node})" if self.node != UNNAMED else "")
 
 
-def refusals(cuts: Sequence[Cut]) -> dict[int, str]:
-    """What is wrong with each rank that cannot go on. Pure; ``cuts`` are in rank order.
+def refusals(plans: Sequence[RankDataPlan]) -> dict[int, str]:
+    """What is wrong with each rank that cannot go on. Pure; ``plans`` are in rank order.
 
     Ranks that have trained are right. Where there are none, nobody knows who is right, and all are refused.
     """
-    right = next((cut for cut in cuts if cut.trained), cuts[0])
-    found = {cut.rank: sentence for cut in cuts if (sentence := _difference(cut, right))}
+    right = next((cut for cut in plans if cut.trained), plans[0])
+    found = {cut.rank: sentence for cut in plans if (sentence := _difference(cut, right))}
     if found and not right.trained:
         first = next(iter(found.values()))
-        return {cut.rank: found.get(cut.rank, first) for cut in cuts}
+        return {cut.rank: found.get(cut.rank, first) for cut in plans}
     return found
 
 
-def _difference(cut: Cut, right: Cut) -> str:
+def _difference(cut: RankDataPlan, right: RankDataPlan) -> str:
     for name in sorted({*cut.fields, *right.fields}):
         mine, other = (each.fields.get(name, "not set") for each in (cut, right))
         if mine != other:
@@ -87,7 +88,7 @@ def mark(fields: Fields) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=_MARK_BYTES).digest())
 
 
-class Accord:
+class DataPlanCheck:
     """Compares how ranks cut the data. ``plan()`` is the one that the batch at hand was drawn by."""
 
     def __init__(self, node: str, plan: Callable[[], Plan]) -> None:
@@ -106,7 +107,7 @@ class Accord:
         """Before the first batch: ConfigError unless the plan is that of the ranks that this one has joined."""
         for name, value in fields.items():
             if not self._trained and self._given.get(name, value) != value:
-                here = Cut(self._control.rank, self._node, fields, trained=False)
+                here = RankDataPlan(self._control.rank, self._node, fields, trained=False)
                 raise ConfigError(
                     f"ranks cut the data differently: '{name}' is {value} on {here} and {self._given[name]} on the"
                     " ranks that train already",
@@ -134,7 +135,7 @@ class Accord:
         text = json.dumps({"node": self._node, "fields": dict(fields), "trained": self._trained, "until": until})
         rows = [json.loads(each) for each in self._control.gather_bytes(text.encode())]
         common = min(int(row.pop("until")) for row in rows)
-        refused = refusals([Cut(rank, **row) for rank, row in enumerate(rows)])
+        refused = refusals([RankDataPlan(rank, **row) for rank, row in enumerate(rows)])
         if self._control.rank in refused:
             raise ConfigError(refused[self._control.rank], hint=_ADVICE)
         for sentence in refused.values():
@@ -181,7 +182,6 @@ class DataFeed:
         self._part = DataPart(0, 1)
         self.lr_factor = 1.0
         """Factor for the learning rate at the present number of ranks."""
-        self._even = self._fixed = False
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
         self._sampler: Sampler | None = None
@@ -195,28 +195,19 @@ class DataFeed:
         self.halvings = 0
         """How often micro-batches were halved because memory was short."""
         self.tally = Tally()
-        self.accord = Accord(node, self._cut)
+        self.plan_check = DataPlanCheck(node, self._cut)
         self._idle = (0, 0)
         """Ranks and micro-batches at the last warning about idle ranks."""
 
-    def bind(
-        self,
-        control: Control,
-        part: DataPart,
-        resumed: Mapping[str, Any],
-        given: Mapping[str, Any],
-        *,
-        even: bool,
-        fixed: bool,
-    ) -> None:
+    def bind(self, control: Control, part: DataPart, resumed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Draw this ``part`` in the present round.
 
         ``resumed``: the fields of the checkpoint that it began from. ``given``: those of the plan of the rank that this
-        one was healed from, if any. ``fixed``: nothing drawn may depend on the number of ranks.
+        one was healed from, if any.
         """
-        self._part, self._resumed, self._even, self._fixed = part, resumed, even, fixed
+        self._part, self._resumed = part, resumed
         self._look_up_lr()
-        self.accord.bind(control, given)
+        self.plan_check.bind(control, given)
 
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: replace it by this rank's part of what comes next."""
@@ -291,13 +282,13 @@ class DataFeed:
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
                 hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
             )
-        if self._fixed and plan.scale_from is not None:
+        if self._part.fixed and plan.scale_from is not None:
             raise ConfigError(
                 "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
                 hint="leave one of them out",
             )
         try:
-            self.accord.check(asdict(plan))
+            self.plan_check.check(asdict(plan))
             self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         except ConfigError:
             over = epochs is not None and self._position.cursor.epoch >= epochs
@@ -311,7 +302,7 @@ class DataFeed:
         else:
             source = self._source_of(dataset, collate, loading, plan)
             timed = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, steps, change)
+        return self._drawn(Sampler(timed, plan, even=self._part.even, until=until), epochs, steps, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """Reuse the previous epoch's source if it fits: its data workers go on."""
@@ -334,7 +325,7 @@ class DataFeed:
         self._sampler, self._same_until, self._most_steps = sampler, epochs or 0, steps
         self._look_up_lr()
         while (epochs is None or position.cursor.epoch < epochs) and not self._made:
-            while not sampler.plan.ended(position.cursor) and not self._made:
+            while not self._made and not sampler.plan.ended(position.cursor):
                 if change():
                     continue
                 self.batch = self._draw(sampler)
@@ -364,8 +355,7 @@ class DataFeed:
 
     def _draw(self, sampler: Sampler) -> Batch:
         self._drawn_at = cursor, rank, world, _ = self._place
-        parts = sampler.plan.at(world).most_parts
-        if world > parts and self._idle != (world, parts):
+        if world > 1 and world > (parts := sampler.plan.at(world).most_parts) and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
                 logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)

@@ -16,7 +16,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.steps.engine import Workplace
+from elastic_trainer.worker.steps.engine import WorkerContext
 
 
 class Meshes:
@@ -25,11 +25,13 @@ class Meshes:
     def __init__(self) -> None:
         self.layout: ShardLayout | None = None
 
-    def make(self, place: Workplace, shape: Sequence[int], names: Sequence[str], *, whole_job: bool) -> DeviceMesh:
+    def make(
+        self, context: WorkerContext, shape: Sequence[int], names: Sequence[str], *, whole_job: bool
+    ) -> DeviceMesh:
         if self.layout is not None:
             raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
         torch_internals.require(torch_internals.SHARDED)
-        environment, device = place.environment, place.placement.device
+        environment, device = context.environment, context.placement.device
         size = environment.local_world_size
         nodes = nodes_of_job(environment) if whole_job else environment.shard_nodes
         sizes, checked = checked_shape(shape, names, size, nodes, launched=environment.launched, whole_job=whole_job)
@@ -37,17 +39,17 @@ class Meshes:
         node = environment.rank // size % nodes if taken is None else taken
         self.layout = ShardLayout(device.type, sizes, checked, node * size + environment.local_rank, size)
         if device.type == "cuda":
-            torch_internals.seed_shards(place.options.seed, self.layout.mesh)
+            torch_internals.seed_shards(context.options.seed, self.layout.mesh)
         return self.layout.mesh
 
     @contextmanager
-    def parallelizing(self, place: Workplace) -> Iterator[None]:
+    def parallelizing(self, context: WorkerContext) -> Iterator[None]:
         if self.layout is None:
             raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
         with self.layout.parallelizing():
             yield
-        if place.placement.device.type == "cpu":  # where DTensor gives shards no random numbers of their own
-            rng.seeder(place.placement.device)(rng.key(rng.START, place.options.seed, self.layout.place))
+        if context.placement.device.type == "cpu":  # where DTensor gives shards no random numbers of their own
+            rng.seeder(context.placement.device)(rng.key(rng.START, context.options.seed, self.layout.place))
 
 
 def nodes_of_job(environment: WorkerEnvironment) -> int:

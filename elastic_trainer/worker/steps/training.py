@@ -1,19 +1,23 @@
-"""Refuses further optimizers where a step that is given up could not undo their update.
+"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, as one value.
 
-In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
-Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
+What the script has given decides the mode of the training here, and nowhere else: the type of the replica, who writes
+its states (:class:`WholeStates`, :class:`ShardedStates`), when ranks come to one state (:class:`LocalSgdSync`, or in
+every step). Each round binds it anew: other ranks share gradients, another rank saves, the data is cut differently.
 
-*Runs in* the worker's main thread. *Owns* a hook that torch calls before each step of any optimizer.
-*Fails by* ConfigError, before the second optimizer has changed anything.
+*Runs in* the worker's main thread. *Owns* in place a hook that torch calls before each step of any optimizer.
+*Fails by* ConfigError for what does not go together, CheckpointError for what cannot be resumed, RoundBrokenError when
+a peer is lost.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,34 +27,42 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import ShardGroup
 from elastic_trainer.checkpoint.memory import SLOTS
-from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
+from elastic_trainer.errors import CheckpointError, ConfigError, StepGivenUpError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.abort import is_collective_failure
+from elastic_trainer.worker.comm.abort import chain, is_collective_failure
 from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
-from elastic_trainer.worker.model.average import averaged, checked_decay
-from elastic_trainer.worker.model.local import Apart, LocalReplica
-from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
-from elastic_trainer.worker.model.several import SeveralReplica
-from elastic_trainer.worker.model.tree import FIELD, arithmetic, check_ranks, check_resumed
-from elastic_trainer.worker.state.made import CUT, check_run
-from elastic_trainer.worker.state.restore import (
-    Origin,
-    ShardSource,
-    find_neighbour,
-    give,
-    kept_fields,
-    restore,
-    restore_shards,
-    together,
+from elastic_trainer.worker.model.local import LocalReplica, LocalSgd
+from elastic_trainer.worker.model.replica import (
+    DdpReplica,
+    Reduction,
+    Replica,
+    Use,
+    check_optimizer,
+    check_options,
+    is_sharded,
 )
-from elastic_trainer.worker.state.saver import Memory, Saver, ShardPart, Shares, WhenBehind, Writers
+from elastic_trainer.worker.model.several import MultiOptimizerReplica
+from elastic_trainer.worker.model.tree import TreeReplica
+from elastic_trainer.worker.recovery import Recovery
+from elastic_trainer.worker.state.made import CUT, check_run
+from elastic_trainer.worker.state.restore import Origin, StoredStates, give, joined_copies, restore
+from elastic_trainer.worker.state.saver import (
+    Memory,
+    Saver,
+    ShardPart,
+    Shares,
+    WhenBehind,
+    Writers,
+    check_storage,
+    find_neighbour,
+)
 from elastic_trainer.worker.state.training_state import (
     OptimizerSet,
+    Position,
     SchedulerSet,
     Stateful,
     TrainingState,
@@ -62,20 +74,689 @@ from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
 from elastic_trainer.worker.steps.engine import (
     Comparison,
     Difference,
+    EveryStep,
+    MultiOptimizerSteps,
     RankContext,
-    RoundEnd,
     Step,
     StepBoundaries,
     Steps,
-    StepT,
-    Turn,
-    Workplace,
+    WorkerContext,
 )
 from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch, OnShortage
 
 
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    sync_batchnorm: bool
+    reduction: Reduction
+    local_sgd: LocalSgd | None
+    average: float | AveragedModel | None
+    ddp_options: Mapping[str, Any]
+    layout: ShardLayout | None
+    stages: Sequence[Any]
+    user: dict[str, Stateful]
+    pending: dict[str, Any]
+
+
+def _check_optimizers(wrapped: Wrapped) -> None:
+    """ConfigError for a scheduler or an optimizer that a session cannot drive."""
+    schedulers = wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else ()
+    if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in (wrapped.scheduler, *schedulers)):
+        raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
+    for each in members_of(wrapped.optimizer):
+        check_optimizer(each, wrapped.model)
+
+
+def replica_of(context: WorkerContext, wrapped: Wrapped) -> Replica:
+    """The replica for what was ``wrapped``: the mode of this training, chosen here alone."""
+    model, placement, in_place = wrapped.model, context.placement, context.environment.in_place
+    options, sync, tree = wrapped.ddp_options, wrapped.sync_batchnorm, wrapped.reduction is Reduction.TREE
+    if wrapped.local_sgd is not None:
+        _check_local_sgd(context, wrapped, wrapped.local_sgd)
+        return LocalReplica(model, placement, wrapped.local_sgd, in_place=in_place)
+    if isinstance(wrapped.optimizer, OptimizerSet):
+        _refuse(
+            ("a sharded model", is_sharded(model)),
+            ("reduction='tree'", tree),
+            ("ddp_options", bool(options)),
+            ("sync_batchnorm", sync),
+            ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+            to="several models or optimizers",
+            hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
+        )
+        return MultiOptimizerReplica(model, placement, in_place=in_place)
+    if is_sharded(model) or wrapped.stages:
+        return _sharded_replica_of(context, wrapped)
+    if tree:
+        hint = "leave it out: the tree does not use DistributedDataParallel"
+        check_options(options)
+        _refuse(("reduction='tree'", sync), to="sync_batchnorm", hint=hint)
+        _refuse(("reduction='tree'", bool(options)), to="ddp_options", hint=hint)
+        return TreeReplica(model, placement, in_place=in_place)
+    return DdpReplica(model, placement, context.tracker, options, sync_batchnorm=sync, in_place=in_place)
+
+
+def _sharded_replica_of(context: WorkerContext, wrapped: Wrapped) -> Replica:
+    _refuse(
+        ("reduction='tree'", wrapped.reduction is Reduction.TREE),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        to="a sharded model",
+        hint="leave it out: FSDP sums the gradients there",
+    )
+    if wrapped.layout is None:
+        raise ConfigError(
+            "the model is sharded, and not over a mesh of the session's",
+            hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    model, placement, layout, timeouts = wrapped.model, context.placement, wrapped.layout, context.timeouts
+    in_place = context.environment.in_place
+    # slow to import, and what most jobs do not need
+    if wrapped.stages:
+        if wrapped.average is not None:
+            raise ConfigError("average does not go with stages", hint="leave it out")
+        from elastic_trainer.worker.model.stages import StagedReplica
+
+        return StagedReplica(model, placement, layout, timeouts, wrapped.stages, in_place=in_place)
+    from elastic_trainer.worker.model.sharded import ShardedReplica
+
+    return ShardedReplica(model, placement, layout, timeouts, in_place=in_place)
+
+
+def _check_local_sgd(context: WorkerContext, wrapped: Wrapped, how: LocalSgd) -> None:
+    name, options = f"reduction={wrapped.reduction.value!r}", context.options
+    _refuse(
+        ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
+        ("several models or optimizers", isinstance(wrapped.optimizer, OptimizerSet)),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        ("average", wrapped.average is not None),
+        ("a GradScaler (use bfloat16)", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+        ("out_of_memory", options.checks.out_of_memory != OnShortage.RAISE),
+        to=name,
+        hint="leave it out, or average in every step with reduction='ddp'",
+    )
+    every = options.cadence.every_steps
+    if every is not None and every % how.sync_every:
+        raise ConfigError(
+            f"checkpoint_every_steps is {every}, and {name} has one state of all ranks after each"
+            f" {how.sync_every} steps",
+            hint="give a multiple of sync_every",
+        )
+
+
+def _refuse(*options: tuple[str, bool], to: str, hint: str) -> None:
+    """ConfigError for the first option that is given."""
+    for option, given in options:
+        if given:
+            raise ConfigError(f"{option} does not go with {to}", hint=hint)
+
+
+class WholeStates:
+    """Who keeps the states of this rank's replica, where each rank holds a whole one: rank 0 writes for all."""
+
+    sharding: Any = None
+    """What tells a whole state from a shard of one."""
+
+    def __init__(self, context: WorkerContext, replica: Replica) -> None:
+        self._context, self._replica, self.manager = context, replica, context.manager
+
+    def memory(self) -> Memory:
+        """Each place of the node has memory files of its own; whole states are those of the first."""
+        environment = self._context.environment
+        first = SLOTS * environment.local_rank
+        return Memory(environment.memory[first : first + SLOTS], self._context.options.saving.snapshot_every_s)
+
+    def meet(self, saver: Saver) -> None:
+        """A round begins with these ranks of the shard group."""
+
+    def serve(self, saver: Saver, group: Group) -> None:
+        """From now on ``saver`` keeps the states of the ranks of this round."""
+        rank, world = group.formation.rank, group.formation.world_size
+        shares = Shares()
+        if not self._replica.own_optimizer:  # what a rank holds of its own is written by one rank
+            shares = Shares.among(group.formation, Writers(self._context.options.saving.writers))
+        saver.serve(saves=rank == 0, world_size=world, shares=shares)
+
+    def serve_alone(self, saver: Saver) -> bool:
+        """Without a round: whether this rank can save."""
+        saver.serve(saves=True)
+        return True
+
+
+class ShardedStates(WholeStates):
+    """Where each rank holds a shard: the ranks of one shard group write together, each its own."""
+
+    def __init__(self, context: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
+        super().__init__(context, replica)
+        self._layout, self.manager = layout, context.shards_manager()
+        self.sharding = import_module("elastic_trainer.worker.state.shards")  # slow to import
+
+    def memory(self) -> Memory:
+        files, first = self._context.environment.memory, SLOTS * self._context.environment.local_rank
+        return replace(super().memory(), beside=(*files[:first], *files[first + SLOTS :]))
+
+    def meet(self, saver: Saver) -> None:
+        if self._replica.peers is not None:
+            saver.meet(self._replica.peers)
+
+    def serve(self, saver: Saver, group: Group) -> None:
+        rank, world = group.formation.rank, group.formation.world_size
+        self.meet(saver)
+        part = self._part(self._replica.peers, writes=rank < self._layout.size)
+        neighbour, environment = None, self._context.environment
+        if self._layout.size == world:
+            neighbour = find_neighbour(group.control, environment.copies_here, environment.local_rank)
+        saver.serve(saves=rank == 0, world_size=world, shares=Shares(), part=part, neighbour=neighbour)
+
+    def serve_alone(self, saver: Saver) -> bool:
+        part = self._part(None, writes=True)
+        if part is None:
+            return False
+        saver.serve(saves=part.leads, part=part)
+        return True
+
+    def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
+        """What this rank copies: in the first shard group of its node."""
+        if self._context.environment.local_rank >= self._layout.size:
+            return None
+        return ShardPart(ShardGroup(self._layout.mesh, self._layout.stages), peers, writes)
+
+
+_DOING = {
+    Phase.ENDING: "has left its training loop",
+    Phase.EVALUATION: "evaluates",
+    Phase.CHECKPOINT: "saves",
+}
+EPOCH_CLOSED = "epoch_closed"
+"""In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
+
+
+class Training:
+    """What a script trains, from ``session.wrap`` on; ``recovery`` makes what carries it across rounds."""
+
+    def __init__(self, context: WorkerContext, wrapped: Wrapped, recovery: Callable[[Training], Recovery]) -> None:
+        _check_optimizers(wrapped)
+        self.context, options = context, context.options
+        self.origin = Origin()
+        self._claims: dict[str, Any] = {}
+        """Further fields of checkpoints, beside the cut of the data."""
+        self._whereabouts: Whereabouts | None = None
+        self.replica = replica = replica_of(context, wrapped)
+        layout = replica.layout
+        self._states = WholeStates(context, replica) if layout is None else ShardedStates(context, replica, layout)
+        self.state = TrainingState(
+            module=replica.module,
+            optimizer=wrapped.optimizer,
+            scheduler=wrapped.scheduler,
+            scaler=wrapped.scaler,
+            position=context.position,
+            user=wrapped.user,
+            pending=wrapped.pending,
+            device=context.placement.device,
+            average=replica.averaged(wrapped.average),
+            sharding=self._states.sharding,
+            own_optimizer=replica.own_optimizer,
+        )
+        self.state.made.check(options.allow_changed)
+        self.saver = Saver(
+            self._states.manager,
+            options.cadence,
+            self.state,
+            self.fields,
+            context.saved,
+            context.tracker,
+            WhenBehind(options.saving.when_behind),
+            self._states.memory(),
+        )
+        optimizers, sync = [*members_of(wrapped.optimizer)], EveryStep()
+        if isinstance(replica, LocalReplica) and wrapped.local_sgd is not None:
+            sync = LocalSgdSync(context, replica, wrapped.local_sgd.sync_every, self.collect, self.take_over)
+            if replica.outer is not None:
+                optimizers.append(replica.outer)
+                self.state.register("outer_optimizer", replica.outer)
+        kind = MultiOptimizerSteps if isinstance(wrapped.optimizer, OptimizerSet) else Steps
+        audit = self._audit(wrapped.optimizer)  # its hook comes before those of the steps
+        self.steps = kind(context, replica, self.state, sync, audit)
+        self._shortage = MemoryShortage(context, self.steps)
+        in_place = context.environment.in_place
+        self._second = SecondOptimizers(replica.module, optimizers, wrapped.user, self.steps) if in_place else None
+        self.recovery = recovery(self)
+
+    def _audit(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
+        context, checks, device = self.context, self.context.options.checks, self.context.placement.device
+        repeats = checks.on_mismatch == OnMismatch.REPEAT
+        if checks.audit_every is None:
+            return None
+        check_auditable(self.replica, repeats=repeats, device=device)
+        node = context.environment.node
+        return PassAudit(checks.audit_every, self.replica, optimizer, device, node, context.tracker, repeats=repeats)
+
+    def close(self, limit_s: float | None) -> None:
+        """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+            self._whereabouts.join()
+        self.saver.close(limit_s)
+        if self._second is not None:
+            self._second.close()
+
+    def fields(self) -> dict[str, Any]:
+        """What a checkpoint says of this training, and a rank that is healed from this one learns."""
+        kept = self.origin.fields
+        cut = self.context.feed.fields or {name: kept[name] for name in CUT if name in kept}
+        closed = {EPOCH_CLOSED: True} if self.context.feed.closing else {}
+        return {**cut, **self._claims, **closed}
+
+    # ---- the state, as recovery sees it (worker.recovery.State)
+
+    @property
+    def position(self) -> Position:
+        return self.context.position
+
+    @property
+    def whole(self) -> bool:
+        return not self.steps.dirty
+
+    @property
+    def sharded(self) -> bool:
+        return self.replica.layout is not None
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has begun a step since the last synchronisation."""
+        return self.steps.sync.open
+
+    @property
+    def prepared(self) -> int:
+        return self.steps.prepared
+
+    @property
+    def next_size(self) -> int:
+        return self.context.feed.next_size
+
+    @property
+    def span_s(self) -> float:
+        return self.context.span_s
+
+    @property
+    def leaves(self) -> bool:
+        return self.context.signals.requested is not None
+
+    def show(self, phase: Phase) -> Phase:
+        return self.context.tracker.change(phase)
+
+    def collect(self) -> dict[str, Any]:
+        return self.state.collect()
+
+    def committed(self) -> dict[str, Any]:
+        return self.state.committed()
+
+    def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
+        """Adopt the ``state`` of another rank; the ``first_rank`` with its random generators, as when it resumes."""
+        self.steps.dirty = True
+        self.state.apply(state, first_rank=first_rank)
+        self.steps.dirty = False
+
+    def record(self, step: Step) -> None:
+        self.context.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+
+    # ---- the end of a round
+
+    def gives_up(self, step: Step, error: BaseException) -> BaseException:
+        return self._shortage.seen(step, error)
+
+    def undo(self) -> None:
+        self.steps.undo()
+
+    def release(self) -> None:
+        self.replica.release()
+
+    def rewind(self) -> None:
+        self.steps.sync.undo()
+        self.context.present.boundaries.refuse_nonfinite()
+
+    def doubts_gradients(self) -> bool:
+        device = self.context.placement.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return device.type == "cuda" or self.apart
+
+    # ---- rounds
+
+    def join(self, group: Group) -> None:
+        self.context.arrive(group)
+        self.replica.join(group)
+
+    def alike(self, control: Control) -> Control:
+        return self.replica.alike(control)
+
+    def settle(self, *, committed: bool) -> Step | None:
+        return self.steps.settle(committed=committed)
+
+    def notes(self) -> dict[str, Any]:
+        return {"fields": self.fields(), "cut": self.context.feed.fields}
+
+    def healed(self, notes: Mapping[str, Any]) -> None:
+        self.steps.sync.healed()
+        self.origin = Origin(None, notes["fields"])
+
+    def agree_on_batch(self, control: Control) -> None:
+        self._shortage.agree(control)
+
+    def redraw(self) -> None:
+        self.context.feed.redraw()
+
+    def save_due(self, step: int) -> None:
+        self.context.present.boundaries.save_due(step)
+
+    def leave_now(self) -> NoReturn:
+        """Leave the job by a planned change."""
+        self.context.stopped = True
+        self.context.closed("stopped")
+        raise SystemExit(self.context.signals.exit_code)
+
+    def resume_alone(self) -> None:
+        """Train with the ranks that are already there."""
+        present = self.context.present
+        present.boundaries.end()
+        with self.context.tracker.during(Phase.HEALING):
+            self.resume(present.group)
+
+    def resume(self, group: Group, unfit: CheckpointError | None = None) -> None:
+        """Bring all ranks of ``group`` to one state from storage, and let them train together.
+
+        Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
+        """
+        context, control, formation = self.context, group.control, group.formation
+        if context.environment.in_place:  # else it was checked when the ranks met
+            check_storage(context.manager, control, context.environment)
+
+        def take_over(tree: Mapping[str, Any]) -> None:
+            self.state.apply(tree, first_rank=formation.rank == 0)
+
+        def check(origin: Origin) -> None:
+            check_run(str(origin.name), origin.run, context.owner.run, context.options.allow_changed)
+            self.steps.dirty = self.steps.dirty or origin.name is not None  # it is read into the live tensors
+
+        self.replica.join(group)
+        self.replica.level()
+        self._states.meet(self.saver)
+        self.saver.wait(control)
+        left, alike = self.saver.left_in_memory(), self.replica.alike(control)
+        with joined_copies(control, self.saver.parts_in_memory(), context.environment.copies_here) as joined:
+            left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
+            stored = StoredStates(self._states.manager, context.tracker, left, looks=context.manager is not None)
+            live = self.state.live()
+            self.origin = restore(control, alike, stored, self.collect, take_over, check, unfit, live)
+        self.steps.dirty = False
+        if self.origin.fields.get(EPOCH_CLOSED):
+            context.position.cursor = Cursor(context.position.cursor.epoch + 1, 0)
+        if self.origin.name is not None:
+            strict = context.options.checks.on_changed == OnChanged.RAISE
+            self.state.follow(context.options.allow_changed, strict=strict, says=formation.rank == 0)
+        first = context.position.generation + 1 if self.origin.name is not None else 0
+        read = context.position.generation, context.position.step
+        newest = max(row[0] for row in control.gather([max(formation.round, first)]))
+        self.take_part(group, newest)
+        if self.origin.name is not None:
+            self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
+
+    def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None = None) -> None:
+        """All ranks of ``group`` hold one state: bind everything to the round, and begin.
+
+        ``given``: the notes of the rank that this one was healed from, with its data plan if it has one.
+        """
+        context, control, rank, world = self.context, group.control, group.formation.rank, group.formation.world_size
+        position = context.position
+        self._claims = self.replica.claims(control, self.origin.fields, context.options.allow_changed)
+        position.generation = generation
+        context.tracker.holds(position.step, position.cursor)
+        if rank != 0:
+            reseed(context.options.seed, position, rank, context.placement.device)
+        self.replica.bind(control)
+        self.steps.bind(control, self.recovery)
+        context.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})
+        self._states.serve(self.saver, group)
+        context.rank_context = RankContext(group, self._boundaries(control))
+        self._watch(group)
+        context.ledger.identify(rank=rank, local_rank=context.environment.local_rank, world=world, round=generation)
+        where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
+        context.ledger.write("opened", step=position.step, **where)
+        logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
+        for each in context.watching:
+            each()
+
+    def _watch(self, group: Group) -> None:
+        """Find out if ranks come to different places of the script."""
+        context = self.context
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+
+        def stand() -> Stand:
+            phase, newest = context.tracker.phase, group.control.newest
+            doing = _DOING.get(phase, f"has come to '{newest}'")
+            return Stand(self.steps.inside, self.steps.begun, context.position.step, doing)
+
+        self._whereabouts = Whereabouts(group, context.environment.node, stand, lambda: context.span_s, context.free)
+
+    def parted_by(self, error: BaseException | None) -> ConfigError | None:
+        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        if self._whereabouts is None or error is None:
+            return None
+        if isinstance(error, CallsDifferError):
+            return self._whereabouts.compared(error)
+        return self._whereabouts.error if is_collective_failure(error) else None
+
+    def _boundaries(self, control: Control) -> StepBoundaries:
+        context, alike = self.context, self.replica.alike(control)
+
+        def heal(found: Difference) -> None:
+            give(alike, found.source, found.others, self, {})
+            step = context.position.step
+            logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
+
+        mend = heal if context.options.checks.on_difference == OnDifference.HEAL else None
+        comparison = Comparison(alike, self.steps.trainable, context, mend)
+        return StepBoundaries(control, context, self.saver, self.steps, comparison, self.recovery)
+
+    # ---- the last checkpoints
+
+    def save_before_waiting(self) -> None:
+        """Too few nodes will remain: save what is only in memory while all ranks wait."""
+        with self.context.tracker.during(Phase.CHECKPOINT):
+            self.saver.settle()
+            self.context.present.control.sum(Purpose.STOP)
+
+    def save_alone(self) -> None:
+        """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
+
+        Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
+        """
+        if not self.saver.copied and self._states.serve_alone(self.saver):
+            self.saver.settle()
+
+
+class LocalSgdSync(EveryStep):
+    """Steps that ranks make apart between two synchronisations, as one unit that all agree on or none.
+
+    What the ranks share is the state at a synchronisation: parameters, schedule, position in the data, and the outer
+    optimizer. Only there are checkpoints saved, calls of all ranks made and rounds changed by plan. A round that ends
+    between two of them undoes the steps since the last one, from a copy in memory, and their samples come again; so the
+    ledger gets its lines about them at the synchronisation. Each rank keeps the state of its own (inner) optimizer;
+    that of the rank that saves or heals is what others begin with.
+
+    ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one. ConfigError for ranks
+    that have made different numbers of steps.
+
+    A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
+    none reaches over it.
+    """
+
+    rare = True
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        replica: LocalReplica,
+        every: int,
+        collect: Callable[[], dict[str, Any]],
+        take_over: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._context, self._replica, self._every = context, replica, every
+        self._collect, self._take_over = collect, take_over
+        self._kept: dict[str, Any] | None = None
+        """The state at the last synchronisation; None until a step is begun from there."""
+        self._lines: list[dict[str, Any]] = []
+        """What the ledger will say of the steps since then."""
+        self._made = 0
+        """Steps made since then."""
+        self._undone = 0
+        """Those that a fault undid, until the next step begins."""
+        self._attempted: tuple[int, int] | None = None
+        """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
+        self._identity: dict[str, int] = {}
+
+    @property
+    def open(self) -> bool:  # type: ignore[override]
+        return self._kept is not None
+
+    def begin(self) -> None:
+        """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
+        if self._kept is not None:
+            return
+        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
+        if self._replica.in_place:
+            self._kept = copy.deepcopy(self._collect())
+        else:  # the end of the round ends the process
+            self._kept = {"model": self._replica.anchor()}
+
+    def made(self, step: Step, check: Callable[[], None]) -> bool:
+        if self._context.ledger.enabled:
+            self._lines.append(self._context.entry(step))
+        step.recorded = True
+        self._made += 1
+        if step.number % self._every and not self._context.feed.at_end:
+            return False
+        self._synchronise(check)
+        return True
+
+    def _synchronise(self, check: Callable[[], None]) -> None:
+        """All ranks come to one state, unless they hold it."""
+        if self._kept is None or not self._made:
+            return
+        control, position = self._context.present.control, self._context.position
+        self._attempted = position.step, position.generation
+        self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
+        if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
+            raise ConfigError(
+                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
+                hint="say the same sync_every on all ranks, and let all make the same steps",
+            )
+        self._replica.synchronise(self._kept["model"], check)
+        self._kept = None
+        self._record()
+
+    def undo(self) -> None:
+        if self._kept is not None:
+            kept, self._kept, self._undone = self._kept, None, self._made
+            self._take_over(kept)
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """ConfigError if a fault has undone the last steps: the script would not make them again."""
+        if self._undone:
+            raise ConfigError(
+                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
+                " synchronisation were undone",
+                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
+                f" ({self._every}), or with an epoch, loses none",
+            )
+        self._synchronise(check)
+
+    def healed(self) -> None:
+        """If the peer's state comes from the synchronisation that failed here, the steps of this rank are in it."""
+        position = self._context.position
+        if self._attempted == (position.step, position.lineage):
+            self._undone = 0
+            self._record()
+
+    def require_closed(self) -> None:
+        if self._kept is not None and self._made:
+            raise ConfigError(
+                f"a call of all ranks after step {self._context.position.step}, where each holds parameters of its own",
+                hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
+                f" ({self._every})",
+            )
+
+    def _record(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self._context.ledger.write("step", **self._identity, **line)
+
+
+class MemoryShortage:
+    """What all ranks do when one has too little memory for a step: they give it up, and then divide its batch, or leave
+    it out.
+    """
+
+    def __init__(self, context: WorkerContext, steps: Steps) -> None:
+        self._context, self._steps = context, steps
+        self._policy = OnShortage(context.options.checks.out_of_memory)
+        if self._policy is OnShortage.HALVE:
+            steps.replica.check(Use.HALVING)
+        self._step = 0
+        """The step for which this rank had too little memory; 0: none."""
+
+    def seen(self, step: Step, error: BaseException) -> BaseException:
+        """``error`` itself, or StepGivenUpError for an out-of-memory error that can be handled."""
+        if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
+            return error
+        if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
+            return error
+        if self._policy is OnShortage.HALVE and max(map(len, step.batch.micro_batches)) <= 1:
+            return error
+        self._step = step.number
+        for each in chain(error):
+            traceback.clear_frames(each.__traceback__)
+        logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
+        return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
+
+    def agree(self, control: Control) -> None:
+        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
+        if self._policy is OnShortage.RAISE:
+            return
+        position, feed = self._context.position, self._context.feed
+        rows = control.gather([self._step, feed.next_size, feed.halvings])
+        short = [size for step, size, _ in rows if step == position.step + 1]
+        self._step = 0
+        feed.halvings = max(halvings for _, _, halvings in rows)
+        if not short:
+            return
+        gc.collect()
+        if self._context.placement.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._policy is OnShortage.HALVE:
+            feed.halvings += 1
+            logs.logger().warning("batch.repeated", step=position.step + 1, halvings=feed.halvings)
+        else:
+            cursor = Cursor(position.cursor.epoch, position.cursor.samples + short[0])
+            self._steps.pass_over(cursor)
+            logs.logger().warning("batch.skipped", step=position.step, samples=short[0])
+
+
 class SecondOptimizers:
-    """See the module. ``own`` are the session's, ``parts`` the script's registered objects, at any time."""
+    """Refuses further optimizers, before they act, where a step that is given up could not undo their update.
+
+    In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
+    Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
+    ``own`` are the session's, ``parts`` the script's registered objects, at any time.
+    """
 
     def __init__(
         self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
@@ -121,573 +802,3 @@ def _parameters(part: object) -> Iterable[torch.Tensor]:
 
 def _ids(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
     return frozenset(map(id, parameters))
-
-
-class OuterSteps:
-    """See the module. ``collect()`` gives the state of this rank, ``take_over(state)`` makes it the present one.
-
-    A synchronisation follows each multiple of ``every`` steps, and the last step of an epoch and of the run, so that
-    none reaches over it.
-    """
-
-    def __init__(
-        self,
-        place: Workplace,
-        replica: LocalReplica,
-        every: int,
-        round_end: RoundEnd,
-        collect: Callable[[], dict[str, Any]],
-        take_over: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self._place, self._replica, self._every, self._round_end = place, replica, every, round_end
-        self._collect, self._take_over = collect, take_over
-        self._kept: dict[str, Any] | None = None
-        """The state at the last synchronisation; None until a step is begun from there."""
-        self._lines: list[dict[str, Any]] = []
-        """What the ledger will say of the steps since then."""
-        self._made = 0
-        """Steps made since then."""
-        self._undone = 0
-        """Those that a fault undid, until the next step begins."""
-        self._attempted: tuple[int, int] | None = None
-        """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
-        self._identity: dict[str, int] = {}
-
-    @property
-    def open(self) -> bool:
-        """Whether a step was begun since the last synchronisation."""
-        return self._kept is not None
-
-    def begin(self) -> None:
-        """A step begins, behind the script's code after the one before: keep the state if it is the first one."""
-        if self._kept is not None:
-            return
-        self._lines, self._attempted, self._made, self._undone = [], None, 0, 0
-        if self._replica.lasting:
-            self._kept = copy.deepcopy(self._collect())
-        else:  # the end of the round ends the process
-            self._kept = {"model": self._replica.anchor()}
-
-    def made(self, step: Step) -> bool:
-        """After ``step``: synchronise if it is time; whether all ranks hold one state now."""
-        if self._place.ledger.enabled:
-            self._lines.append(self._place.entry(step))
-        step.recorded = True
-        self._made += 1
-        if step.number % self._every and not self._place.feed.at_end:
-            return False
-        self.synchronise()
-        return True
-
-    def synchronise(self) -> None:
-        """All ranks come to one state, unless they hold it."""
-        if self._kept is None or not self._made:
-            return
-        control, position = self._place.present.control, self._place.position
-        self._attempted = position.step, position.generation
-        self._identity = {"rank": control.rank, "world": control.world_size, "round": position.generation}
-        if control.sum(Purpose.AVERAGE, [position.step])[0] != position.step * control.world_size:
-            raise ConfigError(
-                f"at step {position.step} ranks average, but other ranks have made a different number of steps",
-                hint="say the same sync_every on all ranks, and let all make the same steps",
-            )
-        self._replica.synchronise(self._kept["model"], self._round_end.check_gradients)
-        self._kept = None
-        self._record()
-
-    def undo(self) -> None:
-        """The round has ended: go back to the last synchronisation."""
-        if self._kept is not None:
-            kept, self._kept, self._undone = self._kept, None, self._made
-            self._take_over(kept)
-
-    def finish(self) -> None:
-        """The script has left its loop: all ranks come to one state. ConfigError if a fault has undone the last steps:
-        the script would not make them again.
-        """
-        if self._undone:
-            raise ConfigError(
-                f"a rank was lost after the script had left its loop, and {self._undone} steps since the last"
-                " synchronisation were undone",
-                hint="start the job again; a loop that ends where session.step_number is a multiple of sync_every"
-                f" ({self._every}), or with an epoch, loses none",
-            )
-        self.synchronise()
-
-    def healed(self) -> None:
-        """This rank has received the state of a peer. If that comes from the synchronisation that failed here, the
-        steps of this rank are in it."""
-        position = self._place.position
-        if self._attempted == (position.step, position.lineage):
-            self._undone = 0
-            self._record()
-
-    def require_closed(self) -> None:
-        """ConfigError between two synchronisations."""
-        if self._kept is not None and self._made:
-            raise ConfigError(
-                f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
-                hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
-                f" ({self._every})",
-            )
-
-    def _record(self) -> None:
-        lines, self._lines = self._lines, []
-        for line in lines:
-            self._place.ledger.write("step", **self._identity, **line)
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    scaler: torch.amp.GradScaler | None
-    sync_batchnorm: bool
-    reduction: Reduction
-    apart: Apart | None
-    average: float | AveragedModel | None
-    ddp_options: Mapping[str, Any]
-    layout: ShardLayout | None
-    stages: Sequence[Any]
-    user: dict[str, Stateful]
-    pending: dict[str, Any]
-
-
-def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
-    """The replica for what was ``wrapped``."""
-    reduction, lasting = wrapped.reduction, place.environment.in_place
-    if wrapped.apart is not None:
-        _check_apart(place, wrapped, wrapped.apart)
-        return LocalReplica(wrapped.model, place.placement, place.tracker, wrapped.apart, lasting=lasting)
-    if isinstance(wrapped.optimizer, OptimizerSet):
-        _check_several(wrapped, reduction)
-        return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
-    if not is_sharded(wrapped.model) and not wrapped.stages:
-        return Replica(
-            wrapped.model,
-            place.placement,
-            wrapped.ddp_options,
-            place.tracker,
-            sync=wrapped.sync_batchnorm,
-            lasting=lasting,
-            reduction=reduction,
-        )
-    _refuse(
-        ("reduction='tree'", reduction is Reduction.TREE),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-        to="a sharded model",
-        hint="leave it out: FSDP sums the gradients there",
-    )
-    if wrapped.layout is None:
-        raise ConfigError(
-            "the model is sharded, and not over a mesh of the session's",
-            hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
-        )
-    # slow to import, and what most jobs do not need
-    if wrapped.stages:
-        if wrapped.average is not None:
-            raise ConfigError("average does not go with stages", hint="leave it out")
-        from elastic_trainer.worker.model.stages import StagedReplica
-
-        return StagedReplica(
-            wrapped.model,
-            place.placement,
-            place.tracker,
-            wrapped.layout,
-            place.timeouts,
-            wrapped.stages,
-            lasting=lasting,
-        )
-    from elastic_trainer.worker.model.sharded import ShardedReplica
-
-    return ShardedReplica(
-        wrapped.model, place.placement, place.tracker, wrapped.layout, place.timeouts, lasting=lasting
-    )
-
-
-def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
-    _refuse(
-        ("a sharded model", is_sharded(wrapped.model)),
-        ("reduction='tree'", reduction is Reduction.TREE),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-        ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
-        to="several models or optimizers",
-        hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
-    )
-
-
-def _check_apart(place: Workplace, wrapped: Wrapped, how: Apart) -> None:
-    name, options = f"reduction={wrapped.reduction.value!r}", place.options
-    _refuse(
-        ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
-        ("several models or optimizers", isinstance(wrapped.optimizer, OptimizerSet)),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-        ("average", wrapped.average is not None),
-        ("a GradScaler (use bfloat16)", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
-        ("out_of_memory", options.checks.out_of_memory != OnShortage.RAISE),
-        to=name,
-        hint="leave it out, or average in every step with reduction='ddp'",
-    )
-    every = options.cadence.every_steps
-    if every is not None and every % how.sync_every:
-        raise ConfigError(
-            f"checkpoint_every_steps is {every}, and {name} has one state of all ranks after each"
-            f" {how.sync_every} steps",
-            hint="give a multiple of sync_every",
-        )
-
-
-def _refuse(*options: tuple[str, bool], to: str, hint: str) -> None:
-    """ConfigError for the first option that is given."""
-    for option, given in options:
-        if given:
-            raise ConfigError(f"{option} does not go with {to}", hint=hint)
-
-
-_DOING = {
-    Phase.ENDING: "has left its training loop",
-    Phase.EVALUATION: "evaluates",
-    Phase.CHECKPOINT: "saves",
-}
-EPOCH_CLOSED = "epoch_closed"
-"""In the fields of a checkpoint that the script has saved behind the batches of an epoch."""
-_UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
-
-
-class Training:
-    """See the module. ``round_end`` makes what carries this training across rounds."""
-
-    def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
-        members = (
-            wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else [wrapped.scheduler]
-        )
-        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in members):
-            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
-        for each in members_of(wrapped.optimizer):
-            check_optimizer(each, wrapped.model)
-        self.place, options, position, tracker = place, place.options, place.position, place.tracker
-        self.origin = Origin()
-        self.replica = replica_of(place, wrapped)
-        sharded = self.replica.layout is not None
-        self.state = TrainingState(
-            module=self.replica.module,
-            optimizer=wrapped.optimizer,
-            scheduler=wrapped.scheduler,
-            scaler=wrapped.scaler,
-            position=position,
-            user=wrapped.user,
-            pending=wrapped.pending,
-            device=place.placement.device,
-            average=self._average(wrapped.average),
-            sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
-            own_optimizer=self.replica.apart,
-        )
-        self.state.made.check(options.allow_changed)
-        self._claims: dict[str, Any] = {}
-        """Further fields of checkpoints, beside the cut of the data."""
-        self._manager = place.shards_manager() if sharded else place.manager
-        self.saver = Saver(
-            self._manager,
-            options.cadence,
-            self.state,
-            self.fields,
-            place.saved,
-            tracker,
-            WhenBehind(options.saving.when_behind),
-            self._memory(),
-        )
-        self.round_end = round_end(self)
-        self._audit = self._auditing(wrapped.optimizer)  # its hook comes before those of the steps
-        self.steps = Steps(
-            self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
-        )
-        own = [*members_of(wrapped.optimizer)]
-        self.outer: OuterSteps | None = None
-        """Where ranks train apart between two synchronisations."""
-        if isinstance(self.replica, LocalReplica) and wrapped.apart is not None:
-            every, collect, take_over = wrapped.apart.sync_every, self.collect, self.take_over
-            self.outer = OuterSteps(place, self.replica, every, self.round_end, collect, take_over)
-            if self.replica.outer is not None:
-                own.append(self.replica.outer)
-                self.state.register("outer_optimizer", self.replica.outer)
-        self._whereabouts: Whereabouts | None = None
-        lasts = place.environment.in_place
-        self._second = SecondOptimizers(self.replica.module, own, wrapped.user, self.steps) if lasts else None
-
-    def _average(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
-        if self.replica.layout is None or wanted is None:
-            return averaged(self.replica.module, wanted)
-        from elastic_trainer.worker.model.average import ShardedAverage
-
-        return ShardedAverage(self.replica.module, checked_decay(wanted))
-
-    def _auditing(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
-        place, checks = self.place, self.place.options.checks
-        every, repeats = checks.audit_every, checks.on_mismatch == OnMismatch.REPEAT
-        if every is None:
-            return None
-        device = place.placement.device
-        check_auditable(self.replica, several=isinstance(optimizer, OptimizerSet), repeats=repeats, device=device)
-        return PassAudit(every, self.replica, optimizer, device, place.environment.node, place.tracker, repeats=repeats)
-
-    def _memory(self) -> Memory:
-        """Each place of the node has memory files of its own; whole states are those of the first."""
-        files, every_s = self.place.environment.memory, self.place.options.saving.snapshot_every_s
-        first = SLOTS * self.place.environment.local_rank
-        if self.replica.layout is None:
-            return Memory(files[first : first + SLOTS], every_s)
-        return Memory(files[first : first + SLOTS], every_s, beside=(*files[:first], *files[first + SLOTS :]))
-
-    def close(self, limit_s: float | None) -> None:
-        """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
-        if self._whereabouts is not None:
-            self._whereabouts.close()
-            self._whereabouts.join()
-        self.saver.close(limit_s)
-        if self._second is not None:
-            self._second.close()
-
-    def fields(self) -> dict[str, Any]:
-        """What a checkpoint says of this training, and a rank that is healed from this one learns."""
-        kept = self.origin.fields
-        cut = self.place.feed.fields or {name: kept[name] for name in CUT if name in kept}
-        closed = {EPOCH_CLOSED: True} if self.place.feed.closing else {}
-        return {**cut, **self._claims, **kept_fields(kept), **closed}
-
-    # ---- the state, as others get it
-
-    def collect(self) -> dict[str, Any]:
-        return self.state.collect()
-
-    def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
-        """Adopt the ``state`` of another rank; the ``first_rank`` with its random generators, as when it resumes."""
-        self.steps.dirty = True
-        self.state.apply(state, first_rank=first_rank)
-        self.steps.dirty = False
-
-    # ---- rounds
-
-    def begin_here(self) -> None:
-        """Train with the ranks that are already there."""
-        present = self.place.present
-        present.boundaries.end()
-        with self.place.tracker.during(Phase.HEALING):
-            self.resume(present.group)
-
-    def resume(self, group: Group, unfit: CheckpointError | None = None) -> None:
-        """Bring all ranks of ``group`` to one state from storage, and let them train together.
-
-        Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
-        """
-        place, control, formation = self.place, group.control, group.formation
-
-        def take_over(tree: Mapping[str, Any]) -> None:
-            self.state.apply(tree, first_rank=formation.rank == 0)
-
-        def check(origin: Origin) -> None:
-            check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
-            self.steps.dirty = self.steps.dirty or origin.name is not None  # it is read into the live tensors
-
-        self.replica.join(group)
-        self.replica.level()
-        self._meet()
-        self.saver.wait(control)
-        left, tracker, live = self.saver.left_in_memory(), place.tracker, self.state.live()
-        if self.replica.layout is None:
-            self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
-        else:
-            with together(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
-                left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
-                source = ShardSource(self._manager, left, live, tracker, looks=place.manager is not None)
-                alike = self.replica.alike(control)
-                self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
-        self.steps.dirty = False
-        if self.origin.fields.get(EPOCH_CLOSED):
-            place.position.cursor = Cursor(place.position.cursor.epoch + 1, 0)
-        if self.origin.name is not None:
-            strict = place.options.checks.on_changed == OnChanged.RAISE
-            self.state.follow(place.options.allow_changed, strict=strict, says=formation.rank == 0)
-        first = place.position.generation + 1 if self.origin.name is not None else 0
-        read = place.position.generation, place.position.step
-        newest = max(row[0] for row in control.gather([max(formation.round, first)]))
-        self.take_part(group, newest, self.origin.fields)
-        if self.origin.name is not None:
-            self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
-
-    def take_part(
-        self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None
-    ) -> None:
-        """All ranks of ``group`` hold one state: bind everything to the round, and begin.
-
-        ``given``: the data plan of the rank that this one was healed from, if it has one.
-        """
-        place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
-        position, device, tree = place.position, place.placement.device, self.replica.tree is not None
-        if tree:
-            self._claims = {FIELD: (mine := arithmetic(device))}
-            check_ranks(control, mine)
-            check_resumed(mine, fields.get(FIELD), place.options.allow_changed)
-        position.generation = generation
-        place.tracker.holds(position.step, position.cursor)
-        if rank != 0:
-            reseed(place.options.seed, position, rank, device)
-        self.replica.bind(control)
-        self.steps.bind(control)
-        if self._audit is not None:
-            self._audit.bind(control)
-        part, layout = self.replica.part(control), self.replica.layout
-        place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
-        whole = layout is None and not self.replica.apart  # what a rank holds of its own is written by one rank
-        shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
-        self._meet()
-        copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
-        only, here = layout is not None and layout.size == world, place.environment.copies_here
-        neighbour = find_neighbour(control, here, place.environment.local_rank) if only else None
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, neighbour=neighbour)
-        place.context = RankContext(group, self._boundaries(control))
-        self._watch(group)
-        place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
-        where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
-        place.ledger.write("opened", step=position.step, **where)
-        logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
-        for each in place.watching:
-            each()
-
-    def _watch(self, group: Group) -> None:
-        """Find out if ranks come to different places of the script."""
-        place = self.place
-        if self._whereabouts is not None:
-            self._whereabouts.close()
-
-        def stand() -> Stand:
-            phase, newest = place.tracker.phase, group.control.newest
-            doing = _DOING.get(phase, f"has come to '{newest}'")
-            return Stand(self.steps.inside, self.steps.begun, place.position.step, doing)
-
-        self._whereabouts = Whereabouts(group, place.environment.node, stand, lambda: place.span_s, place.free)
-
-    def parted_by(self, error: BaseException | None) -> ConfigError | None:
-        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
-        if self._whereabouts is None or error is None:
-            return None
-        if isinstance(error, CallsDifferError):
-            return self._whereabouts.compared(error)
-        return self._whereabouts.error if is_collective_failure(error) else None
-
-    def _meet(self) -> None:
-        if self.replica.peers is not None:
-            self.saver.meet(self.replica.peers)
-
-    def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
-        """What this rank copies of a sharded model: in the first shard group of its node."""
-        layout = self.replica.layout
-        if layout is None or self.place.environment.local_rank >= layout.size:
-            return None
-        return ShardPart(ShardGroup(layout.mesh, layout.stages), peers, writes)
-
-    def _boundaries(self, control: Control) -> StepBoundaries:
-        place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)
-
-        def heal(found: Difference) -> None:
-            give(alike, found.source, found.others, self, {})
-            step = place.position.step
-            logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
-
-        mend = heal if checks.on_difference == OnDifference.HEAL else None
-        comparison = Comparison(
-            alike,
-            self.steps.trainable,
-            checks.compare_every_steps,
-            place.tracker,
-            mend,
-            checks.audit_every,
-            place.environment.node,
-        )
-        return StepBoundaries(
-            control,
-            place.signals,
-            saver=self.saver,
-            steps=self.steps,
-            accord=place.feed.accord,
-            comparison=comparison,
-            tracker=place.tracker,
-            fatal=checks.nonfinite == "raise",
-            round_end=self.round_end,
-            rare=self.outer is not None,
-        )
-
-    # ---- steps
-
-    @property
-    def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
-        return self.outer is not None and self.outer.open
-
-    def begin_step(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
-        """A step of this ``kind`` about the batch at hand."""
-        feed = self.place.feed
-        if feed.batch is None:
-            self.round_end.change()
-        step = self.steps.begin(feed.batch, kind)
-        if self._audit is not None:
-            self._audit.begin(step.number)
-        if self.outer is not None:
-            self.outer.begin()
-        return step
-
-    def _after_step(self, step: Step) -> None:
-        if self.outer is not None and not self.outer.made(step):
-            return
-        self.place.record(step)
-        self.place.report()
-        turn = self.place.present.boundaries.after_step(self.place.position.step)
-        if turn is Turn.STOP:
-            self.stop()
-        elif turn is Turn.SWITCH:
-            self.round_end.agreed()
-
-    # ---- the last checkpoints
-
-    def stop(self) -> None:
-        """All ranks leave here, with a checkpoint."""
-        self.place.stop(lambda: self.save_last("stopped"))
-
-    def save_last(self, status: str) -> None:
-        """Save unsaved work, all ranks together, before they leave.
-
-        SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
-        """
-        problem = self.saver.settle()
-        refused = isinstance(problem, StorageError)
-        flags = [float(problem is not None), float(problem is not None and not refused)]
-        unsaved, unsound = map(bool, self.place.present.control.sum(Purpose.STOP, flags)[:2])
-        if unsaved:
-            fails = unsound or self.place.options.saving.require_last_save
-            logs.logger().error("session.unsaved", step=self.place.position.step, reason=_UNSAVED, fails=fails)
-            if fails:
-                raise SystemExit(EXIT_CANNOT_WRITE) from problem
-        self.place.closed(status)
-
-    def save_before_waiting(self) -> None:
-        """Too few nodes will remain: save what is only in memory while all ranks wait."""
-        with self.place.tracker.during(Phase.CHECKPOINT):
-            self.saver.settle()
-            self.place.present.control.sum(Purpose.STOP)
-
-    def save_alone(self) -> None:
-        """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
-
-        Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
-        """
-        if self.saver.copied:
-            return
-        part, layout = self._part(None, writes=True), self.replica.layout
-        if layout is None or part is not None:
-            self.saver.serve(saves=part is None or part.leads, part=part)
-            self.saver.settle()

@@ -20,7 +20,7 @@ from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, S
 from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.restore import restore
+from elastic_trainer.worker.state.restore import StoredStates, restore
 from tests.drills.checkpoint.flipping import cut, flipped, unnoticed
 from tests.drills.checkpoint.killing import COUNT
 from tests.unit.checkpoint.states import manager, same, training_state
@@ -68,9 +68,8 @@ def resumed(directory: Path, memory: list[Path]) -> tuple[Any, list[str]]:
     """What a worker begins with, and what it says of it."""
     arena, state, manager = Arena(memory), dict[str, Any](), CheckpointManager(directory)
     with capture_logs() as logs:
-        restore(
-            Control(), manager, dict, state.update, HeartbeatReporter(), lambda origin: None, snapshot=arena.newest()
-        )
+        stored = StoredStates(manager, HeartbeatReporter(), arena.newest())
+        restore(Control(), Control(), stored, dict, state.update, lambda origin: None)
     arena.close()
     return state, [line["event"] for line in logs]
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.drills.measure import Book
@@ -39,8 +38,8 @@ FORCED = max(1, KILLS // 10)
 PLACES = 2
 PACE_S, AHEAD = (0.01, 25) if COUNT in os.environ else (0.05, 12)
 """Seconds of rest in each step, which leave the processors to others; and how many steps ahead a fault is announced."""
-CLOSE, FAR = 5e-6, 1e-3
-"""To one process after exactly as many steps; and what gradients that are counted twice make of it."""
+CLOSE = 5e-6
+"""To one process after exactly as many steps; gradients that are counted twice make 1e-3 of it."""
 ROUGH = 2e-3
 """The same of bfloat16, whose last bit is worth 0.004 of a gradient."""
 STAGES: dict[str, Any] = {"mesh": [2, 1], "names": ["pp", "dp_shard"], "micro": 2, "schedule": "1F1B"}
@@ -133,7 +132,7 @@ class Sharded:
         self.await_together()
         assert [self.workers(other) for other in others] == before
 
-    def ended(self, tmp_path: Path, *, exact: bool = True, restarted: bool = False, ranks: int | None = None) -> float:
+    def ended(self, tmp_path: Path, *, restarted: bool = False, ranks: int | None = None) -> float:
         """Let it end; how far its parameters are from those of one process after as many steps."""
         job, living = self.job, [node.name for node in self.job.running]
         everyone = self.nodes * self.places
@@ -141,7 +140,7 @@ class Sharded:
         assert [codes[name] for name in living] == [0] * len(living), job.describe()
         assert not processes.marked(job.ledger_marks)
         logs = "".join(job.log(node.name) for node in job.nodes)
-        assert '"ranks.differed"' not in logs or not exact
+        assert '"ranks.differed"' not in logs
         assert any(f'"{each}.loaded"' in logs for each in ("checkpoint", "snapshot")) == restarted
         found = audit(job.lines(), SAMPLES)
         assert found.exact, found.reason
@@ -152,14 +151,14 @@ class Sharded:
         assert len(results) == (ranks or everyone)
         (steps,) = {each["step"] for each in results}
         (alone := tmp_path / "alone").mkdir()
-        options = {**self.options, "steps": steps, "pace_s": 0.0, "keeps_stale": False, "like_nccl": 0}
+        options = {**self.options, "steps": steps, "pace_s": 0.0, "like_nccl": 0}
         if "pp" in options.get("names", ()):  # nothing in the reference is a stage
             options |= {"mesh": [1], "names": ["dp_shard"]}
         assert ran([str(SCRIPT), str(alone), json.dumps(options)], limit_s=300.0).code == 0
         (reference,) = (torch.load(each) for each in alone.glob("result-*"))
         for each in results:
             for mine, expected in zip(each["metrics"], reference["metrics"], strict=True):
-                assert not exact or mine == pytest.approx(expected, rel=0.1)
+                assert mine == pytest.approx(expected, rel=0.1)
         print({"steps": steps, "rounds": max(line.round for line in job.lines())})
         return max(
             float((each["parameters"][name] - whole).abs().max())
@@ -242,21 +241,6 @@ def test_kernels_that_hang_are_aborted_and_what_they_leave_is_not_committed(
     assert sum(int(each.read_text()) for each in sharded.directory.glob("aborts-*")) > 0
 
 
-def test_in_restart_mode_the_same_script_resumes_from_its_checkpoint(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
-) -> None:
-    """All workers start again; checkpoints hold whole tensors, of which each rank takes its shards."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, recovery="restart", save_every=5)
-    with sharded.job as job:
-        job.start(2)
-        sharded.await_together()
-        job.await_steps(10)
-        assert job.running[1].kill_worker(1) is not None
-        sharded.await_together()
-        error = sharded.ended(tmp_path, restarted=True)
-    assert error < CLOSE
-
-
 def test_a_node_of_another_size_is_refused_and_the_others_go_on(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
@@ -271,16 +255,3 @@ def test_a_node_of_another_size_is_refused_and_the_others_go_on(
         assert "this node has 1 processes and the node of rank 0 has 2" in job.log(second.name)
         job.await_steps(10)
         assert sharded.workers(first) == before
-
-
-@pytest.mark.skipif(torch_internals.version() >= (2, 15), reason="torch 2.15 clears them itself")
-def test_gradients_that_are_not_cleared_are_counted_twice(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """Replicas agree then all the same: only the comparison with one process finds it, so that test can fail."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, keeps_stale=True)
-    with sharded.job as job:
-        job.start(2)
-        sharded.await_together()
-        sharded.strike("backward")
-        error = sharded.ended(tmp_path, exact=False)
-    print({"error": error})
-    assert error > FAR

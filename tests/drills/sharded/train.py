@@ -4,9 +4,8 @@ Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``width`
 parallel too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of
 micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to
 the CPU), ``activations`` (recomputed), ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at
-a save), ``shows`` (a directory of checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of
-gradients is switched off), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like
-NCCL's).
+a save), ``shows`` (a directory of checkpoints: show what is resumed there, and end), ``whole_job`` (the mesh covers all
+nodes), ``like_nccl`` (over groups that behave like NCCL's).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_trainer import Session, torch_internals
+from elastic_trainer import Session
 from elastic_trainer.checkpoint import commit, manager
 from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.checkpoint.layout import tensor_part
@@ -292,8 +291,6 @@ class Never:
 def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    if options.get("keeps_stale"):
-        torch_internals._clear_stale = lambda groups: None
     if options.get("like_nccl"):
         sys.path.insert(0, str(Path(__file__).parents[3]))
         from tests.support import like_nccl

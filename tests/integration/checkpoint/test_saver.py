@@ -24,7 +24,7 @@ from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.restore import restore
+from elastic_trainer.worker.state.restore import StoredStates, restore
 from elastic_trainer.worker.state.saver import Cadence, Memory, Saver, ShardPart, WhenBehind, check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
@@ -265,7 +265,8 @@ def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(
         return later
 
     def restored() -> None:
-        restore(Control(), manager, dict, lambda tree: None, trained.tracker, lambda origin: None)
+        stored = StoredStates(manager, trained.tracker)
+        restore(Control(), Control(), stored, dict, lambda tree: None, lambda origin: None)
 
     monkeypatch.setattr(manager, "check_writable", slow(manager.check_writable))
     monkeypatch.setattr(manager, "newest", slow(manager.newest))

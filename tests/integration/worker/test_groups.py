@@ -21,7 +21,7 @@ from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Purpose
-from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions
 from tests.integration.worker.launch import free_port, run, standalone
@@ -43,7 +43,7 @@ def test_a_form_that_failed_leaves_no_number_behind() -> None:
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
-    formation = RoundPlace(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
+    formation = RankAssignment(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
     group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
     name = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
     groups.leave(group)
@@ -54,7 +54,7 @@ def test_a_group_that_was_left_has_no_threads() -> None:
     """A thread of gloo's that let go of a tensor while the interpreter ended aborted the process (1 job of 90)."""
     before = set(os.listdir("/proc/self/task"))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
-    formation = RoundPlace(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
+    formation = RankAssignment(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
     group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
     assert len(set(os.listdir("/proc/self/task")) - before) >= 4, "gloo's threads are not there"
     group.control.sum(Purpose.FINISH)
@@ -120,7 +120,7 @@ def leave_a_group_behind() -> None:
     """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for two seconds."""
     served = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store = PrefixStore("round/r1", served)
-    formation = RoundPlace(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
+    formation = RankAssignment(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
     works = InterruptibleWaits(interruptible=True)
     works.end("the round is over")  # a moment later it is no longer waited for
     patience = groups.FormTimeouts(forming_s=2.0, working_s=60.0)

@@ -33,7 +33,7 @@ from tests.simulation.world import play
 
 SCHEDULES, SHARDS = 2000, 8
 PER_SHARD = SCHEDULES // SHARDS
-FOUND_WITHIN = 400
+FOUND_WITHIN = 1200
 """Upper bound on the schedules until a broken rule is found."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, Apart, OuterSGD
+from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, LocalSgd, OuterSGD
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
@@ -20,10 +20,10 @@ DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
 
 
 def test_what_wrap_is_given_becomes_the_way_to_train_apart() -> None:
-    assert Apart.of(Reduction.DDP, None, None, None) is None
-    assert Apart.of(Reduction.LOCAL_SGD, 5, None, None) == Apart(5)
-    assert Apart.of(Reduction.DILOCO, 30, None, None) == Apart(30, OUTER_LR, OUTER_MOMENTUM)
-    assert Apart.of(Reduction.DILOCO, 30, 1.0, 0.0) == Apart(30, 1.0, 0.0)
+    assert LocalSgd.of(Reduction.DDP, None, None, None) is None
+    assert LocalSgd.of(Reduction.LOCAL_SGD, 5, None, None) == LocalSgd(5)
+    assert LocalSgd.of(Reduction.DILOCO, 30, None, None) == LocalSgd(30, OUTER_LR, OUTER_MOMENTUM)
+    assert LocalSgd.of(Reduction.DILOCO, 30, 1.0, 0.0) == LocalSgd(30, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def left_and_undone(*, healed: bool) -> None:
             if session.step_number == 5:
                 break
         training: Any = session._training
-        training.outer._take_over = lambda kept: None
-        training.outer.undo()
+        training.steps.sync._take_over = lambda kept: None
+        training.steps.sync.undo()
         if healed:
-            position = training.place.position
-            training.outer._attempted = position.step, position.lineage
-            training.outer.healed()
+            position = training.context.position
+            training.steps.sync._attempted = position.step, position.lineage
+            training.steps.sync.healed()
 
 
 def test_steps_that_are_undone_after_the_script_has_left_its_loop_are_no_success() -> None:

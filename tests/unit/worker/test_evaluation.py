@@ -106,7 +106,7 @@ def test_ranks_that_compute_together_make_equally_many_forward_passes(count: int
             return {"sum": (batch.x.sum(), 1)}
 
         half, peer = divmod(control.rank, 2)
-        part = DataPart(half, world, 2, first=peer == 0, even=True)
+        part = DataPart(half, world, 2, first=peer == 0, always_even=True)
         fetch = Fetcher(data, torch.device("cpu"))
         return evaluate(nn.Identity(), fetch, count, measure, control, lambda: None, part), len(passes)
 

@@ -64,8 +64,8 @@ def strike(what: str, session: Session) -> None:
     if what == "barrier":
         session.barrier()
     if what == "planned":
-        recovery: Any = session._trained.round_end
-        while recovery._rounds.drain() is None:
+        recovery: Any = session._trained.recovery
+        while not recovery.knows_change():
             pause(0.01)
     if what.startswith("gate:"):
         name = what.removeprefix("gate:")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.worker.recovery import Rounds
+from elastic_trainer.worker.recovery import InPlaceRecovery
 from elastic_trainer.worker.steps.options import GroupOptions
 
 WIDTH = 256
@@ -29,13 +29,13 @@ FREED = [0.0]
 
 def watch_freedom() -> None:
     """Note when an error has brought the main thread out of a round."""
-    confirms = Rounds.confirms
+    is_end = InPlaceRecovery._is_end
 
-    def noted(self: Rounds, error: BaseException) -> bool:
+    def noted(self: InPlaceRecovery, error: BaseException) -> bool:
         FREED[0] = time.monotonic()
-        return confirms(self, error)
+        return is_end(self, error)
 
-    Rounds.confirms = noted  # type: ignore[method-assign]
+    InPlaceRecovery._is_end = noted  # type: ignore[method-assign]
 
 
 def holdings() -> dict[str, Any]:

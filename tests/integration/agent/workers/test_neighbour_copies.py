@@ -24,7 +24,7 @@ from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.restore import together
+from elastic_trainer.worker.state.restore import joined_copies
 from tests.support.waiting import eventually
 from tests.unit.worker.ranks import run_ranks
 
@@ -112,7 +112,7 @@ def test_those_who_are_left_read_all_parts_of_the_newest_state_that_all_had_copi
 
     def resumed(control: Control) -> tuple[tuple[int, int], dict[str, torch.Tensor], int]:
         node = left[control.rank]
-        with together(control, node.parts(), f"127.0.0.1 {node.agent.here}") as joined:
+        with joined_copies(control, node.parts(), f"127.0.0.1 {node.agent.here}") as joined:
             assert joined is not None
             local = sum(isinstance(each, LocalMemory) for each in joined.memories)
             return joined.order, node.manager.load_snapshot(joined).state, local
@@ -128,7 +128,7 @@ def test_without_the_part_of_a_node_there_is_no_state(nodes: list[Node]) -> None
     for index, node in enumerate(nodes):
         node.leaves(1, nodes[(index + 1) % 3])
     for here in (f"127.0.0.1 {nodes[0].agent.here}", None):
-        with together(Control(), nodes[0].parts(), here) as joined:
+        with joined_copies(Control(), nodes[0].parts(), here) as joined:
             assert joined is None
 
 
@@ -159,7 +159,7 @@ def test_a_bit_that_changed_in_a_copy_is_found(nodes: list[Node]) -> None:
     (byte,) = os.pread(kept, 1, DATA + 500_000)
     os.pwrite(kept, bytes([byte ^ 1]), DATA + 500_000)
     parts = [*nodes[1].parts(), *nodes[2].parts()]
-    with together(Control(), parts, f"127.0.0.1 {nodes[1].agent.here}") as joined:
+    with joined_copies(Control(), parts, f"127.0.0.1 {nodes[1].agent.here}") as joined:
         assert joined is not None
         with pytest.raises(DamagedError):
             nodes[1].manager.load_snapshot(joined)

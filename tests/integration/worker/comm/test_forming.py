@@ -14,14 +14,14 @@ import torch
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
 from elastic_trainer.worker.comm.abort import InterruptibleWaits
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 works = InterruptibleWaits(interruptible=True)
 
 def form():
-    place = RoundPlace(1, rank, 2, 0, 1, StoreAddress("127.0.0.1", port, False, "1"))
+    place = RankAssignment(1, rank, 2, 0, 1, StoreAddress("127.0.0.1", port, False, "1"))
     placement = Placement(torch.device("cpu"), "gloo")
     groups.form_in_place(place, placement, groups.FormTimeouts(60.0, 600.0), lambda: None, lambda: None, works)
 

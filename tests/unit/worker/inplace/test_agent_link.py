@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.ipc.channel import Message, Progress
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.agent_link import REPORT_EVERY_S, ChannelLink
+from elastic_trainer.worker.agent_link import REPORT_EVERY_S, AgentLink, ChannelLink
 from elastic_trainer.worker.state.training_state import Position
 
 
@@ -19,7 +19,8 @@ class Unstarted(ChannelLink):
 
     def __init__(self, sent: list[Message]) -> None:
         connection: Any = SimpleNamespace(send=sent.append)
-        self._connection, self._round, self._reported_at = connection, 7, 0.0
+        AgentLink.__init__(self)
+        self._connection, self._round = connection, 7
 
 
 def test_progress_is_reported_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.worker.recovery import Escape
+from elastic_trainer.worker.comm.groups import CollectiveAborter
 
 
 def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:
@@ -17,7 +17,7 @@ def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:
     def refuse() -> None:
         raise RuntimeError("no communicator was made yet\nC++ stack")
 
-    escape = Escape(cast("Any", None))
+    escape = CollectiveAborter(cast("Any", None))
     works = escape.enter(3, [])
     works.abort_with(refuse)
     works.abort_with(lambda: freed.append("shards"))
@@ -30,7 +30,7 @@ def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:
 
 def test_the_end_of_a_round_does_not_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the thread that severs comes: its round was left meanwhile, and the next has its connections."""
-    escape = Escape(cast("Any", None))
+    escape = CollectiveAborter(cast("Any", None))
     escape.enter(1, [])
     aborted: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as store:

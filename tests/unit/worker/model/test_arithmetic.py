@@ -9,9 +9,9 @@ import torch
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model import tree
 from elastic_trainer.worker.model.tree import arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps import training
 from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.toys import data, linear, loss_of
 
@@ -56,10 +56,10 @@ def test_a_checkpoint_computed_otherwise_is_refused_unless_allowed(
 
     train(1)
     train(2)
-    monkeypatch.setattr(training, "arithmetic", lambda device: MINE | {"threads": "17"})
+    monkeypatch.setattr(tree, "arithmetic", lambda device: MINE | {"threads": "17"})
     with pytest.raises(ConfigError, match=r"'threads' is 17 here .* when the checkpoint was saved"):
         train(3)
     train(3, reduction="ddp")
     train(4)  # nothing was promised in between
-    monkeypatch.setattr(training, "arithmetic", lambda device: MINE | {"threads": "18"})
+    monkeypatch.setattr(tree, "arithmetic", lambda device: MINE | {"threads": "18"})
     train(5, allow=("arithmetic",))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.replica import Company, SharedBatchNorm, share_batchnorm
+from elastic_trainer.worker.model.replica import SharedBatchNorm, SyncContext, share_batchnorm
 from tests.unit.worker.ranks import run_ranks
 
 SIZES = [5, 1, 3]
@@ -31,10 +31,10 @@ def samples() -> torch.Tensor:
 
 
 def shared(control: Control, module: nn.BatchNorm2d, *, counts: bool = True) -> SharedBatchNorm:
-    company = Company()
-    company.bind(control.rank, control.world_size, lambda tensor: control._group.allreduce([tensor]).wait())
-    company.counts = counts
-    result = share_batchnorm(module, company)
+    context = SyncContext()
+    context.bind(control.rank, control.world_size, lambda tensor: control._group.allreduce([tensor]).wait())
+    context.counts = counts
+    result = share_batchnorm(module, context)
     assert isinstance(result, SharedBatchNorm)
     return result
 
@@ -109,17 +109,17 @@ def refuse(tensor: torch.Tensor) -> None:
 
 def test_alone_and_in_evaluation_it_is_torchs_own() -> None:
     """Bit by bit, without other ranks, which may have fewer batches; a single value per channel is not an error."""
-    company = Company()
-    company.bind(0, 3, refuse)
+    context = SyncContext()
+    context.bind(0, 3, refuse)
     for options in ({}, {"track_running_stats": False}):
-        evaluating = share_batchnorm(layer(**options), company).eval()
+        evaluating = share_batchnorm(layer(**options), context).eval()
         assert torch.equal(evaluating(samples()), layer(**options).eval()(samples()))
     module, x = layer(), samples()
-    mine = share_batchnorm(nn.Sequential(layer()), Company())[0]  # type: ignore[index]
+    mine = share_batchnorm(nn.Sequential(layer()), SyncContext())[0]  # type: ignore[index]
     assert torch.equal(mine(x), module(x))
     assert torch.equal(mine.eval()(x), module.eval()(x))
     one = SharedBatchNorm(4)
-    one.company = Company()
+    one.context = SyncContext()
     assert (one(torch.randn(1, 4)) == 0).all()
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         one(torch.randn(4))
@@ -129,7 +129,7 @@ def test_names_parameters_and_modes_stay() -> None:
     """A checkpoint of the one fits the other, and the optimizer's parameters are the same objects."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), layer(), nn.Sequential(layer().eval()))
     before, parameters = model.state_dict(), list(model.parameters())
-    changed = share_batchnorm(model, Company())
+    changed = share_batchnorm(model, SyncContext())
     assert changed.state_dict().keys() == before.keys()
     assert all(mine is other for mine, other in zip(changed.parameters(), parameters, strict=True))
     assert [each.training for each in changed.modules() if isinstance(each, SharedBatchNorm)] == [True, False]

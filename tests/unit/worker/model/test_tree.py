@@ -15,15 +15,42 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.plan import EpochPlan, cut
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.model.tree import Block, Stack, TreeReduction, blocks_of, fold
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.toys import data, loss_of, model
+
+
+def formula(total: int, world: int) -> str:
+    """The tree over ``total`` leaves, put together by ``world`` ranks."""
+    found: dict[Block, str] = {}
+    for rank in range(world):
+        stack: Stack[str] = Stack(lambda left, right: f"({left}+{right})")
+        for leaf in range(*cut(total, world, rank)):
+            stack.push(leaf, str(leaf))
+        found |= dict(stack.held)
+    return fold(total, found, lambda left, right: f"({left}+{right})")
+
+
+def test_the_tree_is_the_one_described() -> None:
+    """Halves are whole powers of two; what lies beyond the last leaf does not exist."""
+    assert formula(1, 1) == "0"
+    assert formula(4, 2) == "((0+1)+(2+3))"
+    assert formula(7, 3) == formula(7, 9) == "(((0+1)+(2+3))+((4+5)+6))"
+
+
+@given(total=st.integers(1, 4096), world=st.integers(1, 64))
+def test_a_rank_exchanges_few_sums(total: int, world: int) -> None:
+    """No more than two for each level of the tree, one where ranks divide the leaves as powers of two."""
+    most = max(len(blocks_of(total, world, rank)) for rank in range(world))
+    assert most <= 2 * total.bit_length()
+    if total % world == 0 and (total // world) & (total // world - 1) == 0:
+        assert most == 1
 
 
 def network() -> nn.Module:

@@ -87,7 +87,6 @@ def test_a_cadence_is_checked() -> None:
     assert Cadence(None, None).interval_s(seen) is None
     assert Cadence(None, 5.0).interval_s(seen) == 5.0
     assert Cadence(None, "auto").interval_s(seen) == best_interval_s(seen)
-    assert (Cadence(None, "auto").auto, Cadence(None, 5.0).auto) == (True, False)
     for wrong in (0.0, -1.0, math.nan, "often"):
         with pytest.raises(ConfigError, match="checkpoint_every_s"):
             Cadence(None, wrong)

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot, commit, manifest
 from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.restore import Origin, state_digest, trial_size
+from elastic_trainer.worker.state.restore import Origin, state_digest
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.state.test_restore import Rank, damage
 
@@ -71,8 +69,8 @@ def all_load(
     return run_ranks(len(directories), body)
 
 
-def kept(directory: Path, step: int, fields: Mapping[str, Any] | None = None, parts: int = 1) -> dict[str, Any]:
-    manager, info = CheckpointManager(directory), SaveInfo(step, 1, fields=fields or {})
+def kept(directory: Path, step: int, parts: int = 1) -> dict[str, Any]:
+    manager, info = CheckpointManager(directory), SaveInfo(step, 1)
     state = large_state(step)
     manager.commit(manager.encode(state, info, parts=parts), manager.draft(info))
     return state
@@ -88,38 +86,17 @@ def equal(results: list[tuple[Origin, dict[str, Any]]], state: Mapping[str, Any]
 def test_what_all_load_together_is_what_was_saved_in_the_tensors_that_were_there(
     tmp_path: Path, seeing: int, parts: int
 ) -> None:
-    """With one reader and with several; both ways are tried once where there are several, and the better is kept."""
+    """With one reader and with several, which read in turns."""
     state = kept(tmp_path / "a", 7, parts=parts)
-    results = all_load([tmp_path / "a"] * seeing + [None] * (4 - seeing))
-    assert equal(results, state)
-    measured = [origin.fields.get("loading", {"readers": 1}) for origin, _ in results]
-    assert measured[0]["readers"] == seeing
-    assert measured == measured[:1] * 4
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("way", ["one", "all"])
-def test_how_a_checkpoint_is_best_loaded_is_measured_once(tmp_path: Path, way: str) -> None:
-    """The next load of the same readers from the same place does as the checkpoint says; from another it measures."""
-    place = str(tmp_path / "a")
-    state = kept(tmp_path / "a", 7, {"loading": {"way": way, "readers": 3, "place": place}})
     with capture_logs() as logs:
-        assert equal(all_load([tmp_path / "a"] * 3), state)
-    (loaded,) = [line for line in logs if line["event"] == "checkpoint.loaded"]
-    assert (loaded["way"], loaded["readers"], "one_s" in loaded) == (way, 3, False)
-    (tmp_path / "a").rename(tmp_path / "b")
-    with capture_logs() as logs:
-        assert equal(all_load([tmp_path / "b"] * 3), state)
-    (loaded,) = [line for line in logs if line["event"] == "checkpoint.loaded"]
-    assert min(loaded["one_s"], loaded["all_s"]) > 0
-    assert loaded["way"] == ("all" if loaded["all_s"] < loaded["one_s"] else "one")
+        assert equal(all_load([tmp_path / "a"] * seeing + [None] * (4 - seeing)), state)
+    assert [line["readers"] for line in logs if line["event"] == "checkpoint.loaded"] == [seeing]
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_part_that_one_rank_finds_damaged_makes_all_choose_again(tmp_path: Path) -> None:
     """Its node's copy alone is damaged: the others' is loaded. All see the damaged one: the one before it is."""
-    all_read = {"loading": {"way": "all", "readers": 3, "place": str(tmp_path / "a")}}
-    before, state = kept(tmp_path / "a", 6), kept(tmp_path / "a", 7, all_read)
+    before, state = kept(tmp_path / "a", 6), kept(tmp_path / "a", 7)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     damage(tmp_path / "b", 7)
     results = all_load([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
@@ -165,11 +142,3 @@ def test_what_one_node_holds_in_memory_reaches_the_others_from_there(tmp_path: P
     assert equal(results, state)
     assert {origin.stored for origin, _ in results} == {False}
     assert "checkpoint.loaded" not in [line["event"] for line in logs]
-
-
-@given(parts=st.integers(0, 500), readers=st.integers(1, 16))
-def test_the_two_trials_are_equally_large_and_no_more_than_a_load(parts: int, readers: int) -> None:
-    size = trial_size(parts, readers)
-    assert 2 * size <= parts
-    assert size % readers == 0
-    assert bool(size) == (readers > 1 and parts >= 2 * readers)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.groups import RoundPlace
-from elastic_trainer.worker.state.saver import MOST_WRITERS, SHARED_FROM, Shares, Writers
+from elastic_trainer.worker.comm.groups import RankAssignment
+from elastic_trainer.worker.state.saver import MOST_WRITERS, SHARED_FROM, Shares, Writers, following
 from elastic_trainer.worker.steps.options import SavingOptions
 
 
-def place(rank: int, world: int, local: int) -> RoundPlace:
-    return RoundPlace(1, rank, world, rank % local, local)
+def place(rank: int, world: int, local: int) -> RankAssignment:
+    return RankAssignment(1, rank, world, rank % local, local)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,10 @@ def test_other_writers_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="writers is 'all'") as caught:
         SavingOptions(writers="all")
     assert "'auto', 'rank0'" in str(caught.value.hint)
+
+
+def test_copies_go_to_the_next_node() -> None:
+    """Of nodes of two ranks each; past those without an agent of this package, and to nobody from or among such."""
+    rows = ["a", "a", "b", "b", "", "", "c", "c"]
+    assert [following(rows, rank) for rank in range(8)] == ["b", "b", "c", "c", "", "", "a", "a"]
+    assert following(["a", "a"], 1) == ""

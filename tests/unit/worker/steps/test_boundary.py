@@ -11,26 +11,32 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.steps.engine import OneRound, StepBoundaries
+from elastic_trainer.worker.steps.engine import EveryStep, StepBoundaries
+from elastic_trainer.worker.steps.options import CheckOptions
 from tests.support.memory_backend import ManualClock
+
+
+def context(
+    tracker: HeartbeatReporter, *, nonfinite: str = "raise", plan_check: Any = None, signals: Any = None
+) -> Any:
+    return SimpleNamespace(
+        tracker=tracker,
+        signals=signals,
+        feed=SimpleNamespace(plan_check=plan_check),
+        options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite)),
+    )
 
 
 def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
     """Those of a rank whose losses are finite, or not."""
-    steps: Any = SimpleNamespace(nonfinite=lambda: not finite, position=SimpleNamespace(step=7))
-    none: Any = None
-    return StepBoundaries(
-        Control(),
-        none,
-        saver=none,
-        steps=steps,
-        accord=none,
-        comparison=none,
-        tracker=tracker,
-        fatal=fatal,
-        round_end=OneRound(lambda: None),
+    steps: Any = SimpleNamespace(
+        nonfinite=lambda: not finite, position=SimpleNamespace(step=7), sync=EveryStep(), forgive=lambda: None
     )
+    none: Any = None
+    where = context(tracker, nonfinite="raise" if fatal else "warn")
+    return StepBoundaries(Control(), where, none, steps, none, Recovery(cast("Any", None)))
 
 
 def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:
@@ -64,7 +70,7 @@ class Two:
         self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
         self.position = SimpleNamespace(step=0)
         self.due = due
-        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position)
+        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep())
         saver: Any = SimpleNamespace(
             look=lambda: None,
             refused=lambda: False,
@@ -78,17 +84,8 @@ class Two:
             wants_copy=lambda: False,
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
-        self.boundaries = StepBoundaries(
-            control,
-            self.signals,
-            saver=saver,
-            steps=steps,
-            accord=quiet,
-            comparison=quiet,
-            tracker=HeartbeatReporter(),
-            fatal=True,
-            round_end=OneRound(lambda: None),
-        )
+        where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
+        self.boundaries = StepBoundaries(control, where, saver, steps, quiet, Recovery(cast("Any", None)))
 
     def _start(self, purpose: object, values: list[float]) -> Both:
         self.wishes.append(bool(values[1]))

@@ -16,7 +16,7 @@ from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import Step
+from elastic_trainer.worker.steps.engine import Scaling, Step
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.toys import Job, data, linear, loss_of, model
 
@@ -262,6 +262,27 @@ def test_a_step_that_overflows_counts_and_changes_nothing_but_the_scale(by_scale
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_overflow_in_the_shard_of_another_rank_skips_the_update_here_too(elsewhere: bool) -> None:
+    """And lowers the scale, though all gradients here are finite; also if the script steps without clipping."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler, asked = torch.amp.GradScaler("cpu", init_scale=64.0), list[bool]()
+
+    def anywhere(here: bool) -> bool:
+        asked.append(here)
+        return here or elsewhere
+
+    scaling = Scaling(scaler, optimizer, anywhere)
+    scaling.begin()
+    scaling.scaled(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    assert asked == [False]
+    assert bool((weight == (1.0 if elsewhere else 0.5)).all())
+    scaling.after_update()
+    assert scaler.get_scale() == (32.0 if elsewhere else 64.0)
+
+
 def diverged(nonfinite: str, spoiled: float) -> tuple[int, int]:
     """Steps of a training whose second loss is ``spoiled``, and how often that was counted."""
     with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
@@ -375,8 +396,11 @@ class RoundEnd:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        self.absorbed.append(self._seen())
+    def absorb(self, step: Step, error: BaseException, *, inside: bool) -> bool:
+        if inside:
+            self.lost = error
+        else:
+            self.absorbed.append(self._seen())
         return True
 
 
@@ -392,8 +416,8 @@ def test_a_loss_that_meets_the_end_of_the_round_in_the_body_is_the_last_of_the_s
         wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
         training: Any = session._training
         steps, crossed = training.steps, list[int]()
-        end = RoundEnd(steps._round_end, scaler.get_scale)
-        monkeypatch.setattr(steps, "_round_end", end)
+        end = RoundEnd(steps._recovery, scaler.get_scale)
+        monkeypatch.setattr(steps, "_recovery", end)
         monkeypatch.setattr(steps, "_after_step", lambda step: crossed.append(step.number))
         batch = next(session.batches(data(), global_batch_size=16, epochs=1))
         with session.step() as step:

@@ -32,7 +32,7 @@ def made(control: Control, *, given: EpochPlan | None = None, resumed: EpochPlan
     """The feed of a rank whose state is from the second loop: steps 10 and on, epochs 2 and 3."""
     feed = DataFeed(Position(step=10, cursor=Cursor(2, 30)), torch.device("cpu"), (), HeartbeatReporter())
     known = [{} if plan is None else asdict(plan) for plan in (resumed, given)]
-    feed.bind(control, DataPart(control.rank, control.world_size), *known, even=False, fixed=False)
+    feed.bind(control, DataPart(control.rank, control.world_size), *known)
     return feed
 
 
@@ -43,7 +43,7 @@ def test_a_newcomer_passes_through_the_loops_that_are_over_and_compares_the_next
         feed = made(control, given=SECOND if control.rank else None)
         over = len(list(drawn(feed, FIRST, epochs=2))) if control.rank else 0
         size = next(drawn(feed, SECOND, epochs=4)).ids.size
-        feed.accord.at_step(2)
+        feed.plan_check.at_step(2)
         return over, size
 
     assert run_ranks(2, body) == [(0, 15), (0, 15)]

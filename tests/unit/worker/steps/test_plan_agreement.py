@@ -11,7 +11,7 @@ from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.steps.engine import Consensus, Flags
-from elastic_trainer.worker.steps.feed import Accord, Cut, mark, refusals
+from elastic_trainer.worker.steps.feed import DataPlanCheck, RankDataPlan, mark, refusals
 from tests.unit.worker.ranks import outcome, run_ranks
 
 PLAN = EpochPlan(320, 32, 4, seed=3)
@@ -32,8 +32,8 @@ def nothing() -> tuple[dict[str, Any], int]:
     return {}, 0
 
 
-def cuts(*plans: EpochPlan, trained: tuple[int, ...] = ()) -> list[Cut]:
-    return [Cut(rank, f"n{rank}", asdict(plan), rank in trained) for rank, plan in enumerate(plans)]
+def cuts(*plans: EpochPlan, trained: tuple[int, ...] = ()) -> list[RankDataPlan]:
+    return [RankDataPlan(rank, f"n{rank}", asdict(plan), rank in trained) for rank, plan in enumerate(plans)]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -62,7 +62,7 @@ def test_newcomers_are_wrong_where_they_differ_from_those_who_have_trained() -> 
     """Whatever their number and rank; one without a plan at all differs, too."""
     other = replace(PLAN, seed=4)
     assert list(refusals(cuts(other, other, PLAN, trained=(2,)))) == [0, 1]
-    without = Cut(1, "n1", {}, trained=False)
+    without = RankDataPlan(1, "n1", {}, trained=False)
     assert "'drop_last' is not set on rank 1" in refusals([*cuts(PLAN, trained=(0,)), without])[1]
 
 
@@ -72,15 +72,15 @@ def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> No
     def body(control: Control) -> list[str]:
         newcomer = control.rank == 2
         plan = [replace(PLAN, shuffle=False) if newcomer else PLAN]
-        accord = Accord(f"n{control.rank}", lambda: (asdict(plan[0]), 1))
+        check = DataPlanCheck(f"n{control.rank}", lambda: (asdict(plan[0]), 1))
         if not newcomer:
-            accord.bind(Control(), {})
-            accord.at_step(0)
-        accord.bind(control, {})
-        said = [outcome(lambda: accord.at_step(0))]
+            check.bind(Control(), {})
+            check.at_step(0)
+        check.bind(control, {})
+        said = [outcome(lambda: check.at_step(0))]
         if not newcomer:
             plan[0] = replace(PLAN, seed=9)
-            said.append(outcome(lambda: accord.at_step(0)))  # no collective: the newcomer takes part in none
+            said.append(outcome(lambda: check.at_step(0)))  # no collective: the newcomer takes part in none
         return said
 
     first, second, third = run_ranks(3, body)
@@ -93,12 +93,12 @@ def test_they_compare_again_in_the_first_epoch_for_which_one_rank_has_promised_n
 
     def body(control: Control) -> list[str]:
         plan, until = [PLAN], 3 if control.rank else 5
-        accord = Accord(f"n{control.rank}", lambda: (asdict(plan[0]), until))
-        accord.bind(control, {})
-        accord.at_step(1)
+        check = DataPlanCheck(f"n{control.rank}", lambda: (asdict(plan[0]), until))
+        check.bind(control, {})
+        check.at_step(1)
         if control.rank == 1:
             plan[0] = replace(PLAN, seed=9)
-        return [outcome(lambda epoch=epoch: accord.at_step(epoch)) for epoch in (2, 3)]  # type: ignore[misc]
+        return [outcome(lambda epoch=epoch: check.at_step(epoch)) for epoch in (2, 3)]  # type: ignore[misc]
 
     said = run_ranks(3, body)
     assert [each[0] for each in said] == ["", "", ""]
@@ -108,20 +108,20 @@ def test_they_compare_again_in_the_first_epoch_for_which_one_rank_has_promised_n
 
 def test_a_newcomer_is_refused_before_its_first_batch() -> None:
     """It may have no step at all: then it would end while the others wait for it."""
-    accord = Accord("n2", nothing)
-    accord.bind(Control(None, 2, 3), asdict(PLAN))
-    accord.check(asdict(PLAN))
+    check = DataPlanCheck("n2", nothing)
+    check.bind(Control(None, 2, 3), asdict(PLAN))
+    check.check(asdict(PLAN))
     with pytest.raises(ConfigError, match=r"'length' is 7 on rank 2 \(node n2\) and 320 on the ranks that train"):
-        accord.check(asdict(replace(PLAN, length=7)))
+        check.check(asdict(replace(PLAN, length=7)))
 
 
 def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
     """One opens its first step while the other saves."""
 
     def body(control: Control) -> str:
-        accord = Accord("n", nothing)
-        accord.bind(control, {})
-        return outcome(lambda: accord.at_step(0) if control.rank else control.sum(Purpose.SAVE))
+        check = DataPlanCheck("n", nothing)
+        check.bind(control, {})
+        return outcome(lambda: check.at_step(0) if control.rank else control.sum(Purpose.SAVE))
 
     assert all("another rank did something else" in said for said in run_ranks(2, body))
 

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.comm.groups import RoundPlace, StoreAddress, place_in, self_started
+from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress, place_in, self_started
 
 TORCHRUN = {
     "RANK": "3",
@@ -25,19 +25,19 @@ TORCHRUN = {
 }
 
 
-def place(environ: dict[str, str]) -> RoundPlace:
+def place(environ: dict[str, str]) -> RankAssignment:
     return place_in(worker_environment(environ))
 
 
 def test_a_plain_process_is_alone_and_needs_no_store() -> None:
     """Without a launcher there is nothing to form."""
-    assert place({}) == RoundPlace(0, 0, 1, 0, 1, None)
+    assert place({}) == RankAssignment(0, 0, 1, 0, 1, None)
 
 
 def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
     """The agent's store is used where torchrun has one; otherwise rank 0 serves."""
     formation = place(TORCHRUN)
-    assert formation == RoundPlace(5, 3, 4, 1, 2, StoreAddress("node7", 29500, serve=False))
+    assert formation == RankAssignment(5, 3, 4, 1, 2, StoreAddress("node7", 29500, serve=False))
     own = place({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert own.store is not None
     assert own.store.serve
@@ -105,13 +105,13 @@ TCP = "tcp://127.0.0.1:29500"
 def test_a_script_without_a_launcher_gives_its_place_as_in_torch() -> None:
     """Rank 0 serves the store; behind a loopback address all ranks are on this machine."""
     completed = self_started(worker_environment({}), TCP, 1, 2)
-    assert place_in(completed) == RoundPlace(0, 1, 2, 1, 2, StoreAddress("127.0.0.1", 29500, serve=True))
+    assert place_in(completed) == RankAssignment(0, 1, 2, 1, 2, StoreAddress("127.0.0.1", 29500, serve=True))
     own = worker_environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     elsewhere = place_in(self_started(own, "tcp://[fe80::1]:29500", 3, 4))
-    assert elsewhere == RoundPlace(0, 3, 4, 1, 2, StoreAddress("fe80::1", 29500, serve=True))
+    assert elsewhere == RankAssignment(0, 3, 4, 1, 2, StoreAddress("fe80::1", 29500, serve=True))
     master = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     same = self_started(worker_environment({**master, "RANK": "1", "WORLD_SIZE": "2"}), "env://", None, None)
-    assert place_in(same) == RoundPlace(0, 1, 2, 0, 1, StoreAddress("node7", 29500, serve=True))
+    assert place_in(same) == RankAssignment(0, 1, 2, 0, 1, StoreAddress("node7", 29500, serve=True))
     assert self_started(worker_environment(master), None, 1, 2) == same
 
 
