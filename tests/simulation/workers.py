@@ -715,8 +715,8 @@ class SimState:
             self._prepared = step
             self.peers.sum(Purpose.COMMIT, [step.number])
         self.whole = False
-        if step.number % COMPUTES == 0:
-            control.sum(Purpose.COUNT, [1.0])  # in the middle of the update, as some optimizers need
+        if step.number % COMPUTES == 0 and not self.sharded:
+            control.sum(Purpose.COUNT, [1.0])  # in the middle of the update, as some optimizers of whole models need
         self.commit(step)
         if step.number % KEEPS == 0:
             try:
