@@ -385,8 +385,10 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
     a planned change has named, but that never joined, is not a survivor.
     """
-    if staying := in_call(view, ready):
-        return in_groups(view, staying)
+    if together := in_call(view, ready):
+        staying = in_groups(view, together)
+        if not staying or in_call(view, staying):  # else nobody of a whole group is in the call
+            return staying
     ready = [node for node in ready if node.record.joinable]  # others are in the middle of a call of another round
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     most = max(view.limits.min_nodes, len(survivors), len(current.members))
