@@ -400,7 +400,8 @@ class InPlaceRecovery(Recovery):
         self._valid = self._valid and state.whole
         was, stood = step.committed, self._stands
         self._regroup(joinable=not was)  # newcomers cannot repeat the script's code after a step
-        if was and stood != self._stands:
+        behind_step = stood if was else (step.generation, step.number, stood[2])
+        if step.committed and self._stands != behind_step:
             step.committed = False  # the others went on, and this rank continues where they are
         if step.committed:
             state.save_due(step.number)
