@@ -484,7 +484,8 @@ class SimState:
         self._prepared: SimStep | None = None
         self.batch: SimBatch | None = None
         self.phase = Phase.STARTING
-        self.unsaved = False
+        self.unsaved = self.found_nothing = False
+        """Whether it holds what the storage lacks; whether no rank found a state in storage when it looked last."""
         self.control: SimControl = None  # type: ignore[assignment]
         self.peers: SimControl | None = None
         self.consensus: Consensus = None  # type: ignore[assignment]
@@ -602,6 +603,7 @@ class SimState:
         rows = control.gather([1, *newest] if newest is not None else [0, 0, 0])
         candidates = [StateIdentity(r, s) if known else None for known, r, s in rows]
         election = elect(candidates)
+        self.found_nothing = election is None
         if election is None:
             control.agree(unfit)
             given = control.broadcast_bytes(json.dumps(self.collect()).encode(), 0)
@@ -789,7 +791,7 @@ class SimWorker:
 
     def restarts(self, error: BaseException) -> bool:
         """Whether ``error`` ends a process that its launcher starts anew, or nothing is left to go on from."""
-        torn = isinstance(error, CheckpointError) and not self.world.storage
+        torn = isinstance(error, CheckpointError) and (self.state.found_nothing or not self.world.storage)
         return torn or (not self.state.recovery.led and isinstance(error, (RoundBrokenError, TransientError)))
 
     def _script(self) -> None:
