@@ -11,7 +11,7 @@ from typing import Any, cast
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.cluster_view import Limits, NodeView
-from elastic_trainer.membership.core import LEASE_SLACK_S, Core, Effect, Probe, Probed
+from elastic_trainer.membership.core import LEASE_SLACK_S, Core, Effect, Event, Probe, Probed, TurnOutcome
 from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.view import RunView
@@ -32,6 +32,7 @@ from tests.simulation.loop import Changed, Host, Lock, Process, Signal, sleep, s
 
 KEYS = RunKeys("/e", "r")
 TTL_S = 2.0
+TURN_S = 0.002
 CONNECT_LIMIT_S = 60.0
 
 
@@ -82,6 +83,14 @@ class SimStore:
         return SimWatch(self._etcd, self._host, self._link, prefix, listener, exact=exact)
 
 
+class SlowCore(Core):
+    """A turn takes time, as a real one does: what happens meanwhile is seen by the next one, all at once."""
+
+    def step(self, events: Sequence[Event], now: float) -> TurnOutcome:
+        sleep(TURN_S)
+        return super().step(events, now)
+
+
 class SimMember(Member):
     """Its chance is that of the schedule, and it probes over the schedule's network.
 
@@ -94,7 +103,7 @@ class SimMember(Member):
         self.key, self._key_lock = self._key, Lock()  # type: ignore[assignment]
         self.name, self._host, self._chance, self._probe = node.name, node.host, node.chance, probe
         self.view = self._view = RunView(KEYS, Changed(node.loop, node.changed))
-        self._core = Core(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
+        self._core = SlowCore(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
 
     def _ask(self, request: Request) -> TransactionResult | bool | None:
         return False if isinstance(request, ProbePort) else super()._ask(request)
