@@ -345,9 +345,9 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
         )
         return oldest_state, rarest
     ready = view.candidates
-    staying = in_call(view, ready)
-    stranded = [node for node in staying if not node.record.joinable]
-    if at_work or not stranded or in_groups(view, staying) or not in_groups(view, ready):
+    goes_on = in_call(view, in_groups(view, in_call(view, ready)))
+    stranded = [node for node in ready if not node.record.joinable]
+    if at_work or not stranded or goes_on or not in_groups(view, ready):
         return None
     return stranded[0], stranded[0].record.place or 0
 

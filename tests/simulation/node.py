@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -86,7 +86,7 @@ class SimStore:
 class SlowCore(Core):
     """A turn takes time, as a real one does: what happens meanwhile is seen by the next one, all at once."""
 
-    def step(self, events: Sequence[Event], now: float) -> TurnOutcome:
+    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
         sleep(TURN_S)
         return super().step(events, now)
 
