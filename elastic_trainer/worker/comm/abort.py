@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
 from pathlib import Path
-from traceback import extract_tb
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -66,9 +66,8 @@ def trail(error: BaseException) -> list[str]:
 
 
 def _calls(error: BaseException) -> str:
-    return " > ".join(
-        f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in extract_tb(error.__traceback__)
-    )
+    codes = ((frame.f_code, line) for frame, line in walk_tb(error.__traceback__))
+    return " > ".join(f"{Path(code.co_filename).name}:{line} {code.co_name}" for code, line in codes)
 
 
 @contextmanager
