@@ -171,6 +171,10 @@ class World:
         least = self.limits.fitting(len(able))
         if current.left_out is not None and self.limits.recovery is RecoveryMode.RESTART:
             least = self.limits.fitting(len(able) - 1)  # the others are to show how they fare without it
+        elif self.limits.recovery is RecoveryMode.RESTART and all(
+            self._created(each.node) != each.create_revision for each in current.members
+        ):
+            least = len(members)  # all lost their leases, and train on: others join them when their round ends
         return members <= set(able) and len(members) >= least
 
     def _able(self) -> list[str]:

@@ -126,6 +126,14 @@ def test_a_newcomer_forms_the_next_round_while_the_others_still_drain(stage: Sta
     assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 0]
 
 
+def test_a_node_that_first_hears_of_a_later_round_while_that_drains_frees_its_workers(stage: Stage) -> None:
+    """They would stay in a round that is over, and the run might need them."""
+    worker = stage.working(1)
+    stage.see(3, RoundState.DRAINING, members=(OTHER,))
+    assert worker.one(Over).number == 2
+    assert stage.record().acknowledged == 3
+
+
 def test_workers_hear_that_too_few_will_be_left(stage: Stage) -> None:
     """They save before they leave the round."""
     worker = stage.working()
