@@ -120,9 +120,9 @@ def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_e
 
 IMPATIENT = """
 from elastic_trainer.cli.main import main
-from elastic_trainer.monitor.serve import answers
+from elastic_trainer.monitor import serve
 
-answers.UNREAD_LIMIT_S = 3.0
+serve.UNREAD_LIMIT_S = 3.0
 raise SystemExit(main())
 """
 
