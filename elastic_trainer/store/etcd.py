@@ -685,7 +685,7 @@ def _batch(response: Any) -> EventBatch:
     compacted = bool(response.compact_revision)
     return EventBatch(
         now=_history(response.header),
-        events=tuple(event(event) for event in response.events),
+        events=tuple(event(each) for each in response.events),
         created=response.created,
         compacted=compacted,
         refused=(response.cancel_reason or "no reason given") if response.canceled and not compacted else None,
