@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import traceback
@@ -585,14 +584,9 @@ def _decoded_once() -> Iterator[None]:
         yield
 
 
-_COLLECTED = 16
-"""Schedules from one collection of garbage to the next: each of Python's own looks at all of torch's objects."""
-
-
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
-    gc.disable()
     try:
         with _logged(world.say if tell is not None else None), _decoded_once():
             return world.play()
@@ -601,6 +595,3 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     finally:
         for agent in world.agents.values():
             agent.die(silently=True)
-        if seed % _COLLECTED == 0:
-            gc.collect()
-        gc.enable()
