@@ -380,7 +380,7 @@ class SimGroups:
         worker.state.check_place(place)
         self.meeting.come(worker, place)
         meeting = self.meeting
-        limit_s = None if worker.state.recovery.led else START_LIMIT_S
+        limit_s = GROUP_TIMEOUT_S if worker.state.recovery.led else START_LIMIT_S
         worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members, limit_s)
         formed = worker.thread.wait(
             lambda: bool(self.why) or world.loop.now >= meeting.formed_at.get(place.rank, math.inf), FORM_LIMIT_S
