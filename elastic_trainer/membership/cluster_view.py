@@ -240,7 +240,7 @@ def newcomers(view: ClusterView) -> list[NodeView]:
     return [node for node in view.candidates if node.id not in members]
 
 
-def losses(view: ClusterView) -> dict[str, str]:
+def lost_members(view: ClusterView) -> dict[str, str]:
     """Why the present round cannot continue: a phrase for each member that is lost or has left unplanned.
 
     During a planned change only members of the next round count; one whose agent is found dead is lost at once.
@@ -375,7 +375,7 @@ class Tracker:
             ),
             newcomers_since=_since(before.newcomers_since, bool(newcomers(view)), now, restart=round_changed),
             round_since=now if round_changed else before.round_since,
-            failing_since=_since(before.failing_since, bool(losses(view)), now, restart=round_changed),
+            failing_since=_since(before.failing_since, bool(lost_members(view)), now, restart=round_changed),
         )
         return Tracker(after, names, round_revision)
 

@@ -286,6 +286,7 @@ class RoundDocument(Document):
     """The one round document of a run."""
 
     epoch: int = 1
+    """How often the run was opened: 1, and one more each time that it was closed and opened again."""
     number: int = Field(ge=0)
     nonce: str
     state: RoundState
@@ -305,7 +306,7 @@ class RoundDocument(Document):
     """In place: consecutive rounds whose groups could not be formed, since ranks did not reach each other."""
     ghosts: tuple[Ghost, ...] = ()
     left_out: str | None = None
-    """The node that was not made a member because the others could not reach it."""
+    """The node that was excluded from this round, as the others cannot reach it or its workers fail; ``reason`` says."""
     reason: str = ""
     worker_failed: bool = False
     """Whether a worker failure broke it, rather than the loss of a node."""

@@ -26,7 +26,7 @@ from elastic_trainer.membership.cluster_view import (
     in_groups,
     is_ghost,
     living,
-    losses,
+    lost_members,
     newcomers,
     newest_groups,
     next_number,
@@ -128,7 +128,7 @@ def _first_round(view: ClusterView, now: float) -> Decision:
 
 
 def _cannot_begin(view: ClusterView) -> Decision | None:
-    """The same in place, where workers join no round before they open a Session."""
+    """As :func:`_cannot_start`, for nodes in place: their workers join no round before they open a Session."""
     records = [node.record for node in living(view)]
     what, times = _false_start(records, view.limits.min_nodes)
     if times < FALSE_STARTS:
@@ -154,7 +154,7 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
     if current.state is RoundState.ACTIVE:
         if decision := _cannot_start(view, current):
             return decision
-        if lost := losses(view):
+        if lost := lost_members(view):
             return _break(current, lost)
         return _planned(view, current, now)
     if current.state is RoundState.DRAINING and current.next is not None:
@@ -260,7 +260,7 @@ def _after_drain(
 
 def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
     """A planned change is in progress in place: it is over when all remaining members have switched."""
-    if lost := losses(view):
+    if lost := lost_members(view):
         return _break(current, lost)
     names = {member.node for member in planned.members}
     staying = [node for member, node in view.live if member.node in names]

@@ -369,7 +369,7 @@ class InPlaceRecovery(Recovery):
 
     # ---- a collective has failed
 
-    def _is_end(self, error: BaseException) -> bool:
+    def _confirm_end(self, error: BaseException) -> bool:
         """Whether ``error`` comes from the end of the present round, which the agent has confirmed then; any other
         error is the script's. ConfigError if the ranks could not go on in the next round.
         """
@@ -391,24 +391,24 @@ class InPlaceRecovery(Recovery):
             return True
         state = self._state
         error = state.gives_up(step, error)
-        if not self._is_end(error):
+        if not self._confirm_end(error):
             return False
         if step.committed and not state.apart:
             state.record(step)
         else:
             self._give_up(step)
         self._valid = self._valid and state.whole
-        was, stood = step.committed, self._stands
-        self._regroup(joinable=not was)  # newcomers cannot repeat the script's code after a step
-        behind_step = stood if was else (step.generation, step.number, stood[2])
-        if step.committed and self._stands != behind_step:
-            step.committed = False  # the others went on, and this rank continues where they are
+        was_committed, before = step.committed, self._script_position
+        self._regroup(joinable=not was_committed)  # newcomers cannot repeat the script's code after a step
+        after_step = before if was_committed else (step.generation, step.number, before[2])
+        if step.committed and self._script_position != after_step:
+            step.committed = False  # healed to another place: the code after this step must not run here
         if step.committed:
             state.save_due(step.number)
         return True
 
     @property
-    def _stands(self) -> tuple[int, int, int]:
+    def _script_position(self) -> tuple[int, int, int]:
         """Where this rank is in the script."""
         position = self._state.position
         return position.lineage, position.step, self._calls.count
@@ -431,7 +431,7 @@ class InPlaceRecovery(Recovery):
             try:
                 return self._calls.completed(attempt(), codec)  # type: ignore[no-any-return]
             except (RejoinError, RuntimeError) as error:
-                if not self._is_end(error):
+                if not self._confirm_end(error):
                     raise
             with self._calls.interrupted():
                 self._regroup(joinable=False)
@@ -507,7 +507,7 @@ class InPlaceRecovery(Recovery):
         try:
             group = self._groups.form(place, self._link.broken)
             formed = self._clock.monotonic()
-            self._settle(group)
+            self._come_to_one_state(group)
         except (RejoinError, TransientError, RuntimeError) as error:
             if not is_collective_failure(error):
                 raise
@@ -533,7 +533,7 @@ class InPlaceRecovery(Recovery):
 
     # ---- to one state
 
-    def _settle(self, group: Group) -> None:
+    def _come_to_one_state(self, group: Group) -> None:
         state, control, position = self._state, group.control, self._state.position
         state.show(Phase.HEALING)
         state.join(group)
@@ -663,7 +663,7 @@ class InPlaceRecovery(Recovery):
         try:
             self._state.save_before_waiting()
         except (RejoinError, RuntimeError) as error:
-            if not self._is_end(error):
+            if not self._confirm_end(error):
                 raise
             return False
         return True

@@ -310,8 +310,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._port = reserve_port(self._address)
         port = self._port.getsockname()[1]
         record = self._record(node, port, workers, life=self._life, planned=planned, cause=cause, **last)
-        confirm = partial(self._confirm, waiting) if self._current is None else lambda: None
-        document = join_round(node.member, record, waiting, self._options.join_timeout, confirm)
+        check_spec = partial(self._confirm, waiting) if self._current is None else lambda: None
+        document = join_round(node.member, record, waiting, self._options.join_timeout, check_spec)
         self._current = document
         node.supervisor.round_begun(document.number)
         node.health.starting()

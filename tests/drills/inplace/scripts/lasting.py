@@ -29,13 +29,13 @@ FREED = [0.0]
 
 def watch_freedom() -> None:
     """Note when an error has brought the main thread out of a round."""
-    is_end = InPlaceRecovery._is_end
+    is_end = InPlaceRecovery._confirm_end
 
     def noted(self: InPlaceRecovery, error: BaseException) -> bool:
         FREED[0] = time.monotonic()
         return is_end(self, error)
 
-    InPlaceRecovery._is_end = noted  # type: ignore[method-assign]
+    InPlaceRecovery._confirm_end = noted  # type: ignore[method-assign]
 
 
 def holdings() -> dict[str, Any]:

@@ -41,6 +41,6 @@ def test_only_groups_that_do_not_form_are_a_matter_of_the_network(
     groups: Any = SimpleNamespace(form=form, abandon=lambda: None)
     state: Any = SimpleNamespace(show=lambda phase: phase)
     recovery = InPlaceRecovery(link, groups, state)
-    monkeypatch.setattr(recovery, "_settle", refuse)
+    monkeypatch.setattr(recovery, "_come_to_one_state", refuse)
     assert not recovery._form(RankAssignment(4, 0, 2, 0, 1))
     assert heard == [said]
