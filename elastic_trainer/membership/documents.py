@@ -306,7 +306,7 @@ class RoundDocument(Document):
     """In place: consecutive rounds whose groups could not be formed, since ranks did not reach each other."""
     ghosts: tuple[Ghost, ...] = ()
     left_out: str | None = None
-    """The node that was excluded from this round, as the others cannot reach it or its workers fail; ``reason`` says."""
+    """The node excluded from this round, as others cannot reach it or its workers fail; ``reason`` says which."""
     reason: str = ""
     worker_failed: bool = False
     """Whether a worker failure broke it, rather than the loss of a node."""

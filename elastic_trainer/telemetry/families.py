@@ -5,8 +5,8 @@ All names begin with ``elastic_trainer_``. The run is a label, the round is a va
 series. All values of an enumerated label exist from the start, so that their rates exist.
 
 The gauges of a rank are fields of :class:`RankGauges`: each appears in the heartbeat page (``ipc/page.py``), in its
-node's health document (``membership/documents.py``), in ``/api/runs/<run>``, in the metrics of the node's endpoint, and in
-the tables of ``elastic-trainer status`` and the status page. To add one, declare it here and set it in the worker.
+node's health document (``membership/documents.py``), in ``/api/runs/<run>``, in the metrics of the node's endpoint, and
+in the tables of ``elastic-trainer status`` and the status page. To add one, declare it here and set it in the worker.
 """
 
 from __future__ import annotations

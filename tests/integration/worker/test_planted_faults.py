@@ -25,7 +25,10 @@ for seed in {SEEDS}:
 FAULTS = {
     "a rank that is alone looks for no end": ("or self._alone:", "or False:"),
     "half of an update is offered": ("self._valid = self._valid and state.whole", "pass"),
-    "a newcomer meets those behind a step": ("self._regroup(joinable=not was_committed)", "self._regroup(joinable=True)"),
+    "a newcomer meets those behind a step": (
+        "self._regroup(joinable=not was_committed)",
+        "self._regroup(joinable=True)",
+    ),
     "a rank that was left behind goes on": ("if step.committed and self._script_position != after_step:", "if False:"),
     "prepared ranks undo what a peer has committed": (
         "settle(committed=[position.generation, self._state.prepared] in rows)",

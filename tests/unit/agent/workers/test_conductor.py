@@ -6,7 +6,7 @@ import pytest
 
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
-from elastic_trainer.membership.cluster_view import NodeView, losses
+from elastic_trainer.membership.cluster_view import NodeView, lost_members
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.model import Cause
 from tests.unit.agent.stage import KEY, OTHER, Stage, Worker
@@ -284,7 +284,7 @@ def test_a_spare_whose_worker_died_breaks_nothing_and_can_be_taken_in(stage: Sta
     following = stage.document(5, members=(OTHER, stage.member(first_rank=1)))
     scene = Scene(me="other").show(node("other", OTHER.create_revision), NodeView("me", KEY, KEY + 1, stage.record()))
     scene.adopt(document.model_copy(update={"state": RoundState.DRAINING, "next": following}))
-    assert losses(scene.view()) == {}
+    assert lost_members(scene.view()) == {}
 
 
 @pytest.mark.parametrize("page", [None, (1, 43)])
