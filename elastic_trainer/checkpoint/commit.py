@@ -4,7 +4,8 @@ The publisher is rank 0 of the round, or a rank that is left alone (``serve`` in
 whose workers have died. It writes into a temporary entry of the storage and lets it appear under its name. If others
 can help, it first leaves an offer there. They look for the offer of the round and step that they hold; whoever marks a
 file as taken writes it, and leaves its record. The publisher waits for the records of all files. A file that does not
-come in time it writes itself, if it holds the same bytes; the shards of another rank it does not, so then nothing is published.
+come in time it writes itself, if it holds the same bytes; the shards of another rank it does not, so then nothing is
+published.
 
 ====================  ================================================================
 ``offer.json``        the manifest of what is being written; without files if each writer has its own shards
