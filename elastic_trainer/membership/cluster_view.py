@@ -214,14 +214,12 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
 def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
     """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
 
-    They are at one place of the script: they have met in one round last, and that is the one of most survivors. Those of
-    the release before this one do not say in which round: they count as being with the others.
+    They are at one place of the script: they have met in one round last, and that is the one of most survivors.
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
-    most = max(rounds, key=lambda met: (bool(met), rounds[met]), default=None)
-    known = ready if most else survivors
-    together = [node for node in known if node.record.met in (most, "") and not node.record.newcomer]
+    most = max(rounds, key=lambda met: rounds[met], default=None)
+    together = [node for node in (ready if most else survivors) if node.record.met == most]
     return together if any(not node.record.joinable for node in together) else []
 
 

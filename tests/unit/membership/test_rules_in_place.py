@@ -365,13 +365,6 @@ def test_survivors_in_the_middle_of_an_evaluation_go_on_alone() -> None:
     assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
 
 
-def test_survivors_of_two_releases_complete_their_evaluation_together() -> None:
-    """Nodes of the release before this one do not say which round they have met in."""
-    scene = trio(RoundState.BROKEN).show(free("a", 1, 1, joinable=False, met="one"), free("c", 3, 1, joinable=False))
-    scene.show(node("x", 50)).lose("b")
-    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
-
-
 def test_finishing_members_are_no_candidates_and_end_the_run() -> None:
     """The training is over for them: no round is formed of them, whatever becomes of the others."""
     scene = trio(RoundState.BROKEN).show(free("a", 1, 1, state=NodeState.FINISHING))
