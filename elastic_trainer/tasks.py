@@ -5,16 +5,44 @@ from __future__ import annotations
 import sys
 
 from elastic_trainer import jobs
-from elastic_trainer.jobs import corpus, digits, gpt, scripts, texts
+from elastic_trainer.jobs import (
+    corpus,
+    digits,
+    gpt,
+    gpt_sample,
+    imagefolder,
+    images,
+    keypoints,
+    mnist,
+    pillow,
+    scenes,
+    scripts,
+    texts,
+)
 
 _HOMES = {
     "language": jobs,
     "language.corpus": corpus,
     "language.gpt": gpt,
+    "language.gpt_sample": gpt_sample,
     "language.text_files": texts,
+    "language.tokenizer": texts,
     "language.transformer": gpt,
+    "pose": jobs,
+    "pose.coco": scenes,
+    "pose.heatmaps": keypoints,
+    "pose.hrnet": keypoints,
+    "pose.keypoints": keypoints,
+    "pose.poses": keypoints,
+    "pose.scenes": scenes,
     "scripts": scripts,
     "vision": jobs,
+    "vision.augmentation": images,
     "vision.digits": digits,
+    "vision.image_files": images,
+    "vision.imagefolder": imagefolder,
+    "vision.mnist": mnist,
+    "vision.pillow": pillow,
+    "vision.resnet": imagefolder,
 }
 sys.modules.update({f"{__name__}.{name}": module for name, module in _HOMES.items()})

@@ -25,8 +25,8 @@ from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 from elastic_trainer.telemetry.families import GAUGES, RankGauges
 from elastic_trainer.wording import counted, duration
 
-PROTOCOL_VERSION = 2
-"""Nodes of different versions refuse each other's documents (see Document.version)."""
+PROTOCOL_VERSION = 3
+"""Of what nodes write and of what their ranks tell each other: nodes of different versions refuse each other."""
 
 
 COMPRESS_FROM = 8 << 10
@@ -56,7 +56,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
 
     def encode(self) -> bytes:
         return as_json(self)

@@ -213,6 +213,8 @@ def fold(total: int, found: Mapping[Block, Value], add: Add[Value]) -> Value:
     def summed(block: Block) -> Value:
         if block in found:
             return found[block]
+        if block.level == 0:
+            raise ValueError(f"leaf {block.start} of {total} is missing")
         middle = block.start + (1 << (block.level - 1))
         left = summed(Block(block.start, block.level - 1))
         return left if middle >= total else add(left, summed(Block(middle, block.level - 1)))

@@ -801,7 +801,7 @@ class Steps:
     def _commit(self, step: Step) -> None:
         if self._average is not None:
             self._average.update_parameters(self.replica.module)
-        self._before, self.dirty, self.replica.prepared = {}, False, 0
+        self._before, self.dirty, self.replica.prepared, self._committing = {}, False, 0, None
         self.position.step += 1
         self.position.lineage = self.position.generation
         step.committed = True
@@ -914,6 +914,7 @@ class Steps:
             for each in self._before.values():
                 each.restore()
             self._before, self.dirty = {}, False
+        self._committing = None
         self._drop_gradients()
         self.replica.undo()
         self.scaling.reset()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.membership.documents import PROTOCOL_VERSION
 from tests.drills.endings.job import Job
 
 ROOT = Path(__file__).parents[3]
-BEFORE_TAGS = "ad027ff22377"
-"""What stands for the last release as long as none is tagged."""
+DOCUMENTS = "elastic_trainer/membership/documents.py"
+PROTOCOL = f"PROTOCOL_VERSION = {PROTOCOL_VERSION}"
 OPTIONS = {"recovery": "in_place", "ttl": "10", "last_call": "1", "connect_timeout": "60"}
 
 
@@ -23,11 +24,18 @@ def git(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def last_release(directory: Path) -> str:
-    """The package as of the last tag, unpacked below ``directory``; the path to import it from."""
-    tag = git("describe", "--tags", "--abbrev=0").stdout.decode().strip() or BEFORE_TAGS
+    """The package as of the last tag, unpacked below ``directory``; the path to import it from.
+
+    Without tags, or where the protocol is newer than the last one: as of the first commit with this protocol.
+    """
+    tag = git("describe", "--tags", "--abbrev=0").stdout.decode().strip()
+    if not tag or PROTOCOL not in git("show", f"{tag}:{DOCUMENTS}").stdout.decode():
+        tag = (
+            git("log", "--reverse", "--format=%H", f"-S{PROTOCOL}", "--", DOCUMENTS).stdout.decode().partition("\n")[0]
+        )
     packed = git("archive", tag, "elastic_trainer")
-    if packed.returncode:
-        pytest.skip(f"this is no clone with the history up to {tag}: {packed.stderr.decode().strip()}")
+    if packed.returncode or not tag:
+        pytest.skip(f"this is no clone with its history: {packed.stderr.decode().strip()}")
     directory.mkdir()
     subprocess.run(["tar", "-x", "-C", str(directory)], input=packed.stdout, check=True)
     return str(directory)

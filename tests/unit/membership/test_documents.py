@@ -133,7 +133,7 @@ def test_the_round_of_many_nodes_takes_a_quarter_of_its_bytes() -> None:
 def test_what_is_compressed_otherwise_is_no_document() -> None:
     """A stream that is cut off, or damaged, or of more bytes than a document may have."""
     whole = large(1000).encode()
-    bomb = zlib.compress(b'{"version": 2, "number": 1, "nonce": "' + bytes(64 << 20))
+    bomb = zlib.compress(b'{"version": 3, "number": 1, "nonce": "' + bytes(64 << 20))
     for value in (whole[:-1], whole[:40] + bytes(40) + whole[80:], bomb, b"x", b"x\x9c"):
         with pytest.raises(DocumentError):
             RoundDocument.decode(value, "key")

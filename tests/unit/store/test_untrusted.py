@@ -144,4 +144,4 @@ def test_ordinary_documents_are_not_touched() -> None:
 def test_deep_nesting_is_refused_without_control_characters_too() -> None:
     """By the parser that reads the document then."""
     with pytest.raises(DocumentError):
-        RoundDocument.decode(b'{"version": 2, "next": ' * 5000 + b"{}" + b"}" * 5000, "/key")
+        RoundDocument.decode(b'{"version": 3, "next": ' * 5000 + b"{}" + b"}" * 5000, "/key")

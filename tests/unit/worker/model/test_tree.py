@@ -37,6 +37,11 @@ def formula(total: int, world: int) -> str:
     return fold(total, found, lambda left, right: f"({left}+{right})")
 
 
+def test_a_leaf_that_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match="leaf 1 of 3 is missing"):
+        fold(3, {Block(0, 0): "a", Block(2, 0): "c"}, lambda left, right: left + right)
+
+
 def test_the_tree_is_the_one_described() -> None:
     """Halves are whole powers of two; what lies beyond the last leaf does not exist."""
     assert formula(1, 1) == "0"
