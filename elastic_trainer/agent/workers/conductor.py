@@ -713,7 +713,9 @@ class Conductor:
                 self._send(worker, Exit(code=code, reason=document.reason))
         elif document.state is RoundState.BROKEN:
             self._over(document, document.number, document.reason)
-            if any(each.ready and each.ready.in_call and 0 < each.inside < document.number for each in self._at_work()):
+            if mine is None and any(
+                each.ready and each.ready.in_call and 0 < each.inside < document.number for each in self._at_work()
+            ):
                 self._begin_anew(f"round {document.number} ended without it in the middle of a call")
         elif mine is not None:
             self._form(document, mine)  # a change may be planned before a slow member sees this round

@@ -251,6 +251,15 @@ def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage
         assert stage.record().state is NodeState.READY
 
 
+def test_members_of_a_planned_round_that_breaks_at_once_complete_their_call(stage: Stage) -> None:
+    """A fault during a planned change breaks the round that it leads to: its members were in the call together."""
+    worker = stage.working()
+    stage.see(2, RoundState.BROKEN)
+    worker.say(Ready(number=3, joinable=False, in_call=True))
+    stage.see(2, RoundState.BROKEN)
+    assert (worker.of(Exit), stage.record().life) == ([], 0)
+
+
 def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_waits(stage: Stage) -> None:
     """The others make the call without it, and are elsewhere in the script when it could join them. While its worker is
     still in the old round nothing is known; what it said of an earlier round does not count."""
