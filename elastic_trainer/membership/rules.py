@@ -389,10 +389,12 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
         staying = in_groups(view, together)
         if not staying or in_call(view, staying):  # else nobody of a whole group is in the call
             return staying
-    ready = [node for node in ready if node.record.joinable]  # others are in the middle of a call of another round
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
-    most = max(view.limits.min_nodes, len(survivors), len(current.members))
-    return in_groups(view, ready)[: most - most % view.limits.shard_nodes]
+    joinable = in_groups(view, [node for node in ready if node.record.joinable])
+    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one place anyhow
+        return in_groups(view, survivors)
+    most = max(view.limits.min_nodes, sum(node.record.joinable for node in survivors), len(current.members))
+    return joinable[: most - most % view.limits.shard_nodes]
 
 
 def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:
@@ -449,7 +451,7 @@ def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeVi
 
     In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
-    if in_call(view, ready):
+    if in_call(view, ready) or not all(node.record.joinable for node in ready if same_life(view, node)):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
     return newest_groups(view.limits, ready, view.limits.fitting(min(len(ready), most)), held)

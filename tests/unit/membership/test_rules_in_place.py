@@ -365,6 +365,13 @@ def test_survivors_in_the_middle_of_an_evaluation_go_on_alone() -> None:
     assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
 
 
+def test_those_behind_a_step_are_not_waited_for_where_all_are_needed() -> None:
+    """All others have met in a later round and are in no call: who is still behind its step is needed all the same."""
+    scene = bereft(joinable=False).show(free("a", 1, 1, joinable=False, met="one"))
+    scene.show(free("b", 2, 1, met="two"), free("c", 3, 1, met="two"))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]
+
+
 def test_finishing_members_are_no_candidates_and_end_the_run() -> None:
     """The training is over for them: no round is formed of them, whatever becomes of the others."""
     scene = trio(RoundState.BROKEN).show(free("a", 1, 1, state=NodeState.FINISHING))
