@@ -708,7 +708,7 @@ class MemoryShortage:
     def __init__(self, context: WorkerContext, steps: Steps) -> None:
         self._context, self._steps = context, steps
         self._policy = OnShortage(context.options.checks.out_of_memory)
-        if self._policy is OnShortage.HALVE:
+        if self._policy is OnShortage.HALVE and context.environment.in_place:
             steps.replica.check(Use.HALVING)
         self._step = 0
         """The step for which this rank had too little memory; 0: none."""
