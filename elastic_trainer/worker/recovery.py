@@ -360,8 +360,8 @@ class InPlaceRecovery(Recovery):
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
-        self._met = ""
-        """The nonce of the newest round whose ranks have stood at one place of the script with this one."""
+        self._met = self._met_before = ""
+        """The nonces of the two newest rounds whose ranks have stood at one place of the script with this one."""
         self._change_due = self._evaluates = False
 
     def begin(self) -> None:
@@ -553,7 +553,7 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
-        self._met = self._link.nonce
+        self._met_before, self._met = self._met, self._link.nonce
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))
@@ -566,9 +566,14 @@ class InPlaceRecovery(Recovery):
     def _check_call(self, control: Control) -> None:
         """RoundBrokenError on all ranks if one is in the middle of a call, and another has not met it there: the round
         was decided on before all was known. The next one is of those who can complete the call.
+
+        A round may end while its ranks come to one state: then some have met in it, and others in the one before.
         """
-        rows = control.gather([self._calls.inside, zlib.crc32(self._met.encode())])
-        if any(inside for inside, _ in rows) and len({met for _, met in rows}) > 1:
+        met = [zlib.crc32(each.encode()) for each in (self._met, self._met_before)]
+        rows = control.gather([self._calls.inside, self._calls.count, *met])
+        counts = [count for _, count, *_ in rows]
+        common = set[int].intersection(*(set(each) - {0} for _, _, *each in rows))
+        if any(inside for inside, *_ in rows) and (not common or max(counts) - min(counts) > 1):
             raise RoundBrokenError("some ranks are in the middle of a call that the others are not in")
 
     def _meet_peers(self, control: Control) -> None:
