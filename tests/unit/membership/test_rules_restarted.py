@@ -109,7 +109,7 @@ def test_the_next_failure_at_that_step_was_the_batch() -> None:
 def show_false_starts(scene: Scene, count: int, **what: str) -> Decision:
     for name, text in what.items():
         shown = scene.nodes[name].record.model_copy(update={"false_start": text, "false_starts": count})
-        scene.show(node(name, scene.nodes[name].create_revision, **(shown.model_dump() | {"version": 2})))
+        scene.show(node(name, scene.nodes[name].create_revision, **shown.model_dump()))
     return scene.decide()
 
 
