@@ -23,9 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Final
-
-import torch
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
@@ -36,6 +34,10 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.families import SAVE_BUCKETS, observed
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
+
+if TYPE_CHECKING:
+    import torch
+
 
 _SMOOTHING: Final = 0.1
 _START: Final = Cursor()
@@ -85,6 +87,8 @@ class HeartbeatReporter:
     @classmethod
     def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
         """The reporter of this process, on a page that its agent reads if there is one."""
+        import torch  # the command reads ledgers without it
+
         page: PageWriter | None = None
         if environment.pages is not None:
             path = environment.pages / f"{environment.local_rank}-{os.getpid()}-{next(_NUMBERS)}.page"
@@ -288,6 +292,8 @@ class HeartbeatReporter:
             self.pulse.threads = len(os.listdir("/proc/self/task"))
         if self._device is None:
             return
+        import torch  # the command reads ledgers without it
+
         self.pulse.allocated = torch.cuda.memory_allocated(self._device)
         self.pulse.reserved = torch.cuda.memory_reserved(self._device)
 

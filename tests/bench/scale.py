@@ -109,6 +109,9 @@ class Scale(World):
     def assigned(self, *what: object) -> None:
         pass
 
+    def told_over(self, *what: object) -> None:
+        pass
+
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
             if KEYS.node_id(event.item.key) is not None:

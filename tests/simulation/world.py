@@ -114,7 +114,7 @@ class World:
         for _ in range(self.chance.randint(self.limits.min_nodes, self.limits.max_nodes + 1)):
             self.join()
         self.run_for(self.chance.choice([0.3, 2.0, 3.0, 3.0]))
-        for _ in range(self.chance.randint(3, 9)):
+        for _ in range(self.chance.randint(4, 12)):
             if self.chance.random() < 0.2:
                 self.etcd.back_up()
             self._fault()
