@@ -28,7 +28,6 @@ CONDUCTOR = {
     "no end of the training": ('self.passed |= message.status == "done"', "pass"),
     "a closed run ends no worker": ("self._send(worker, Exit(code=code, reason=document.reason))", "pass"),
     "two lives with one number": ("Life(life.number + 1,", "Life(life.number,"),
-    "blocked workers stay": ("self._release.expect(self._life, worker, number)", "pass"),
     "busy workers are killed": ("if busy or stood_still", "if stood_still"),
     "a thawed agent kills": ("or stood_still or", "or"),
     "workers of one node wait for each other": (
@@ -57,12 +56,8 @@ MEMBERSHIP = {
     ),
     "a lost key is not written again": ("            return self._do(Return())\n", "            return 1.0\n"),
     "newcomers join in a call": (
-        "    if not all(node.record.joinable for node in survivors):\n        return in_groups(view, survivors)\n",
-        "",
-    ),
-    "a round of too few": (
-        "if (usable := len(in_groups(view, ready))) < view.limits.min_nodes:",
-        "if (usable := 1) < 1:",
+        "    if together := in_call(view, ready):",
+        "    if together := list[NodeView]():",
     ),
 }
 HISTORY = {
