@@ -24,17 +24,11 @@ for seed in {SEEDS}:
 """
 FAULTS = {
     "a rank that is alone looks for no end": ("or self._alone:", "or False:"),
-    "half of an update is offered": ("self._valid = self._valid and state.whole", "pass"),
     "a newcomer meets those behind a step": (
         "self._regroup(joinable=not was_committed)",
         "self._regroup(joinable=True)",
     ),
     "a rank that was left behind goes on": ("if step.committed and self._script_position != after_step:", "if False:"),
-    "prepared ranks undo what a peer has committed": (
-        "settle(committed=[position.generation, self._state.prepared] in rows)",
-        "settle(committed=False)",
-    ),
-    "any rank behind takes the answer of a call": ("= data if self.inside else None", "= data"),
     "what a peer has counted is not counted": ("step.committed = not attempted_since", "step.committed = False"),
     "a phase of the script ends with its round": ("before if before in _LASTING else Phase.TRAINING", "Phase.TRAINING"),
     "two lives have one generation": (
