@@ -46,10 +46,6 @@ CONDUCTOR = {
     "a quarantine never tries again": ("        self._after(seconds, self._try_again, away=True)\n", ""),
 }
 MEMBERSHIP = {
-    "a round is written without its author's key": (
-        "guards = (unchanged(keys.round, over), created_at(keys.node(author.node_id), author.create_revision))",
-        "guards = (unchanged(keys.round, over),)",
-    ),
     "a store that went back is believed": (
         "if position(seen) >= position(self.known) and not self._is_another(seen):",
         "if True:",
