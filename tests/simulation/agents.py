@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from elastic_trainer.ipc.channel import Formation, Message
+from elastic_trainer.ipc.channel import Message
 from elastic_trainer.membership.documents import Ghost, NodeRecord
-from elastic_trainer.model import Incarnation
 from tests.simulation.node import SimNode
 
 if TYPE_CHECKING:
     from tests.simulation.workers import SimWorker
-
-
-class Watcher(Protocol):
-    """Hears what nodes do, and raises where that is wrong."""
-
-    def entered(self, who: str, number: int) -> None:
-        """The worker ``who`` has begun to form a round."""
-        ...
-
-    def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
-        """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
-        ...
-
-    def assigned(self, name: str, own: Incarnation, local_rank: int, formation: Formation) -> None:
-        """The agent of node ``name``, being ``own``, has sent a worker its rank."""
-        ...
-
-    def told_over(self, name: str, number: int) -> None:
-        """The agent of node ``name`` has told a worker that round ``number`` is over."""
-        ...
-
-    def started(self, name: str, life: int, number: int) -> None:
-        """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
-        ...
+    from tests.simulation.world import World
 
 
 class Agent:
     """One node of ``size`` workers."""
 
-    def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
+    def __init__(self, node: SimNode, world: World, size: int) -> None:
         self.node, self.name, self.host = node, node.name, node.host
-        self.loop, self.chance, self.watch = node.loop, node.chance, watch
+        self.loop, self.chance, self.world = node.loop, node.chance, world
         self.left = False
         self.base = NodeRecord(host="h", address=node.name, local_world_size=size, store_port=1, probe_port=1)
 

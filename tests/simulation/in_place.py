@@ -37,9 +37,9 @@ CONTACT_S = 3.0
 class InPlace(Agent):
     """Workers stay; rounds come to them."""
 
-    def __init__(self, node: SimNode, watch: World, size: int) -> None:
-        super().__init__(node, watch, size)
-        self.team, self.world = size, watch
+    def __init__(self, node: SimNode, world: World, size: int) -> None:
+        super().__init__(node, world, size)
+        self.team = size
         self.workers: list[SimWorker] = []
         self.evicted = self._done = self._begins = False
         self._pids = itertools.count(FIRST_PID)
@@ -100,9 +100,9 @@ class InPlace(Agent):
         formation = message.next if isinstance(message, Drain) else message
         if isinstance(formation, Formation):
             own = Incarnation(self.node.key.create_revision, self.conductor.life)
-            self.watch.assigned(self.name, own, worker.local_rank, formation)
+            self.world.assigned(self.name, own, worker.local_rank, formation)
         elif isinstance(message, Over):
-            self.watch.told_over(self.name, message.number)
+            self.world.told_over(self.name, message.number)
 
     # ---- what torchrun does
 

@@ -36,9 +36,8 @@ class Restart(Agent):
 
     team = 1
 
-    def __init__(self, node: SimNode, watch: World, size: int) -> None:
-        super().__init__(node, watch, size)
-        self.world = watch
+    def __init__(self, node: SimNode, world: World, size: int) -> None:
+        super().__init__(node, world, size)
         self.workers: list[SimWorker] = []
         self.life, self.done = 0, False
         self._current: RoundDocument | None = None
@@ -72,8 +71,8 @@ class Restart(Agent):
                 record = self.base.model_copy(update=shown)
                 self._current = join_round(member, record, limit, JOIN_TIMEOUT_S, lambda: None)
                 own = Incarnation(self.node.key.create_revision, self.life)
-                self.watch.took(self.name, self._entry.incarnation, own)
-                self.watch.started(self.name, self.life, self._current.number)
+                self.world.took(self.name, self._entry.incarnation, own)
+                self.world.started(self.name, self.life, self._current.number)
                 sleep(self.chance.uniform(0.2, 0.8))
                 self._work(self._current)
                 for worker in self.workers:
