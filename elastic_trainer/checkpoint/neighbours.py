@@ -1,7 +1,8 @@
 """Memory files of other nodes' agents: read from there, and copies of this node's shards left there.
 
-Client and server (agent.workers.neighbour_copies) send each other messages as multiprocessing.connection frames them.
-The server begins with a nonce; the client answers with its HMAC-SHA256 (RFC 2104) under the key, then asks in JSON::
+A client connects to the agent's port and sends the line COPIES. From then on it and the server (agent.workers.rescue)
+send each other messages as multiprocessing.connection frames them. The server begins with a nonce; the client answers
+with its HMAC-SHA256 (RFC 2104) under the key, then asks in JSON::
 
     {"read": PATH, "begin": BYTE, "size": BYTES}
     {"put": NUMBER, "size": BYTES, "keep": [ROUND, STEP]}
@@ -38,6 +39,8 @@ SILENCE_S = 5
 it does not use."""
 IDLE_S = 2 * SILENCE_S
 """Seconds without a request after which the server hangs up."""
+COPIES = b"copies\n"
+"""The first line of a client of this protocol, at a port where others ask other things."""
 LONGEST_REQUEST = 4096
 _NONCE = 32
 _ERRORS = (OSError, EOFError, BufferTooShort)
@@ -97,8 +100,9 @@ class _Client:
         if now - before > SILENCE_S:
             self.close()
         if self._link is None:
-            link = framed(socket.create_connection(self._address[:2], SILENCE_S))
-            self._link = link
+            connected = socket.create_connection(self._address[:2], SILENCE_S)
+            self._link = link = framed(connected)
+            os.write(link.fileno(), COPIES)
             link.send_bytes(proof(link.recv_bytes(LONGEST_REQUEST), self._address.key))
         self._link.send_bytes(json.dumps(request).encode())
         return self._link

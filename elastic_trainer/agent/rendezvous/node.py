@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.service import HealthService
-from elastic_trainer.agent.suspicion.peers import LivenessPort
+from elastic_trainer.agent.suspicion.peers import AgentPort
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.clock import Clock, Deadline
@@ -138,7 +138,7 @@ class ArrivedNode:
     """A node that the run has admitted, with all its parts, until it leaves."""
 
     member: Member
-    liveness: LivenessPort
+    port: AgentPort
     supervisor: Supervisor
     health: HealthService
     rescue: Rescue
@@ -148,7 +148,7 @@ class ArrivedNode:
         """Name the memory files to the workers that start next, and the ``address`` at which others reach this node."""
         os.environ[ENV_ADDRESS] = address
         os.environ[ENV_MEMORY] = self.rescue.paths
-        os.environ[ENV_COPIES_HERE] = f"{address} {self.copies.here}"
+        os.environ[ENV_COPIES_HERE] = f"{address} {self.port.port} {self.copies.key}"
 
     def leave(self, departure: Departure | None = None) -> None:
         """Leave the run: delete this node's key. ``departure``: why, unless the run has ended."""
@@ -162,4 +162,4 @@ class ArrivedNode:
         self.rescue.close(last)
         self.copies.close()
         self.supervisor.close()
-        self.liveness.close()
+        self.port.close()

@@ -1,7 +1,7 @@
 """torchrun's rendezvous handler for restart mode: assigns ranks for each start of the workers.
 
 *Runs in* torchrun's main thread, and threads of the same process.
-*Owns* the member, the liveness port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
+*Owns* the member, its port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
 process (then the lease expires).
 *Fails by* SystemExit with one sentence: 0 for a node that joins after the run has succeeded, 78 for a wrong
 configuration.
@@ -35,7 +35,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     local_workers,
 )
 from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit, reserve_port
-from elastic_trainer.agent.suspicion.peers import LivenessPort, StatusBoard
+from elastic_trainer.agent.suspicion.peers import AgentPort, StatusBoard
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
@@ -340,8 +340,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member = Member(self._store, self._keys, self.node_id, session, self._limits(), self._replaced, self._clock)
         atexit.register(self._at_exit)
         with ExitStack() as undo:
-            liveness = LivenessPort(self._address, self._status_board.answer)
-            undo.callback(liveness.close)
+            copies = NeighbourCopies(workers.local_world_size)
+            undo.callback(copies.close)
+            port = AgentPort(self._address, self._status_board.answer, copies.serve)
+            undo.callback(port.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)
             supervisor.start()
@@ -349,10 +351,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            copies = NeighbourCopies(self._address, workers.local_world_size)
-            undo.callback(copies.close)
             rescue = Rescue(self.node_id, member.nodes, workers.local_world_size, self._clock, lambda: copies.files)
-            self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
+            self._node = ArrivedNode(member, port, supervisor, health, rescue, copies)
             undo.pop_all()
         return self._node
 
@@ -419,7 +419,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             local_world_size=workers.local_world_size,
             role=workers.role,
             store_port=store_port,
-            probe_port=node.liveness.port,
+            probe_port=node.port.port,
             **(shown | more),
         )
 

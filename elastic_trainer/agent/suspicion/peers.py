@@ -1,11 +1,13 @@
-"""What agents ask each other: one line of JSON each way, on the port that also proves whether an agent lives.
+"""The port of an agent, and what agents ask each other there: one line of JSON each way.
 
 A refused connection proves to a peer that the agent's process is dead. The kernel of a frozen agent still accepts
-connections, but no answer comes: therefore peers send a question.
+connections, but no answer comes: therefore peers send a question. A client whose first line is ``COPIES`` wants the
+memory of this agent instead (checkpoint.neighbours).
 
-*Runs in* a thread that answers (``liveness``), which does nothing else and never blocks on a lock, the store or a slow
-peer; questions are asked by the thread that owns the :class:`Asker`.
-*Owns* the listening socket, and a bounded number of accepted connections: it closes the oldest first.
+*Runs in* a thread that answers (``agent-port``), which does nothing else and never blocks on a lock, the store or a
+slow peer; questions are asked by the thread that owns the :class:`Asker`.
+*Owns* the listening socket, and a bounded number of clients that have not said yet what they want: it closes the oldest
+first.
 *Fails by* nothing: a line that cannot be parsed is None, and a peer that sends no question gets no answer.
 """
 
@@ -22,6 +24,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from elastic_trainer.checkpoint.neighbours import COPIES
 from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.ipc.address import listen
 from elastic_trainer.membership.documents import MOST_WORKERS
@@ -113,24 +116,27 @@ class StatusBoard:
 
 
 LONGEST_QUESTION: Final = 512
-MOST_AT_ONCE: Final = 64
+MOST_AT_ONCE: Final = 256
 LOOKS_UP_S: Final = 1.0
 """How late it notices that it is closing, on systems where shutting down the socket does not wake it."""
 _RETRY_S: Final = 0.05
 Answering = Callable[[bytes], bytes | None]
 
 
-class LivenessPort:
-    """Listens at ``address`` while this process lives, and sends who asks a ``question`` the line ``answer(question)``,
-    unless that is None."""
+class AgentPort:
+    """Listens at ``address`` while this process lives.
 
-    def __init__(self, address: str, answer: Answering) -> None:
-        self._listening, self._answer = listen(address), answer
+    Who asks a ``question`` is sent the line ``answer(question)``, unless that is None. Who begins with ``COPIES`` is
+    handed to ``lend``, which must not block and owns the socket from then on.
+    """
+
+    def __init__(self, address: str, answer: Answering, lend: Callable[[socket.socket], None]) -> None:
+        self._listening, self._answer, self._lend = listen(address), answer, lend
         self.port: int = self._listening.getsockname()[1]
         self._closing = False
         self._said: dict[socket.socket, bytes] = {}
         """The bytes received from each client, oldest client first."""
-        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="agent-port", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -147,7 +153,7 @@ class LivenessPort:
                 try:
                     self._turn()
                 except Exception:  # noqa: BLE001 - the edge of a thread: without answers this node would look frozen
-                    logger().exception("liveness_server.failed")
+                    logger().exception("agent_port.failed")
                     pause(_RETRY_S)
             for client in list(self._said):
                 self._close_client(client)
@@ -185,15 +191,22 @@ class LivenessPort:
         if received and not end and len(question) <= LONGEST_QUESTION:
             self._said[client] = question
             return
+        if end and question + end == COPIES:
+            self._let_go(client)
+            self._lend(client)
+            return
         if end and (line := self._answer(question)) is not None:
             with contextlib.suppress(OSError):
                 client.send(line)  # cannot block: the send buffer is empty
         self._close_client(client)
 
     def _close_client(self, client: socket.socket) -> None:
+        self._let_go(client)
+        client.close()
+
+    def _let_go(self, client: socket.socket) -> None:
         del self._said[client]
         self._selector.unregister(client)
-        client.close()
 
 
 # ---- asking

@@ -12,8 +12,8 @@ all parts from the agents that have them. There are two copies of each worker's 
 overwritten.
 
 *Runs in* the agent: a thread each time this node's workers die, torchrun's main thread when the node leaves; a thread
-that accepts connections of other nodes, and one for each.
-*Owns* the memory files (those of copies are empty at first: workers that start before learn their paths) and the port.
+for each connection of another node, which the agent's port hands over.
+*Owns* the memory files (those of copies are empty at first: workers that start before learn their paths).
 *Fails by* nothing: a failed commit is logged, and new workers still resume from memory; a client that breaks the
 protocol, is silent for long or lacks the key is hung up on.
 *Invariant*: bytes that changed after they were sealed are never committed (checkpoint.commit). A copy without its seal
@@ -28,7 +28,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
@@ -48,7 +47,6 @@ from elastic_trainer.checkpoint.memory import (
 from elastic_trainer.checkpoint.neighbours import IDLE_S, LONGEST_REQUEST, admitted, framed
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
-from elastic_trainer.ipc.address import listen
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import MOST_WORKERS, NodeState, RoundDocument, RoundState
 from elastic_trainer.telemetry.logs import logger
@@ -186,26 +184,18 @@ def survivors(document: RoundDocument, nodes: Mapping[str, NodeView]) -> list[st
 
 
 _MOST_AT_ONCE = 1024
-_RETRY_S = 0.05
 
 
 class NeighbourCopies:
     """See the module."""
 
-    def __init__(self, address: str, workers: int) -> None:
+    def __init__(self, workers: int) -> None:
         self._copies = {number: _memory(number) for number in range(workers)}
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._closing = False
-        self._key = secrets.token_hex(16)
-        self._socket = listen(address)
-        self._port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="neighbour-copies", daemon=True).start()
-
-    @property
-    def here(self) -> str:
-        """Port and key, for other nodes."""
-        return f"{self._port} {self._key}"
+        self.key = secrets.token_hex(16)
+        """What a client has to know."""
 
     @property
     def files(self) -> list[int]:
@@ -216,8 +206,6 @@ class NeighbourCopies:
     def stop(self) -> None:
         """Stop serving."""
         self._closing = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
@@ -228,29 +216,22 @@ class NeighbourCopies:
             for descriptor in each:
                 os.close(descriptor)
 
-    def _accept(self) -> None:
-        with self._socket:
-            while not self._closing:
-                try:
-                    client, _ = self._socket.accept()
-                except OSError:
-                    if not self._closing:
-                        pause(_RETRY_S)  # for example out of descriptors
-                    continue
-                if not self._places.acquire(blocking=False):
-                    client.close()
-                    continue
-                try:
-                    threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
-                except RuntimeError as error:  # the limit of processes is reached
-                    logger().warning("neighbour_copies.refused", reason=str(error))
-                    client.close()
-                    self._places.release()
+    def serve(self, client: socket.socket) -> None:
+        """Serve the client that connects there, in a thread of its own."""
+        if self._closing or not self._places.acquire(blocking=False):
+            client.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
+        except RuntimeError as error:  # the limit of processes is reached
+            logger().warning("neighbour_copies.refused", reason=str(error))
+            client.close()
+            self._places.release()
 
     def _serve(self, client: socket.socket) -> None:
         try:
             with framed(client) as link:
-                if not admitted(link, self._key):
+                if not admitted(link, self.key):
                     logger().warning("neighbour_copies.refused", reason="a client does not know the key")
                     return
                 while not self._closing and link.poll(IDLE_S):

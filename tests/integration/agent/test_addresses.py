@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.agent.rendezvous.node import reserve_port
-from elastic_trainer.agent.suspicion.peers import LivenessPort
+from elastic_trainer.agent.suspicion.peers import AgentPort
 from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses
 from tests.support.waiting import LIMIT_S
@@ -29,8 +29,8 @@ TRIES = 3000
 
 LISTEN = """
 import sys
-from elastic_trainer.agent.suspicion.peers import LivenessPort
-print(LivenessPort(sys.argv[1], lambda question: None).port, flush=True)
+from elastic_trainer.agent.suspicion.peers import AgentPort
+print(AgentPort(sys.argv[1], lambda question: None, print).port, flush=True)
 input()
 """
 
@@ -80,13 +80,13 @@ def test_a_reserved_port_is_never_a_client_s_own(reserved: set[int]) -> None:
 
 def test_a_living_process_does_not_refuse() -> None:
     """However often it is asked."""
-    with closing(LivenessPort(LOCAL, lambda question: None)) as port:
+    with closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as port:
         assert not any(refuses(LOCAL, port.port, timeout_s=LIMIT_S) for _ in range(10))
 
 
-def test_a_closed_liveness_port_refuses() -> None:
+def test_a_closed_port_refuses() -> None:
     """And its thread is gone."""
-    port = LivenessPort(LOCAL, lambda question: None)
+    port = AgentPort(LOCAL, lambda question: None, socket.socket.close)
     port.close()
     assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
     port._thread.join(LIMIT_S)
@@ -125,7 +125,10 @@ def test_ports_of_both_address_families(family: str) -> None:
     """A node that is reached by IPv6 has its ports there."""
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    with closing(LivenessPort(family, lambda question: None)) as alive, reserve_port(family) as reserved:
+    with (
+        closing(AgentPort(family, lambda question: None, socket.socket.close)) as alive,
+        reserve_port(family) as reserved,
+    ):
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)
         assert refuses(family, reserved.getsockname()[1], timeout_s=LIMIT_S)
 

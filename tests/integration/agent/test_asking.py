@@ -6,13 +6,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import pytest
 
 from elastic_trainer.agent.suspicion.peers import (
+    LONGEST_ANSWER,
     MOST_AT_ONCE,
+    AgentPort,
     Asker,
-    LivenessPort,
     PeerReply,
     Question,
     StatusAnswer,
@@ -20,7 +22,8 @@ from elastic_trainer.agent.suspicion.peers import (
     WorkerActivity,
     read,
 )
-from elastic_trainer.clock import Deadline
+from elastic_trainer.checkpoint.neighbours import COPIES
+from elastic_trainer.clock import Deadline, pause
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
@@ -43,7 +46,7 @@ class Agent:
     notice: StatusBoard = field(default_factory=lambda: StatusBoard("run", "other"))
 
     def __enter__(self) -> Agent:
-        self.port = LivenessPort(LOCAL, self.notice.answer)
+        self.port = AgentPort(LOCAL, self.notice.answer, socket.socket.close)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,6 +82,23 @@ def test_an_agent_answers_what_its_workers_do(asker: Asker) -> None:
         assert agent.notice.asked_at > 0
 
 
+def test_who_wants_copies_is_handed_over_and_the_port_answers_the_next() -> None:
+    """However its first line arrives."""
+    lent: SimpleQueue[socket.socket] = SimpleQueue()
+    with closing(AgentPort(LOCAL, StatusBoard("run", "other").answer, lent.put)) as port:
+        for pieces in ([COPIES], [COPIES[:3], COPIES[3:]]):
+            with socket.create_connection((LOCAL, port.port), LIMIT_S) as client:
+                for piece in pieces:
+                    client.sendall(piece)
+                    pause(SHORT_S)
+                with lent.get(timeout=LIMIT_S) as taken:
+                    taken.sendall(b"nonce")
+                    assert client.recv(100) == b"nonce"
+        with socket.create_connection((LOCAL, port.port), LIMIT_S) as client:
+            client.sendall(Question(run="run", node="me").encode())
+            assert read(StatusAnswer, client.recv(LONGEST_ANSWER)) is not None
+
+
 def test_a_refused_connection_is_a_dead_agent(asker: Asker) -> None:
     """Nobody listens there any more."""
     with socket.socket() as unused:
@@ -100,7 +120,10 @@ def test_another_node_at_the_address_is_a_dead_agent(asker: Asker) -> None:
 
 def test_an_agent_that_knows_no_questions_lives(asker: Asker) -> None:
     """An older version hangs up at once; one of another run answers nothing."""
-    with closing(LivenessPort(LOCAL, lambda question: None)) as old, Agent(StatusBoard("another", "other")) as foreign:
+    with (
+        closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as old,
+        Agent(StatusBoard("another", "other")) as foreign,
+    ):
         for port in (old.port, foreign.port.port):
             ask(asker, port)
             found = heard(asker)

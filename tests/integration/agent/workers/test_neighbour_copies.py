@@ -15,6 +15,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from elastic_trainer.agent.suspicion.peers import AgentPort
 from elastic_trainer.agent.workers import rescue
 from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
@@ -48,13 +49,18 @@ class Node:
 
     def __init__(self, index: int, count: int, directory: Path) -> None:
         self.index, self.count = index, count
-        self.agent = NeighbourCopies("127.0.0.1", 1)
+        self.agent = NeighbourCopies(1)
+        self.port = AgentPort("127.0.0.1", lambda question: None, self.agent.serve)
         self.own = [os.memfd_create(f"elastic-trainer-test-{slot}") for slot in range(SLOTS)]
         self.manager = CheckpointManager(directory, owner=OWNER)
 
     @property
     def address(self) -> MemoryAddress:
-        return MemoryAddress.parse(f"127.0.0.1 {self.agent.here}")
+        return MemoryAddress.parse(self.here)
+
+    @property
+    def here(self) -> str:
+        return f"127.0.0.1 {self.port.port} {self.agent.key}"
 
     def state(self, step: int) -> dict[str, torch.Tensor]:
         return {f"w{place}": torch.full((WIDTH,), step * 10.0 + place) for place in range(self.count)}
@@ -87,6 +93,7 @@ class Node:
 
     def close(self) -> None:
         self.agent.close()
+        self.port.close()
         for each in self.own:
             os.close(each)
 
@@ -112,7 +119,7 @@ def test_those_who_are_left_read_all_parts_of_the_newest_state_that_all_had_copi
 
     def resumed(control: Control) -> tuple[tuple[int, int], dict[str, torch.Tensor], int]:
         node = left[control.rank]
-        with joined_copies(control, node.parts(), f"127.0.0.1 {node.agent.here}") as joined:
+        with joined_copies(control, node.parts(), node.here) as joined:
             assert joined is not None
             local = sum(isinstance(each, LocalMemory) for each in joined.memories)
             return joined.order, node.manager.load_snapshot(joined).state, local
@@ -127,7 +134,7 @@ def test_without_the_part_of_a_node_there_is_no_state(nodes: list[Node]) -> None
     """Two neighbours are gone; and a rank without an agent can show nothing."""
     for index, node in enumerate(nodes):
         node.leaves(1, nodes[(index + 1) % 3])
-    for here in (f"127.0.0.1 {nodes[0].agent.here}", None):
+    for here in (nodes[0].here, None):
         with joined_copies(Control(), nodes[0].parts(), here) as joined:
             assert joined is None
 
@@ -159,7 +166,7 @@ def test_a_bit_that_changed_in_a_copy_is_found(nodes: list[Node]) -> None:
     (byte,) = os.pread(kept, 1, DATA + 500_000)
     os.pwrite(kept, bytes([byte ^ 1]), DATA + 500_000)
     parts = [*nodes[1].parts(), *nodes[2].parts()]
-    with joined_copies(Control(), parts, f"127.0.0.1 {nodes[1].agent.here}") as joined:
+    with joined_copies(Control(), parts, nodes[1].here) as joined:
         assert joined is not None
         with pytest.raises(DamagedError):
             nodes[1].manager.load_snapshot(joined)

@@ -72,8 +72,9 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     Healthy workers are never restarted."""
     nothing: Any = None
     memory: Any = SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")
-    copies: Any = SimpleNamespace(here="4712 ab")
-    arrived = ArrivedNode(nothing, nothing, nothing, nothing, memory, copies)
+    port: Any = SimpleNamespace(port=4712)
+    copies: Any = SimpleNamespace(key="ab")
+    arrived = ArrivedNode(nothing, port, nothing, nothing, memory, copies)
     parts: dict[str, Any] = {
         "conductor": SimpleNamespace(life=3),
         "channel": SimpleNamespace(path="/tmp/agent.sock"),

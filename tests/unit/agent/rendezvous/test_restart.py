@@ -123,10 +123,10 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
             stop=lambda: closed.append(f"{name} stops"),
         )
 
-    node = ArrivedNode(*map(part, ("member", "liveness", "supervisor", "health", "rescue", "copies")))
+    node = ArrivedNode(*map(part, ("member", "port", "supervisor", "health", "rescue", "copies")))
     cast("SimpleNamespace", node.health).close = fail
     node.leave()
-    assert closed == ["member", "copies stops", "rescue", "copies", "supervisor", "liveness"]
+    assert closed == ["member", "copies stops", "rescue", "copies", "supervisor", "port"]
 
 
 def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
