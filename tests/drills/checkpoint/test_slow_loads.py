@@ -58,6 +58,6 @@ def test_a_rank_that_is_killed_while_all_load_does_not_hold_the_others(
         assert job.exit_codes() == {"n0": 0, "n1": 0, "n2": 0}, job.describe()
         logs = "".join(job.log(node.name) for node in job.nodes)
         loaded = [json.loads(line) for line in logs.splitlines() if '"checkpoint.loaded"' in line]
-        assert [(each["step"], each["readers"]) for each in loaded] == [(SAVED_AT, 3)], job.describe()
+        assert [each["step"] for each in loaded] == [SAVED_AT], job.describe()
     digests = {path.read_text() for path in directory.glob("digest-*")}
     assert digests == {(alone / "digest-0").read_text()}
