@@ -19,8 +19,8 @@ from elastic_trainer.worker import forks
 from elastic_trainer.worker.agent_link import ChannelLink
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, Sockets
-from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
+from elastic_trainer.worker.comm.control import InterruptibleWaits
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, Sockets, place_in
 from elastic_trainer.worker.recovery import InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage

@@ -34,8 +34,7 @@ from elastic_trainer.ipc.channel import Ready, StateReport
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.agent_link import AgentLink
-from elastic_trainer.worker.comm.abort import is_collective_failure, summary, trail, tried
-from elastic_trainer.worker.comm.control import Codec, Control
+from elastic_trainer.worker.comm.control import Codec, Control, is_collective_failure, summary, trail, tried
 from elastic_trainer.worker.comm.groups import Group, RankAssignment
 from elastic_trainer.worker.state.restore import heal, identity
 from elastic_trainer.worker.state.training_state import Position

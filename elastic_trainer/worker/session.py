@@ -45,8 +45,7 @@ from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import alone, collectives, forks
 from elastic_trainer.worker.collectives import Collectives
-from elastic_trainer.worker.comm.abort import is_collective_failure
-from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose
+from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose, is_collective_failure
 from elastic_trainer.worker.comm.groups import self_started
 from elastic_trainer.worker.model.local import LocalSgd
 from elastic_trainer.worker.model.replica import Reduction, Use, WrappedModel, check_bare, refuse_ddp

@@ -27,7 +27,7 @@ from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.torch_internals import HashStore, PrefixStore
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, ThreadedWork, collective
+from elastic_trainer.worker.comm.control import InterruptibleWaits, ThreadedWork, collective
 
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)

@@ -37,8 +37,7 @@ from elastic_trainer.checkpoint.tensors import local
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import BatchNorm
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, Work, collective
-from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, InterruptibleWaits, Purpose, Work, collective
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement

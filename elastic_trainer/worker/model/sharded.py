@@ -32,8 +32,7 @@ from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.tensors import local
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, collective
-from elastic_trainer.worker.comm.control import Control, Pending, Purpose
+from elastic_trainer.worker.comm.control import Control, InterruptibleWaits, Pending, Purpose, collective
 from elastic_trainer.worker.comm.groups import FormTimeouts, Group, ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.node_sums import on_this_node

@@ -62,8 +62,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
 from elastic_trainer.model import StateIdentity
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, ThreadedWork, storage_awaited
 from elastic_trainer.worker.report import HeartbeatReporter
 
 

@@ -33,8 +33,7 @@ from elastic_trainer.data.workers import Drawn, Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.whereabouts import UNNAMED
+from elastic_trainer.worker.comm.control import UNNAMED, Control, Purpose
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.made import check_fields

@@ -16,6 +16,7 @@ import gc
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -30,11 +31,17 @@ from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.errors import CheckpointError, ConfigError, StepGivenUpError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.abort import chain, is_collective_failure
-from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
+from elastic_trainer.worker.comm.control import (
+    CallsDifferError,
+    Control,
+    Purpose,
+    Stand,
+    Whereabouts,
+    chain,
+    is_collective_failure,
+)
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
-from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
 from elastic_trainer.worker.model.local import LocalReplica, LocalSgd
 from elastic_trainer.worker.model.replica import (
     DdpReplica,
@@ -544,7 +551,9 @@ class Training:
             doing = _DOING.get(phase, f"has come to '{newest}'")
             return Stand(self.steps.inside, self.steps.begun, context.position.step, doing)
 
-        self._whereabouts = Whereabouts(group, context.environment.node, stand, lambda: context.span_s, context.free)
+        free = partial(context.free, group.formation.round)
+        node, control = context.environment.node, group.control
+        self._whereabouts = Whereabouts(group.fresh, control, node, stand, lambda: context.span_s, free)
 
     def parted_by(self, error: BaseException | None) -> ConfigError | None:
         """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
