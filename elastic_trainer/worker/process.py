@@ -13,13 +13,14 @@ from contextlib import ExitStack
 
 from elastic_trainer import settings
 from elastic_trainer.data.workers import let_go
+from elastic_trainer.ipc.gloo import Sockets
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker import forks
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import InterruptibleWaits
-from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, Sockets, place_in
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
 from elastic_trainer.worker.recovery import ChannelLink, InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage

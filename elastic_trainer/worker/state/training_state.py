@@ -23,9 +23,9 @@ from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import LoadInto
 from elastic_trainer.checkpoint.manifest import not_finite
 from elastic_trainer.checkpoint.tensors import local, plain_name
+from elastic_trainer.data import seeds
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.made import Made, advanced, freeze, frozen
 
 FORMAT = 1
@@ -409,7 +409,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
     """Give ranks that do not continue the saved generators their own streams."""
-    rng.seeder(device)(rng.key(rng.START, seed, position.generation, position.step, rank))
+    seeds.seeder(device)(seeds.key(seeds.START, seed, position.generation, position.step, rank))
 
 
 class OptimizerSet(torch.optim.Optimizer):

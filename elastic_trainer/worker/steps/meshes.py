@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer import torch_internals
+from elastic_trainer.data import seeds
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
-from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.steps.engine import WorkerContext
 
 
@@ -49,7 +49,7 @@ class Meshes:
         with self.layout.parallelizing():
             yield
         if context.placement.device.type == "cpu":  # where DTensor gives shards no random numbers of their own
-            rng.seeder(context.placement.device)(rng.key(rng.START, context.options.seed, self.layout.place))
+            seeds.seeder(context.placement.device)(seeds.key(seeds.START, context.options.seed, self.layout.place))
 
 
 def nodes_of_job(environment: WorkerEnvironment) -> int:
