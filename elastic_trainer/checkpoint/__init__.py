@@ -6,6 +6,7 @@ bucket (storage). Back: reading. Which checkpoints there are, and which stay: ma
 """
 
 from elastic_trainer.checkpoint.background import BackgroundSaves, Save
+from elastic_trainer.checkpoint.codec import ShardGroup
 from elastic_trainer.checkpoint.commit import Owner
 from elastic_trainer.checkpoint.layout import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.manager import (
@@ -25,7 +26,6 @@ from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.memory import Arena, NoRoomError, StateSnapshot
 from elastic_trainer.checkpoint.reading import LOAD_NEW, LoadInto
 from elastic_trainer.checkpoint.retention import BestMode, Retention
-from elastic_trainer.checkpoint.tensors import ShardGroup
 
 __all__ = [
     "LOAD_NEW",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.errors import ConfigError
 
 

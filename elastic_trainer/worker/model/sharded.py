@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
-from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.control import Control, InterruptibleWaits, Pending, Purpose, collective

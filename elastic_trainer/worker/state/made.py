@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import nn
 
-from elastic_trainer.checkpoint.tensors import plain_name
+from elastic_trainer.checkpoint.codec import plain_name
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry.logs import logger

@@ -36,9 +36,7 @@ from elastic_trainer.checkpoint import (
     Manifest,
     StateSnapshot,
     codec,
-    tensors,
 )
-from elastic_trainer.checkpoint import tensors as tensorfile
 from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manifest import FileRecord, pieces, seal, unseal
@@ -755,8 +753,8 @@ def unpacked(data: bytes) -> dict[str, Any]:
     sizes, _, rest = data.partition(b"\n")
     skeleton, head, size = json.loads(sizes)
     begin = skeleton + head
-    placed = tensorfile.parse_header(rest[skeleton:begin], size, _WHERE)
-    slabs = tensors.allocate(placed)
+    placed = codec.parse_header(rest[skeleton:begin], size, _WHERE)
+    slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = rest[begin + slab.begin : begin + slab.begin + len(slab.view)]
-    return codec.decode(rest[:skeleton], tensors.build(placed, slabs), _WHERE)
+    return codec.decode(rest[:skeleton], codec.build(placed, slabs), _WHERE)

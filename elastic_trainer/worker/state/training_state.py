@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import LoadInto
+from elastic_trainer.checkpoint.codec import local, plain_name
 from elastic_trainer.checkpoint.manifest import not_finite
-from elastic_trainer.checkpoint.tensors import local, plain_name
 from elastic_trainer.data import seeds
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
