@@ -45,8 +45,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import xxhash
 
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError, tensors_file
-from elastic_trainer.checkpoint.manifest import FileImage, Image, OnDevice, WatchedTensor, from_bytes
+from elastic_trainer.checkpoint.manifest import (
+    STATE_FILE,
+    TENSORS_FILE,
+    DamagedError,
+    FileImage,
+    Image,
+    OnDevice,
+    WatchedTensor,
+    from_bytes,
+    tensors_file,
+)
 from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -35,9 +35,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from elastic_trainer.checkpoint import codec, reading
 from elastic_trainer.checkpoint.codec import Leaf, TensorEntry
 from elastic_trainer.checkpoint.commit import Owner
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.checkpoint.manager import CheckpointManager, SaveInfo
-from elastic_trainer.checkpoint.manifest import FileImage, Image, Manifest, from_bytes
+from elastic_trainer.checkpoint.manifest import (
+    STATE_FILE,
+    TENSORS_FILE,
+    DamagedError,
+    FileImage,
+    Image,
+    Manifest,
+    from_bytes,
+)
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.checkpoint.storage.posix import beside, sync

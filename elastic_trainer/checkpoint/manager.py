@@ -30,14 +30,17 @@ from elastic_trainer.checkpoint.commit import (
     require_space,
     write_share,
 )
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
     CheckpointName,
     DamagedError,
     GoneError,
+    Image,
     Kind,
+    Manifest,
     UnreadableError,
     WriterIdentity,
     alive,
+    checked_fields,
     kind_of,
     parse_checkpoint,
     parse_temporary,
@@ -46,7 +49,6 @@ from elastic_trainer.checkpoint.layout import (
     this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.manifest import Image, Manifest, checked_fields
 from elastic_trainer.checkpoint.memory import StateSnapshot
 from elastic_trainer.checkpoint.reading import (
     LOAD_NEW,

@@ -39,8 +39,19 @@ from typing import Any, Protocol
 
 import xxhash
 
-from elastic_trainer.checkpoint.layout import DamagedError, parse_checkpoint, place_of
-from elastic_trainer.checkpoint.manifest import PIECE, FileImage, FileRecord, Image, Manifest, OnDevice, seal, unseal
+from elastic_trainer.checkpoint.manifest import (
+    PIECE,
+    DamagedError,
+    FileImage,
+    FileRecord,
+    Image,
+    Manifest,
+    OnDevice,
+    parse_checkpoint,
+    place_of,
+    seal,
+    unseal,
+)
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 

@@ -25,15 +25,18 @@ import xxhash
 
 from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.codec import ELEMENT_SIZE, Leaf, Slab, TensorEntry, TensorSlice, assemble, slices_of
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
     MANIFEST_FILE,
+    PIECE,
     STATE_FILE,
     TENSORS_FILE,
     DamagedError,
+    FileRecord,
     GoneError,
+    Manifest,
     UnreadableError,
+    unseal,
 )
-from elastic_trainer.checkpoint.manifest import PIECE, FileRecord, Manifest, unseal
 from elastic_trainer.checkpoint.storage import ByteSource
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
-from elastic_trainer.checkpoint.layout import rescued_name
-from elastic_trainer.checkpoint.manifest import PIECE
+from elastic_trainer.checkpoint.manifest import PIECE, rescued_name
 from elastic_trainer.checkpoint.memory import (
     DATA,
     KEPT_FREE,

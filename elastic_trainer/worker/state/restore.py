@@ -38,8 +38,7 @@ from elastic_trainer.checkpoint import (
     codec,
 )
 from elastic_trainer.checkpoint.codec import fingerprint
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
-from elastic_trainer.checkpoint.manifest import FileRecord, pieces, seal, unseal
+from elastic_trainer.checkpoint.manifest import STATE_FILE, TENSORS_FILE, FileRecord, pieces, seal, unseal
 from elastic_trainer.checkpoint.memory import described, notes, whole_states
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, RemoteMemory
 from elastic_trainer.checkpoint.reading import (

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import codec
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError
+from elastic_trainer.checkpoint.manifest import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same, training_state
 

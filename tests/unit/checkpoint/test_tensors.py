@@ -45,15 +45,19 @@ from elastic_trainer.checkpoint.codec import (
     split_tensors,
 )
 from elastic_trainer.checkpoint.commit import commit
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
+    CHUNK,
     STATE_FILE,
     TENSORS_FILE,
     CheckpointName,
+    FileImage,
+    Image,
+    Manifest,
+    from_bytes,
     place_of,
     tensor_files,
     tensors_file,
 )
-from elastic_trainer.checkpoint.manifest import CHUNK, FileImage, Image, Manifest, from_bytes
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
 from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.errors import CheckpointError
