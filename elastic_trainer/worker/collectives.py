@@ -1,30 +1,28 @@
-"""What all ranks do together between steps: saves, evaluations, and the script's own sums and barriers.
+"""What all ranks do together between steps, beside saves: evaluations, and the script's own sums and barriers.
 
 In place a call is repeated when a round ends in the middle of it, or its result is taken from a peer that completed it.
 Metrics and predictions are over a whole data set, each sample exactly once at any number of ranks.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError for calls in the wrong place and for invalid results of the script's functions, whose own errors
-pass through; CheckpointError and NonFiniteError on all ranks for a state that cannot be saved. A refusal by the storage
-is not an error: it may accept a later save.
+pass through.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from elastic_trainer.checkpoint import Save
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher
 from elastic_trainer.data.sources import Streams
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.control import (
@@ -39,7 +37,6 @@ from elastic_trainer.worker.comm.control import (
 )
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.restore import packed, unpacked
-from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.engine import BoundaryAction, WorkerContext
 from elastic_trainer.worker.steps.training import Training
 
@@ -57,81 +54,7 @@ class Collectives:
         self._context, self._training = context, training
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
-        """``attempt()``; in place again after each round that ends in the middle of it.
-
-        ConfigError between two synchronisations of ranks that train apart: those that have made fewer steps would not
-        come here after such an end.
-        """
-        if self._training is None:
-            return attempt()
-        self._training.steps.sync.require_closed()
-        return self._training.recovery.repeated(attempt, codec)
-
-    def finished(self, attempt: Callable[[], None]) -> None:
-        """As :meth:`repeated`, for the last call of all."""
-        if self._training is None:
-            attempt()
-        else:
-            self._training.recovery.repeated(attempt, JSON)
-
-    def _refuse_inside(self, call: str) -> None:
-        if self._training is not None and self._training.steps.inside:
-            raise ConfigError(f"session.{call} inside a step", hint="call it after the step has ended")
-
-    # ---- saving
-
-    def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
-        """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses."""
-        position, training = self._context.position, self._training
-        if training is None:
-            raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
-        best_before, before, feed = position.best, training.saver.newest, self._context.feed
-        feed.closing = feed.behind_batches
-        try:
-            with self._context.tracker.during(Phase.CHECKPOINT):
-                refused, name = self.repeated(lambda: self._save(training, metrics, before, best=best, wait=wait))
-        finally:
-            feed.closing = False
-        if refused:
-            position.best = best_before
-        return name or None
-
-    def _save(
-        self, training: Training, metrics: Mapping[str, float] | None, before: Save | None, *, best: bool, wait: bool
-    ) -> tuple[bool, str]:
-        """Whether the storage refused, and the checkpoint's name.
-
-        ``before``: rank 0's newest save before the first attempt. One begun in an earlier attempt is not begun again.
-        """
-        context, control = self._context, self._context.present.control
-        self._refuse_inside("save()")
-        values = {name: float(value) for name, value in (metrics or {}).items()}
-        context.tracker.change(Phase.CHECKPOINT)
-        mine = control.rank == 0
-        newest = training.saver.newest
-        begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
-        goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
-        if best:
-            context.position.best = values
-        name, problem = self._saved(training.saver, values, begun, best=best, wait=wait) if mine else (None, None)
-        if not (mine or goes_on):
-            training.saver.write_share()
-        refused = isinstance(problem, StorageError)
-        control.agree(None if refused else problem)
-        refused, name = json.loads(control.broadcast_bytes(json.dumps([refused, name or ""]).encode(), 0))
-        return refused, name
-
-    def _saved(
-        self, saver: Saver, values: Mapping[str, float], begun: Save | None, *, best: bool, wait: bool
-    ) -> tuple[str | None, ElasticTrainerError | None]:
-        position, ledger = self._context.position, self._context.ledger
-        for name, value in values.items() if begun is None else ():
-            ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
-        try:
-            # After a failure the caller learns whether this one was durable.
-            return saver.save(values, best=best, wait=wait or saver.failed, begun=begun), None
-        except (CheckpointError, NonFiniteError) as error:
-            return None, error
+        return attempt() if self._training is None else self._training.repeated(attempt, codec)
 
     # ---- evaluating
 
@@ -149,8 +72,10 @@ class Collectives:
         def attempt() -> Result:
             return self._evaluated(model, Fetcher(dataset, self._context.placement.device, collate), batch_size, method)
 
-        self._refuse_inside("evaluate() or predict()")
-        lasting = self._training.recovery.evaluating() if self._training is not None else nullcontext()
+        lasting: AbstractContextManager[None] = nullcontext()
+        if self._training is not None:
+            self._training.refuse_inside("evaluate() or predict()")
+            lasting = self._training.recovery.evaluating()
         with self._context.tracker.during(Phase.EVALUATION), lasting:
             return self.repeated(attempt, codec)
 

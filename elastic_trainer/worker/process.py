@@ -9,6 +9,7 @@ StorageError for a directory that cannot be written at the start; what was opene
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from elastic_trainer import settings
@@ -28,7 +29,7 @@ from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.engine import Boundaries, RankContext, WorkerContext
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
-from elastic_trainer.worker.steps.training import Training, Wrapped
+from elastic_trainer.worker.steps.training import Training
 
 
 class StaticRendezvous:
@@ -36,6 +37,8 @@ class StaticRendezvous:
 
     report = None
     """There is no agent."""
+    recovery = Recovery
+    """What carries a training across rounds."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
         self._formation = place_in(environment)
@@ -71,9 +74,6 @@ class StaticRendezvous:
         context.arrive(group)
         context.rank_context = RankContext(group, Boundaries(group.control, context))
         check_storage(context.manager, group.control, context.environment)
-
-    def recovery(self, training: Training) -> Recovery:
-        return Recovery(training)
 
 
 class ElasticRendezvous:
@@ -126,6 +126,7 @@ class Process:
                 else StaticRendezvous(environment, limit_s)
             )
             undo.callback(self._rendezvous.close, "failed")
+            self.recovery: Callable[[Training], Recovery] = self._rendezvous.recovery
             asked = placement.take(options.device, environment.local_rank, self._rendezvous.world_size, group.backend)
             signals = Signals(
                 self._patience_s,
@@ -150,9 +151,6 @@ class Process:
 
     def meet(self) -> None:
         self._rendezvous.meet(self.context)
-
-    def training(self, wrapped: Wrapped) -> Training:
-        return Training(self.context, wrapped, self._rendezvous.recovery)
 
     def _patience_s(self) -> float:
         """Slow steps take longer to agree."""

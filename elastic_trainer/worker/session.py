@@ -55,7 +55,7 @@ from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
 from elastic_trainer.worker.steps.engine import ManualStep, Step, WorkerContext
 from elastic_trainer.worker.steps.meshes import Meshes
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
 LEAVING_S = 10.0
@@ -156,7 +156,10 @@ class Session:
             error = None  # by sys.exit() a script says that it has done its work
         if error is None and not process.context.stopped:
             try:
-                self._all.finished(self._finish)
+                if self._training is None:
+                    self._finish()
+                else:
+                    self._training.recovery.repeated(self._finish, JSON)
             except BaseException as failed:
                 self._fail(process, failed)
                 raise
@@ -362,7 +365,7 @@ class Session:
         all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
         ``model`` that is computed in stages, or a list of several: see :mod:`elastic_trainer.worker.model.stages`.
         """
-        process, how = self._require_open(), one_of(Reduction, reduction, "reduction")
+        process, how = self._require_open(), settings.one_of(Reduction, reduction, "reduction")
         if self._training is not None:
             raise ConfigError(
                 "session.wrap() was called before", hint="wrap all models in one call: wrap({'name': model, ...}, ...)"
@@ -372,7 +375,8 @@ class Session:
             optimizer = OptimizerSet(optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer})
         check_bare(model)
         scheduler = SchedulerSet(scheduler) if isinstance(scheduler, Mapping) else scheduler
-        self._training = process.training(
+        self._training = Training(
+            process.context,
             Wrapped(
                 model,
                 optimizer,
@@ -387,7 +391,8 @@ class Session:
                 () if stage is None else tuple(stage) if isinstance(stage, Sequence) else (stage,),
                 self._user,
                 self._pending,
-            )
+            ),
+            process.recovery,
         )
         self._training.recovery.begin()
         if self._options.directory is None and self.environment.launched and self.is_rank0:
@@ -479,7 +484,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.recovery.change, one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.change, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -539,7 +544,7 @@ class Session:
                 f"{type(dataset).__name__} is a stream, whose samples have no numbers for a sampler",
                 hint="give it to session.batches(..., shuffle=False)",
             )
-        training, rule = self._trained, one_of(LrRule, lr_rule, "lr_rule")
+        training, rule = self._trained, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed, feed = checked_length(dataset), self._options.seed, self._here.feed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -595,7 +600,7 @@ class Session:
         In the body of :meth:`epochs`, behind its loop over batches, it closes the epoch: a life that resumes there
         begins with the next one. So make it the last thing in the body.
         """
-        return self._all.save(metrics, best=best, wait=best if wait is None else wait)
+        return self._trained.save(metrics, best=best, wait=best if wait is None else wait)
 
     def evaluate(
         self,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint.codec import local
@@ -41,7 +41,6 @@ from elastic_trainer.worker.comm.control import Control, EqualityCheck, Interrup
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.average import averaged
 from elastic_trainer.worker.report import HeartbeatReporter
 
 
@@ -385,6 +384,15 @@ class Use(StrEnum):
     HALVING = "out_of_memory='halve'"
 
 
+def checked_decay(wanted: float | AveragedModel) -> float:
+    """ConfigError for what is no decay."""
+    if isinstance(wanted, AveragedModel):
+        raise ConfigError("an AveragedModel of a sharded model", hint="give a decay, such as average=0.999")
+    if not 0.0 < wanted < 1.0:
+        raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
+    return wanted
+
+
 class Replica:
     """One rank's copy of the model, and how it is kept equal to those of other ranks; each mode is a type.
 
@@ -430,8 +438,17 @@ class Replica:
             raise ConfigError(sentence, hint=hint)
 
     def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
-        """The moving average to keep of the parameters: with this decay, the given one, or none."""
-        return averaged(self.module, wanted)
+        """The moving average to keep of the parameters: with this decay, the given one, or none.
+
+        With decay d, averaged parameters become d * averaged + (1 - d) * present at each step, from those of the first
+        step on; a step that a GradScaler skipped counts too. Buffers are the present ones.
+        """
+        if wanted is None:
+            return None
+        if isinstance(wanted, AveragedModel):
+            return wanted.to(next(self.module.parameters()).device)
+        average = get_ema_multi_avg_fn(checked_decay(wanted))  # type: ignore[no-untyped-call]
+        return AveragedModel(self.module, multi_avg_fn=average)
 
     # ---- rounds
 

@@ -60,11 +60,11 @@ from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Trainable, Use
 from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
-from elastic_trainer.worker.state.made import advanced
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import (
     Position,
     TrainingState,
+    advanced,
     load_exactly,
     members_of,
     parameters_of,

@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe, tensors
+from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe
 from elastic_trainer.checkpoint.commit import commit
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage

@@ -29,7 +29,6 @@ from elastic_trainer.checkpoint import (
     ShardGroup,
     codec,
     reading,
-    tensors,
 )
 from elastic_trainer.checkpoint.codec import (
     ELEMENT_SIZE,
