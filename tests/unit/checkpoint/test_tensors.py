@@ -219,7 +219,7 @@ def test_a_division_loses_nothing_and_does_not_depend_on_the_order(
     """Even where all that can be cut is cut."""
     described = [TensorEntry(f"t{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "UNCUT", 0)
+        patch.setattr(codec, "UNCUT", 0)
         divided = split_tensors(described, parts)
         assert split_tensors(random.sample(described, len(described)), parts) == divided
     assert len(divided) == parts
