@@ -307,19 +307,17 @@ class _Encoder:
 
     def file(self, content: _Content) -> FileImage:
         """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
-        wanted = [each for each in content.slices if each.size]
 
         def parts() -> Iterator[memoryview | OnDevice]:
-            return (self._bytes_of(each) for each in wanted)
+            for each in content.slices:
+                if each.size:
+                    data, whole = self._sources[each.tensor](), each.complete or self._places is not None
+                    yield data if whole else data[slice(*cast("tuple[int, int]", each.span))]
 
         def body() -> Iterator[memoryview]:
             return (each.fetch() if isinstance(each, OnDevice) else each for each in parts())
 
         return FileImage(content.name, content.header, content.size, body, parts=parts)
-
-    def _bytes_of(self, part: TensorSlice) -> memoryview | OnDevice:
-        data = self._sources[part.tensor]()
-        return data if part.complete or self._places is not None else data[slice(*cast("tuple[int, int]", part.span))]
 
     def watched(self, labelled: Mapping[str, torch.Tensor], contents: Sequence[_Content]) -> Iterator[WatchedTensor]:
         held = {label: identity(local(each)) for label, each in labelled.items()}
@@ -476,9 +474,11 @@ class _Decoder:
         return result
 
     def _complex_tensor(self, node: dict[str, Json]) -> torch.Tensor:
+        import torch
+
         name = node["name"]
         if name not in self._complex:
-            self._complex[name] = as_complex(self._tensors[name])
+            self._complex[name] = torch.view_as_complex(self._tensors[name])
         return self._complex[name]
 
 
@@ -880,15 +880,12 @@ def _exact(boxes: Sequence[TensorSlice]) -> bool:
     near: list[TensorSlice] = []
     for box in sorted((each for each in boxes if math.prod(each.shape)), key=lambda each: each.offset):
         near = [each for each in near if each.offset[0] + each.shape[0] > box.offset[0]]
-        if any(_overlap(each, box) for each in near):
-            return False
+        for other in near:
+            bounds = zip(other.offset, other.shape, box.offset, box.shape, strict=True)
+            if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in bounds):
+                return False
         near.append(box)
     return True
-
-
-def _overlap(one: TensorSlice, other: TensorSlice) -> bool:
-    boxes = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    return all(a < b + other_size and b < a + size for a, size, b, other_size in boxes)
 
 
 # ---- sharded tensors
@@ -1122,13 +1119,6 @@ def buffer(tensor: torch.Tensor) -> Any:
     except (TypeError, RuntimeError):  # on a device, with a history, or of a type that numpy does not have
         return memory(plain(tensor))
     return array if array.flags.c_contiguous else memory(tensor)
-
-
-def as_complex(pairs: torch.Tensor) -> torch.Tensor:
-    """The complex tensor that was stored as ``pairs``."""
-    import torch
-
-    return torch.view_as_complex(pairs)
 
 
 @dataclass(frozen=True, slots=True)

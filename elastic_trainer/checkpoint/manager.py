@@ -14,6 +14,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -444,7 +445,10 @@ class CheckpointManager:
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
-            self._make_room(image.size)  # before the claim, which writes a file too
+            try:
+                require_space(self._storage, image.size)  # before the claim, which writes a file too
+            except StorageError:
+                self.sweep()  # leftovers of dead writers may hold the space that is missing
             if self._claim is not None:
                 self._claim.take()
             complete = commit(self._storage, image, draft, stop, self._clock)
@@ -452,7 +456,10 @@ class CheckpointManager:
             self._failed(draft, error)
             raise
         saved = Entry(complete.name, f"{self._storage.location}/{complete.name}", complete)
-        result = Committed(saved, complete.size, self._clock.monotonic() - began, self._free_bytes())
+        free_bytes = None
+        with suppress(StorageError):
+            free_bytes = self._storage.free_bytes()
+        result = Committed(saved, complete.size, self._clock.monotonic() - began, free_bytes)
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
@@ -485,19 +492,6 @@ class CheckpointManager:
             versions=_versions(),
             files=(),
         )
-
-    def _make_room(self, size: int) -> None:
-        """Leftovers of dead writers may hold the space that is missing."""
-        try:
-            require_space(self._storage, size)
-        except StorageError:
-            self.sweep()
-
-    def _free_bytes(self) -> int | None:
-        try:
-            return self._storage.free_bytes()
-        except StorageError:
-            return None
 
     def _retain(self, just_saved: str) -> None:
         try:

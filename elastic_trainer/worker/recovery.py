@@ -783,7 +783,7 @@ class InPlaceRecovery(Recovery):
         notes = {**state.notes(), "attempted": attempted}
         self._first_rank, self._alone = control.rank == 0, control.alone
         alike = state.alike(control) if state.sharded else None
-        healed = heal(control, mine, least, self, notes, self._calls.count, alike)
+        healed = heal(control, mine, least, state.collect, self._take_over, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
         if behind:
             state.healed(healed.notes)
@@ -825,11 +825,7 @@ class InPlaceRecovery(Recovery):
             self._state.record(step)
             self._given_up = None
 
-    def collect(self) -> dict[str, Any]:
-        """For :func:`heal`: the state that others get."""
-        return self._state.collect()
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
+    def _take_over(self, state: Mapping[str, Any]) -> None:
         """Adopt the ``state`` of another rank. Until that is done this rank must not send its state to others."""
         self._valid = False
         self._state.take_over(state, first_rank=self._first_rank)

@@ -587,7 +587,7 @@ class Training:
         context, alike = self.context, self.replica.alike(control)
 
         def heal(found: Difference) -> None:
-            give(alike, found.source, found.others, self, {})
+            give(alike, found.source, found.others, self.collect, self.take_over, {})
             step = context.position.step
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
