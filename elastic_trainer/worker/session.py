@@ -21,11 +21,11 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 import torch
@@ -37,27 +37,39 @@ from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.data.plan import EpochPlan, LrRule
-from elastic_trainer.data.sampler import Batch, Collate, LoaderSource, SessionSampler
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher, LoaderSource, SessionSampler
 from elastic_trainer.data.sources import Streams, checked_length, is_stream
 from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker import alone, collectives, forks
-from elastic_trainer.worker.collectives import Collectives
-from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose, is_collective_failure
+from elastic_trainer.worker import alone, evaluation, forks
+from elastic_trainer.worker.comm import groups
+from elastic_trainer.worker.comm.control import (
+    JSON,
+    TENSOR,
+    Codec,
+    Control,
+    Purpose,
+    bytes_of,
+    is_collective_failure,
+    packed_tensor,
+    unpacked_tensor,
+)
 from elastic_trainer.worker.comm.groups import self_started
 from elastic_trainer.worker.model.local import LocalSgd
-from elastic_trainer.worker.model.replica import Reduction, Use, WrappedModel, check_bare, refuse_ddp
+from elastic_trainer.worker.model.replica import DataPart, Reduction, Use, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.process import Process
+from elastic_trainer.worker.state.restore import packed, unpacked
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
-from elastic_trainer.worker.steps.engine import ManualStep, Step, WorkerContext
+from elastic_trainer.worker.steps.engine import BoundaryAction, ManualStep, Step, WorkerContext
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
+Result = TypeVar("Result")
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
 
@@ -245,10 +257,6 @@ class Session:
     @property
     def _here(self) -> WorkerContext:
         return self._require_open().context
-
-    @property
-    def _all(self) -> Collectives:
-        return Collectives(self._here, self._training)
 
     @property
     def _trained(self) -> Training:
@@ -511,16 +519,28 @@ class Session:
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, everyone, position = self._trained.recovery.change, self._all, self._position
+        change, position = self._trained.recovery.change, self._position
 
         def changed() -> bool:
             if change():
                 return True
             if streams.due(position.step):
-                everyone.exchange(streams)
+                self._exchange(streams)
             return False
 
         return changed
+
+    def _exchange(self, streams: Streams) -> None:
+        """All ranks know the states of all ``streams`` behind the last step."""
+        context, position = self._here, self._position
+
+        def attempt() -> dict[str, Any]:
+            control = context.present.control
+            with control.agreed():
+                mine = packed(streams.mine(position.cursor.samples))
+            return {"ranks": [unpacked(each) for each in control.gather_bytes(mine)]}
+
+        streams.exchanged(position.step, self._repeated(attempt, Codec(packed, unpacked))["ranks"])
 
     def sampler(
         self,
@@ -607,19 +627,19 @@ class Session:
         model: nn.Module,
         dataset: Any,
         batch_size: int,
-        fn: collectives.Measure,
+        fn: evaluation.Measure,
         *,
         collate: Collate | None = None,
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.evaluate, measure=fn), JSON)
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
 
     def predict(
         self,
         model: nn.Module,
         dataset: Any,
         batch_size: int,
-        fn: collectives.Predict,
+        fn: evaluation.Predict,
         *,
         collate: Collate | None = None,
     ) -> torch.Tensor:
@@ -627,20 +647,91 @@ class Session:
 
         On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
         """
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.predict, fn=fn), TENSOR)
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
+
+    def _evaluated(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate | None,
+        method: Callable[..., Result],
+        codec: Codec,
+    ) -> Result:
+        """``method(module, fetch, batch_size, control=..., turn=..., part=...)`` of the bare ``model``."""
+        context, training = self._here, self._training
+
+        def turn() -> None:
+            context.report()
+            context.tracker.moved()
+            boundaries = context.present.boundaries
+            if boundaries.cross() is BoundaryAction.STOP:
+                boundaries.stop()
+
+        def attempt() -> Result:
+            present, fetch = context.present, Fetcher(dataset, context.placement.device, collate)
+            context.tracker.change(Phase.EVALUATION)
+            present.control.sum(Purpose.EVALUATE)
+            module, part = model, DataPart(present.control.rank, present.control.world_size)
+            if training is not None:
+                average = training.state.average
+                module = training.replica.unwrap(model)
+                training.replica.align_buffers(present.control, None if average is None else average.module)
+                part = training.replica.part(present.control)
+            present.boundaries.begin_phase()
+            result = method(module, fetch, batch_size, control=present.control, turn=turn, part=part)
+            present.boundaries.begin_phase()
+            return result
+
+        lasting: AbstractContextManager[None] = nullcontext()
+        if training is not None:
+            training.refuse_inside("evaluate() or predict()")
+            lasting = training.recovery.evaluating()
+        with context.tracker.during(Phase.EVALUATION), lasting:
+            return self._repeated(attempt, codec)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""
-        return self._all.all_reduce(tensor)
+        context, training = self._here, self._training
+        if not context.present.group.formed or context.present.control.alone:
+            return tensor
+        if training is None or training.steps.inside or not training.recovery.led:
+            groups.all_reduce(context.present.control, tensor)  # a step that fails is repeated as a whole
+            return tensor
+        before = tensor.clone()
+
+        def attempt() -> torch.Tensor:
+            tensor.copy_(before)
+            if not context.present.control.alone:
+                groups.all_reduce(context.present.control, tensor)
+            return tensor
+
+        return self._repeated(attempt, bytes_of(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ``tensor`` of all ranks, by rank; shape (world_size, *shape), the same on all."""
-        return self._all.all_gather(tensor)
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        rows = self._shared(lambda control: torch.stack([unpacked_tensor(each) for each in control.gather_bytes(mine)]))
+        return rows.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Fill ``tensor`` with that of rank ``source``."""
-        return self._all.broadcast(tensor, source)
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        value = self._shared(lambda control: unpacked_tensor(control.broadcast_bytes(mine, source)))
+        with torch.no_grad():
+            return tensor.copy_(value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._all.barrier()
+        self._shared(lambda control: control.sum(Purpose.BARRIER), JSON)
+
+    def _shared(self, ask: Callable[[Control], Result], codec: Codec = TENSOR) -> Result:
+        """A step that fails is repeated as a whole, so inside one this is made once."""
+        context, training = self._here, self._training
+        if training is None or training.steps.inside:
+            return ask(context.present.control)
+        return training.repeated(lambda: ask(context.present.control), codec)
+
+    def _repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+        """In place: again after each round that ends in the middle of it, or the result of a peer that completed it."""
+        return attempt() if self._training is None else self._training.repeated(attempt, codec)
