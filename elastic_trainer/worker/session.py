@@ -36,6 +36,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
+from elastic_trainer.data import seeds
 from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, LoaderSource, SessionSampler
 from elastic_trainer.data.sources import Streams, checked_length, is_stream
@@ -43,7 +44,7 @@ from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker import alone, evaluation, forks
+from elastic_trainer.worker import alone, evaluation
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.control import (
     JSON,
@@ -57,15 +58,15 @@ from elastic_trainer.worker.comm.control import (
     unpacked_tensor,
 )
 from elastic_trainer.worker.comm.groups import self_started
+from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape, nodes_of_job
 from elastic_trainer.worker.model.local import LocalSgd
 from elastic_trainer.worker.model.replica import DataPart, Reduction, Use, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
-from elastic_trainer.worker.process import Process
+from elastic_trainer.worker.process import Process, keep, leave_forks, watch_forks
 from elastic_trainer.worker.state.restore import packed, unpacked
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
 from elastic_trainer.worker.steps.engine import BoundaryAction, ManualStep, Step, WorkerContext
-from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
@@ -129,7 +130,8 @@ class Session:
         """Whether this process was forked from the one that trains."""
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._meshes = Meshes()
+        self._layout: ShardLayout | None = None
+        """None without a device mesh."""
         self._driven: ManualStep | None = None
         """The last step that the script began itself."""
         self._show_ranks: Callable[[], None] | None = None
@@ -140,7 +142,7 @@ class Session:
         if not structlog.is_configured():
             logs.configure()
         self._process = process = Process(self._options, self.environment, self._position)
-        forks.watch(self._disown)
+        watch_forks(self._disown)
         torch_internals.check_before_ddp(lambda module: refuse_ddp(module) if _OPEN else None)
         try:
             process.meet()
@@ -207,12 +209,12 @@ class Session:
         if self._process is not None:
             self._process.disown()
         if self._training is not None:
-            forks.keep(self._training)
+            keep(self._training)
             self._training.steps.disown()
         self._process, self._training, self._foreign = None, None, True
 
     def _close(self, process: Process, status: str) -> None:
-        forks.leave(self._disown)
+        leave_forks(self._disown)
         if self._show_ranks is not None:
             self._show_ranks()
         if self in _OPEN:
@@ -336,11 +338,30 @@ class Session:
         node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
         without replicas; not in place.
         """
-        return self._meshes.make(self._require_open().context, shape, mesh_dim_names, whole_job=whole_job)
+        context, environment = self._here, self.environment
+        if self._layout is not None:
+            raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
+        torch_internals.require(torch_internals.SHARDED)
+        size, launched, device = environment.local_world_size, environment.launched, context.placement.device
+        nodes = nodes_of_job(environment) if whole_job else environment.shard_nodes
+        sizes, names = checked_shape(shape, mesh_dim_names, size, nodes, launched=launched, whole_job=whole_job)
+        taken = environment.shard_place
+        node = environment.rank // size % nodes if taken is None else taken
+        self._layout = ShardLayout(device.type, sizes, names, node * size + environment.local_rank, size)
+        if device.type == "cuda":
+            torch_internals.seed_shards(self._options.seed, self._layout.mesh)
+        return self._layout.mesh
 
-    def parallelizing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def parallelizing(self) -> Iterator[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
-        return self._meshes.parallelizing(self._require_open().context)
+        device, layout = self._here.placement.device, self._layout
+        if layout is None:
+            raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
+        with layout.parallelizing():
+            yield
+        if device.type == "cpu":  # where DTensor gives shards no random numbers of their own
+            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.place))
 
     def wrap(
         self,
@@ -395,7 +416,7 @@ class Session:
                 LocalSgd.of(how, sync_every, outer_lr, outer_momentum),
                 average,
                 ddp_options or {},
-                self._meshes.layout,
+                self._layout,
                 () if stage is None else tuple(stage) if isinstance(stage, Sequence) else (stage,),
                 self._user,
                 self._pending,
