@@ -50,7 +50,6 @@ from elastic_trainer.checkpoint.manifest import (
     this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.memory import StateSnapshot
 from elastic_trainer.checkpoint.reading import (
     LOAD_NEW,
     CheckpointFiles,
@@ -587,17 +586,6 @@ class CheckpointManager:
         state = read_state(files, manifest, live)
         self.loaded(manifest, self._clock.monotonic() - began)
         return Loaded(state, manifest)
-
-    def load_snapshot(
-        self, snapshot: StateSnapshot, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None
-    ) -> Loaded:
-        """The state that a process of this job has left in memory; DamagedError, with no live tensor changed, if it is
-        damaged.
-        """
-        files = checked(snapshot, check)
-        if live is not LOAD_NEW and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads
-            verify(files, snapshot.manifest)  # there need not be another state that could be read over this one
-        return Loaded(read_state(files, snapshot.manifest, live), snapshot.manifest)
 
     def loaded(self, manifest: Manifest, duration_s: float, **values: Any) -> None:
         """Report that it was read in ``duration_s`` seconds."""
