@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_trainer.checkpoint.tensors import whole as whole
+    from elastic_trainer.checkpoint.codec import whole as whole
     from elastic_trainer.data.sampler import Batch as Batch
     from elastic_trainer.data.sources import MapDataset as MapDataset
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
@@ -46,7 +46,7 @@ _LAZY = {
     "launch": "elastic_trainer.local.launch",
     "Task": "elastic_trainer.jobs.task",
     "Trainer": "elastic_trainer.jobs.trainer",
-    "whole": "elastic_trainer.checkpoint.tensors",
+    "whole": "elastic_trainer.checkpoint.codec",
 }
 
 __all__ = [

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ class Frozen(BaseModel):
 
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:
@@ -94,6 +96,13 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], where: str) -> S
         return kind.model_validate(dict(values))
     except ValidationError as error:
         raise explain(error, where) from error
+
+
+def one_of(kind: type[Choice], value: str, what: str) -> Choice:
+    """``value`` as one of ``kind``; ConfigError names them all."""
+    if value not in list(kind):
+        raise ConfigError(f"{what} is {value!r}", hint=f"use one of {', '.join(map(repr, map(str, kind)))}")
+    return kind(value)
 
 
 class Endpoint(Frozen):

@@ -12,7 +12,7 @@ from elastic_trainer.jobs.main import main
 if __name__ == "__main__":
     sys.exit(main())
 
-from elastic_trainer.checkpoint import tensors
+from elastic_trainer.checkpoint import codec
 from elastic_trainer.jobs import config, curves, loggers, reporting, task, trainer
 
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
     "loading": config,
     "loggers": loggers,
     "run_log": reporting,
-    "sharding": tensors,
+    "sharding": codec,
     "task": task,
     "trainer": trainer,
 }

@@ -17,9 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from elastic_trainer.checkpoint.layout import place_of
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
-from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, record
+from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, place_of, record
 from elastic_trainer.checkpoint.memory import Arena, Held
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline

@@ -1,37 +1,70 @@
-"""A training state as two files: its structure as JSON (the skeleton), its tensors as safetensors. No pickle.
+"""A training state as files and back: its structure as JSON (the skeleton), its tensors as safetensors. No pickle.
 
 Allowed in a state: dict and OrderedDict (keys str or int), Counter, list, tuple, str, int, float, bool, None, bytes and
 torch.Tensor, of exactly these types. All values are restored bit by bit with their types; a tensor that occurs twice is
 restored as one tensor. Not kept: requires_grad, device (tensors are restored on the CPU), strides, and memory shared by
 two *different* views. Anything else is refused with its path in the state.
 
-*Fails by* CheckpointError (a state that cannot be written), DamagedError (files that make no state). torch is imported
-only where tensors occur.
+A file of tensors is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the
+header; the header, a JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` padded with spaces; the
+data without any gap. Tensors are ordered by element size, largest first, so that each begins at a multiple of its
+element size. Where several processes write one state, a file has slices of tensors: boxes, named by their bounds
+(``model/weight[0:512,0:1024]``), whose place in the whole tensor stands in the header's metadata.
+
+The processes that hold one copy of a sharded state are a :class:`ShardGroup`. Each writes one file: its shards, and
+rank 0 everything that is not sharded. What several hold alike one of them writes, as each finds out alone from meshes
+and placements, which FSDP2 and tensor parallel make (shards of torch.chunk's sizes, uneven and empty ones too; the
+strided shards of the two together)::
+
+    group = ShardGroup(mesh)                                 # the mesh of the whole shard group, as the model's
+    image = manager.encode(state, info, places=group)        # on every rank of it; its own file alone
+    manager.commit(image, manager.draft(info))               # rank 0
+    manager.write_share(image, manager.draft(info), 0, stop) # the others, at the same time (see commit)
+
+    manager.load(entry, LoadInto(state))                     # on every rank of any mesh: reads what it holds
+
+torch and numpy are imported by the functions, not here: only where tensors occur.
+*Fails by* CheckpointError (a state that cannot be written), DamagedError (files that make no state).
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import math
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import xxhash
 
-from elastic_trainer.checkpoint import tensors
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError, tensors_file
-from elastic_trainer.checkpoint.manifest import FileImage, Image, OnDevice, WatchedTensor, from_bytes
+from elastic_trainer.checkpoint.manifest import (
+    STATE_FILE,
+    TENSORS_FILE,
+    DamagedError,
+    FileImage,
+    Image,
+    OnDevice,
+    WatchedTensor,
+    from_bytes,
+    tensors_file,
+)
 from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+# ---- a state
 
 
 Json: TypeAlias = Any
@@ -53,7 +86,7 @@ def encode(
     watched: Mapping[str, torch.Tensor] = MappingProxyType({}),
     parts: int = 1,
     own: Callable[[str], bool] = lambda name: False,
-    places: tensors.ShardGroup | None = None,
+    places: ShardGroup | None = None,
 ) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
@@ -146,9 +179,9 @@ def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointErro
 class _Encoder:
     """Walks a state once; collects tensors by name. With ``places``, also which box of each is written here."""
 
-    def __init__(self, places: tensors.ShardGroup | None = None) -> None:
+    def __init__(self, places: ShardGroup | None = None) -> None:
         self._places = places
-        self._held: list[tensors.TensorSlice] = []
+        self._held: list[TensorSlice] = []
         self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
         self._described: list[tuple[str, str, tuple[int, ...]]] = []
         self._names_of_tensors: dict[Any, str] = {}
@@ -215,54 +248,54 @@ class _Encoder:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
         name = self._add(path, "U8", (len(value),), lambda: memoryview(value))
         if self._places is not None and self._places.index == 0:
-            self._held += tensors.uncut([tensors.TensorEntry(name, "U8", (len(value),))])
+            self._held += uncut([TensorEntry(name, "U8", (len(value),))])
         return {_MARK: "blob", "name": name}
 
     def _elsewhere(self, tensor: torch.Tensor, path: Trail) -> Json:
         """Another place has it, and writes it under the same name. What is tied together has one."""
         from elastic_trainer import torch_internals
 
-        identity = (torch_internals.storage_identity(tensor), *tensors.identity(tensor))
-        name = self._names_of_tensors.get(identity)
+        same = (torch_internals.storage_identity(tensor), *identity(tensor))
+        name = self._names_of_tensors.get(same)
         if name is None:
-            name = self._add(path, tensors.element_type(tensor), tuple(tensor.shape), lambda: memoryview(b""))
-            self._names_of_tensors[identity] = name
+            name = self._add(path, element_type(tensor), tuple(tensor.shape), lambda: memoryview(b""))
+            self._names_of_tensors[same] = name
         return {_MARK: "tensor", "name": name}
 
     def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
         if self._places is not None and tensor.is_meta:
             return self._elsewhere(tensor, path)
-        held = tensor if self._places is None else tensors.local(tensor)
-        problem = tensors.problem_with(held)
-        if problem is None and held is not tensor and tensor.is_complex() and tensors.is_sharded(tensor):
+        held = tensor if self._places is None else local(tensor)
+        problem = problem_with(held)
+        if problem is None and held is not tensor and tensor.is_complex() and is_sharded(tensor):
             problem = "it is sharded, and its numbers are complex", "split it by torch.view_as_real()"
         if problem is not None:
             raise _refused(path, *problem)
         mark = "complex" if tensor.is_complex() else "tensor"
-        identity = tensors.identity(held)
-        name = self._names_of_tensors.get(identity)
+        same = identity(held)
+        name = self._names_of_tensors.get(same)
         if name is None:
-            plain = tensors.plain(held)
-            dtype, whole = tensors.element_type(plain), tuple(plain.shape)
-            if self._places is not None and tensors.is_sharded(tensor):
-                whole = tuple(tensor.shape)
-            name = self._add(path, dtype, whole, lambda: tensors.source(plain))
+            values = plain(held)
+            dtype, shape = element_type(values), tuple(values.shape)
+            if self._places is not None and is_sharded(tensor):
+                shape = tuple(tensor.shape)
+            name = self._add(path, dtype, shape, lambda: source(values))
             if held.numel():
-                self._names_of_tensors[identity] = name
+                self._names_of_tensors[same] = name
             try:
                 if self._places is not None and self._places.writes(tensor):
-                    self._held.append(_held(name, dtype, tensor, plain))
+                    self._held.append(_held(name, dtype, tensor, values))
             except CheckpointError as error:
                 raise _refused(path, error.message, error.hint or "") from error
         return {_MARK: mark, "name": name}
 
-    def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview | OnDevice]) -> str:
+    def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], data: Callable[[], memoryview | OnDevice]) -> str:
         wanted = _joined(path)
         name, count = wanted, 1
         while name in self._sources or name == "__metadata__":
             count += 1
             name = f"{wanted}#{count}"
-        self._sources[name] = source
+        self._sources[name] = data
         self._described.append((name, dtype, shape))
         return name
 
@@ -274,24 +307,20 @@ class _Encoder:
 
     def file(self, content: _Content) -> FileImage:
         """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
-        wanted = [each for each in content.slices if each.size]
 
         def parts() -> Iterator[memoryview | OnDevice]:
-            return (self._bytes_of(each) for each in wanted)
+            for each in content.slices:
+                if each.size:
+                    data, whole = self._sources[each.tensor](), each.complete or self._places is not None
+                    yield data if whole else data[slice(*cast("tuple[int, int]", each.span))]
 
         def body() -> Iterator[memoryview]:
             return (each.fetch() if isinstance(each, OnDevice) else each for each in parts())
 
         return FileImage(content.name, content.header, content.size, body, parts=parts)
 
-    def _bytes_of(self, part: tensors.TensorSlice) -> memoryview | OnDevice:
-        source = self._sources[part.tensor]()
-        return (
-            source if part.complete or self._places is not None else source[slice(*cast("tuple[int, int]", part.span))]
-        )
-
     def watched(self, labelled: Mapping[str, torch.Tensor], contents: Sequence[_Content]) -> Iterator[WatchedTensor]:
-        held = {label: tensors.identity(tensors.local(each)) for label, each in labelled.items()}
+        held = {label: identity(local(each)) for label, each in labelled.items()}
         labels = {self._names_of_tensors.get(each): label for label, each in held.items()}
         for content in contents:
             for place, part in zip(content.placed, content.slices, strict=True):
@@ -300,12 +329,12 @@ class _Encoder:
                     yield WatchedTensor(label, content.name, place.dtype, place.begin, place.end)
 
 
-def _held(name: str, dtype: str, tensor: torch.Tensor, plain: torch.Tensor) -> tensors.TensorSlice:
-    """What a place writes of ``tensor``: ``plain``, all that it holds."""
-    whole = tuple(tensor.shape if tensors.is_sharded(tensor) else plain.shape)
-    if not tensors.is_sharded(tensor) or not tensor.numel():
-        return tensors.uncut([tensors.TensorEntry(name, dtype, whole)])[0]
-    return tensors.TensorSlice(name, dtype, whole, *tensors.box_of(cast("Any", tensor)))
+def _held(name: str, dtype: str, tensor: torch.Tensor, values: torch.Tensor) -> TensorSlice:
+    """What a place writes of ``tensor``: ``values``, all that it holds."""
+    shape = tuple(tensor.shape if is_sharded(tensor) else values.shape)
+    if not is_sharded(tensor) or not tensor.numel():
+        return uncut([TensorEntry(name, dtype, shape)])[0]
+    return TensorSlice(name, dtype, shape, *box_of(cast("Any", tensor)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +342,8 @@ class _Content:
     """One file of tensors: what lies where in it."""
 
     name: str
-    placed: tuple[tensors.TensorEntry, ...]
-    slices: tuple[tensors.TensorSlice, ...]
+    placed: tuple[TensorEntry, ...]
+    slices: tuple[TensorSlice, ...]
     """Of the same order."""
     header: bytes
 
@@ -328,18 +357,18 @@ def _contents(
     described: tuple[tuple[str, str, tuple[int, ...]], ...], parts: int, own: frozenset[str]
 ) -> tuple[_Content, ...]:
     """The files of these tensors (name, type, shape): from one save to the next they seldom change."""
-    placed = [tensors.TensorEntry(*each) for each in described]
+    placed = [TensorEntry(*each) for each in described]
     if parts == 1:
-        return (_content(TENSORS_FILE, tensors.uncut(placed)),)
-    first, *others = tensors.split_tensors([each for each in placed if each.name not in own], parts)
-    held = (*tensors.uncut(each for each in placed if each.name in own), *first)
+        return (_content(TENSORS_FILE, uncut(placed)),)
+    first, *others = split_tensors([each for each in placed if each.name not in own], parts)
+    held = (*uncut(each for each in placed if each.name in own), *first)
     return tuple(_content(tensors_file(part, parts), each) for part, each in enumerate((held, *others)))
 
 
-def _content(name: str, held: Sequence[tensors.TensorSlice]) -> _Content:
-    found = tensors.by_name(held)
-    placed = tensors.lay_out([tensors.TensorEntry(each, part.dtype, part.shape) for each, part in found.items()])
-    header = tensors.file_header(placed, tensors.slice_notes(found))
+def _content(name: str, held: Sequence[TensorSlice]) -> _Content:
+    found = by_name(held)
+    placed = lay_out([TensorEntry(each, part.dtype, part.shape) for each, part in found.items()])
+    header = file_header(placed, slice_notes(found))
     return _Content(name, placed, tuple(found[each.name] for each in placed), header)
 
 
@@ -445,10 +474,15 @@ class _Decoder:
         return result
 
     def _complex_tensor(self, node: dict[str, Json]) -> torch.Tensor:
+        import torch
+
         name = node["name"]
         if name not in self._complex:
-            self._complex[name] = tensors.as_complex(self._tensors[name])
+            self._complex[name] = torch.view_as_complex(self._tensors[name])
         return self._complex[name]
+
+
+# ---- a number for a state
 
 
 _PLAIN = frozenset({type(None), bool, float, str})
@@ -551,7 +585,7 @@ class _Walk:
         """The elements as an array; as bytes if numpy lacks the type."""
         import torch
 
-        problem = tensors.problem_with(tensor)
+        problem = problem_with(tensor)
         if problem is not None:
             raise _UnknownError(problem[0])
         here = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -560,3 +594,639 @@ class _Walk:
         except TypeError:
             self._add(f"{here.dtype} {list(here.shape)}")
             return here.reshape(-1).view(torch.uint8).numpy()
+
+
+# ---- a file of tensors
+
+
+ELEMENT_SIZE: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Bytes per element of each element type that is read and written here."""
+
+LONGEST_HEADER = 100_000_000
+"""The format's own limit."""
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+_RESERVED = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file. ``begin`` and ``end`` are byte offsets from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
+
+
+def lay_out(tensors: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """``tensors`` at their positions, in file order: largest elements first, otherwise as they come."""
+    placed = []
+    offset = 0
+    for tensor in sorted(tensors, key=lambda each: -ELEMENT_SIZE[each.dtype]):
+        placed.append(TensorEntry(tensor.name, tensor.dtype, tensor.shape, offset))
+        offset += tensor.size
+    return tuple(placed)
+
+
+def file_header(placed: Sequence[TensorEntry], notes: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a file that precede its data, ``notes`` among its metadata; their length is a multiple of 8."""
+    entries: dict[str, Any] = {_RESERVED: {"format": "pt", **(notes or {})}}
+    for each in placed:
+        entries[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def parse_header(head: bytes | bytearray, data_size: int, where: str) -> tuple[TensorEntry, ...]:
+    """The tensors that ``head`` describes, in file order, for a file with ``data_size`` bytes behind its header.
+
+    Raises DamagedError unless header, element types, shapes and offsets all fit together and cover the data exactly.
+    """
+    tensors = sorted(
+        (_entry(name, entry, where) for name, entry in _entries(head, where).items() if name != _RESERVED),
+        key=lambda each: (each.begin, each.end),
+    )
+    expected = 0
+    for each in tensors:
+        if each.begin != expected:
+            raise DamagedError(f"{where}: tensor {each.name!r} begins at byte {each.begin}, not {expected}")
+        if each.begin % ELEMENT_SIZE[each.dtype]:
+            raise DamagedError(f"{where}: tensor {each.name!r} is not aligned to its elements")
+        expected = each.end
+    if expected != data_size:
+        raise DamagedError(f"{where}: the header describes {expected} bytes of data; there are {data_size}")
+    return tuple(tensors)
+
+
+def header_notes(head: bytes | bytearray, where: str) -> Mapping[str, Any]:
+    """The notes in ``head``; DamagedError where it makes no sense."""
+    notes = _entries(head, where).get(_RESERVED, {})
+    if not isinstance(notes, dict):
+        raise DamagedError(f"{where}: the header's metadata is not a JSON object")
+    return notes
+
+
+def _entries(head: bytes | bytearray, where: str) -> dict[str, Any]:
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if not 0 < length <= LONGEST_HEADER or len(head) != _LENGTH_BYTES + length:
+        raise DamagedError(f"{where}: the header says {length} bytes; {max(0, len(head) - _LENGTH_BYTES)} are there")
+    try:
+        entries = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: the header is not JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise DamagedError(f"{where}: the header is not a JSON object")
+    return entries
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+def _entry(name: str, entry: Any, where: str) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        element = ELEMENT_SIZE[dtype]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"{where}: the header entry of tensor {name!r} is invalid") from error
+    numbers = (*shape, begin, end)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise DamagedError(f"{where}: tensor {name!r} has invalid sizes or offsets")
+    if end - begin != math.prod(shape) * element:
+        raise DamagedError(f"{where}: tensor {name!r} of shape {shape} does not fit its {end - begin} bytes")
+    return TensorEntry(name, dtype, shape, begin)
+
+
+# ---- slices
+
+
+METADATA = "slices"
+"""The key of the header's metadata. Its value is JSON: ``{name: {"tensor", "shape", "offset"}}``, all of the whole."""
+UNCUT = 1 << 20
+"""Tensors up to this size are not cut when a state is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """The box of ``shape`` elements at ``offset`` of the tensor ``tensor``, which has the shape ``whole``."""
+
+    tensor: str
+    dtype: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.shape == self.whole
+
+    @property
+    def name(self) -> str:
+        """What it is called in a file, if that name is free there."""
+        if self.complete:
+            return self.tensor
+        return f"{self.tensor}[{','.join(f'{o}:{o + s}' for o, s in zip(self.offset, self.shape, strict=True))}]"
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The bytes of the whole tensor that it is, from a begin to an end; None where it has gaps there."""
+        wide = next((axis for axis, size in enumerate(self.shape) if size != 1), len(self.shape))
+        if self.shape[wide + 1 :] != self.whole[wide + 1 :]:
+            return None
+        begin = 0
+        for offset, size in zip(self.offset, self.whole, strict=True):
+            begin = begin * size + offset
+        begin *= ELEMENT_SIZE[self.dtype]
+        return begin, begin + self.size
+
+
+def uncut(described: Iterable[TensorEntry]) -> tuple[TensorSlice, ...]:
+    """The tensors ``described``, each as one slice."""
+    return tuple(
+        TensorSlice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for each in described
+    )
+
+
+def split_tensors(described: Iterable[TensorEntry], parts: int) -> tuple[tuple[TensorSlice, ...], ...]:
+    """The tensors ``described`` in ``parts`` parts of about equal bytes; large ones are cut by rows.
+
+    It depends on names, types and shapes alone, so writers that hold the same state agree without a word.
+    """
+    ordered = sorted(described, key=lambda each: each.name)
+    total = sum(each.size for each in ordered)
+    result: list[list[TensorSlice]] = [[] for _ in range(parts)]
+    begin = 0
+    for each in ordered:
+        axis = next((axis for axis, size in enumerate(each.shape) if size > 1), None)
+        if each.size <= UNCUT or axis is None:
+            part = min(parts - 1, (begin + each.size // 2) * parts // max(1, total))
+            result[part] += uncut([each])
+        else:
+            for part, (first, last) in enumerate(_rows(each, axis, begin, total, parts)):
+                if first < last:
+                    result[part].append(_cut(each, axis, first, last))
+        begin += each.size
+    return tuple(map(tuple, result))
+
+
+def _rows(tensor: TensorEntry, axis: int, begin: int, total: int, parts: int) -> Iterable[tuple[int, int]]:
+    """The rows of each part, for a tensor that begins at byte ``begin`` of all ``total``."""
+    rows = tensor.shape[axis]
+    bytes_per_row = tensor.size // rows
+    ends = (total * part // parts - begin for part in range(parts + 1))
+    cuts = [max(0, min(rows, (end + bytes_per_row // 2) // bytes_per_row)) for end in ends]
+    return itertools.pairwise(cuts)
+
+
+def _cut(tensor: TensorEntry, axis: int, first: int, last: int) -> TensorSlice:
+    before, after = (0,) * axis, (0,) * (len(tensor.shape) - axis - 1)
+    shape = (*tensor.shape[:axis], last - first, *tensor.shape[axis + 1 :])
+    return TensorSlice(tensor.name, tensor.dtype, tensor.shape, (*before, first, *after), shape)
+
+
+def by_name(slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
+    """``slices`` by their names in one file, in the same order.
+
+    Each has its own, even where a tensor is called as a slice would be.
+    """
+    taken, result = {each.name for each in slices if each.complete}, {}
+    for each in slices:
+        name = each.name
+        while not each.complete and name in taken:
+            name += "#"
+        taken.add(name)
+        result[name] = each
+    return result
+
+
+def slice_notes(found: Mapping[str, TensorSlice]) -> dict[str, str]:
+    """What the header of a file says about those of its tensors that are no whole ones."""
+    cut = {
+        name: {"tensor": each.tensor, "shape": each.whole, "offset": each.offset}
+        for name, each in found.items()
+        if not each.complete
+    }
+    return {METADATA: json.dumps(cut, separators=(",", ":"))} if cut else {}
+
+
+def slices_of(placed: Sequence[TensorEntry], about: Mapping[str, Any], where: str) -> tuple[TensorSlice, ...]:
+    """The slices of a file whose header has the tensors ``placed`` and the metadata ``about``, in the same order.
+
+    DamagedError if the two do not fit together.
+    """
+    try:
+        cut = json.loads(about.get(METADATA, "{}"))
+        slices = tuple(_slice(each, cut.pop(each.name, None)) for each in placed)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: its header describes slices wrongly ({error})") from error
+    if cut:
+        raise DamagedError(f"{where}: its header describes the slice {next(iter(cut))!r}, which it does not hold")
+    return slices
+
+
+def _slice(placed: TensorEntry, about: Mapping[str, Any] | None) -> TensorSlice:
+    if about is None:
+        return uncut([placed])[0]
+    tensor, whole, offset = about["tensor"], tuple(about["shape"]), tuple(about["offset"])
+    numbers = all(type(each) is int and 0 <= each < 1 << 62 for each in (*whole, *offset))
+    if type(tensor) is not str or not numbers:
+        raise ValueError(f"{placed.name!r} has no name or invalid sizes")
+    if any(begin + size > most for begin, size, most in zip(offset, placed.shape, whole, strict=True)):
+        raise ValueError(f"{placed.name!r} reaches beyond its tensor")
+    return TensorSlice(tensor, placed.dtype, whole, offset, placed.shape)
+
+
+def assemble(slices: Iterable[TensorSlice], where: str) -> tuple[TensorEntry, ...]:
+    """The whole tensors that ``slices`` make, placed one behind the other; DamagedError unless each is complete."""
+    found: dict[str, list[TensorSlice]] = {}
+    for each in slices:
+        found.setdefault(each.tensor, []).append(each)
+    for name, parts in found.items():
+        if len({(each.dtype, each.whole) for each in parts}) > 1:
+            raise DamagedError(f"{where}: the slices of tensor {name!r} do not agree about its type or shape")
+        if not (len(parts) == 1 and parts[0].complete) and not _exact(parts):
+            raise DamagedError(f"{where}: the slices of tensor {name!r} overlap, or leave a part of it out")
+    return lay_out([TensorEntry(name, parts[0].dtype, parts[0].whole) for name, parts in found.items()])
+
+
+def _exact(boxes: Sequence[TensorSlice]) -> bool:
+    """Whether each element of the whole lies in one of ``boxes`` and no more."""
+    if sum(math.prod(each.shape) for each in boxes) != math.prod(boxes[0].whole):
+        return False
+    near: list[TensorSlice] = []
+    for box in sorted((each for each in boxes if math.prod(each.shape)), key=lambda each: each.offset):
+        near = [each for each in near if each.offset[0] + each.shape[0] > box.offset[0]]
+        for other in near:
+            bounds = zip(other.offset, other.shape, box.offset, box.shape, strict=True)
+            if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in bounds):
+                return False
+        near.append(box)
+    return True
+
+
+# ---- sharded tensors
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""An offset and a shape."""
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor; torch need not be there."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    """Whether ``tensor`` is on the meta device: another process holds it."""
+    return getattr(getattr(tensor, "device", None), "type", None) == "meta"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``tensor``, without history: a DTensor's own shard, else all of it."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held.detach()
+
+
+def box_of(tensor: DTensor) -> Box:
+    """Where in the whole tensor the local one lies. CheckpointError if it is not a box, or not known."""
+    coordinate = _coordinate(tensor.device_mesh)
+    offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    for axis, dimension in _in_order(tensor):
+        parts = tensor.device_mesh.size(axis)
+        step = -(-shape[dimension] // parts)
+        first = min(shape[dimension], step * coordinate[axis])
+        offset[dimension] += first
+        shape[dimension] = min(step, shape[dimension] - first)
+    if tuple(shape) != tuple(local(tensor).shape):
+        raise _strange(tensor, f"it holds {list(local(tensor).shape)} where {shape} belongs")
+    return tuple(offset), tuple(shape)
+
+
+def _in_order(tensor: DTensor) -> list[tuple[int, int]]:
+    """The axes of the mesh that shard ``tensor``, each with the dimension that it shards, in the order of their cuts.
+
+    Plain shards cut from left to right. FSDP2 cuts what tensor parallel has cut before, though its axis is on the left:
+    a strided shard says so, and comes last.
+    """
+    plain, strided = [], []
+    placements: Any = tensor.placements
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial() or not hasattr(placement, "dim"):
+            raise _strange(tensor, "it is a part of a sum", "redistribute it to Replicate() or Shard()")
+        factor = getattr(placement, "split_factor", None)
+        if factor is None:
+            plain.append((axis, placement.dim))
+            continue
+        behind = 1
+        for later in range(axis + 1, len(placements)):
+            if getattr(placements[later], "dim", None) == placement.dim:
+                behind *= tensor.device_mesh.size(later)
+        if factor != behind:
+            raise _strange(tensor, "its parts are interleaved", "redistribute it to Shard()")
+        strided.append((axis, placement.dim))
+    return [*plain, *reversed(strided)]
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    found = mesh.get_coordinate()
+    if found is None:
+        raise CheckpointError("its mesh does not have this process", hint="call this on the ranks that hold it")
+    return list(found)
+
+
+def _strange(tensor: DTensor, what: str, hint: str = "save its .full_tensor()") -> CheckpointError:
+    placements = ", ".join(map(str, tensor.placements))
+    return CheckpointError(f"it is sharded as ({placements}), and {what}", hint=hint)
+
+
+class ShardGroup:
+    """The processes that hold one copy of the state: those of ``mesh``, of which this one is ``index`` of ``count``.
+
+    Along the dimension ``stages`` of the mesh they hold different tensors; those of others are on the meta device here.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stages: int | None = None) -> None:
+        self._numbers, self._stages = mesh.mesh, stages
+        self._coordinate = _coordinate(mesh)
+        self.count = self._numbers.numel()
+        self.index = 0
+        for size, position in zip(self._numbers.shape, self._coordinate, strict=True):
+            self.index = self.index * size + position
+        self._first_of: dict[DeviceMesh, bool] = {}
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Whether this place writes what it holds of ``tensor``."""
+        if not is_sharded(tensor) or not tensor.numel():
+            return self.index == 0
+        sharded: Any = tensor
+        coordinate, placements = _coordinate(sharded.device_mesh), sharded.placements
+        first = all(not coordinate[axis] for axis, each in enumerate(placements) if each.is_replicate())
+        return first and bool(local(tensor).numel()) and self._first(sharded.device_mesh)
+
+    def _first(self, mesh: DeviceMesh) -> bool:
+        """Whether ``mesh`` is the first of the like meshes that make up that of all places.
+
+        A tensor that is sharded over some of its dimensions is there once for each coordinate in the others.
+        """
+        if mesh not in self._first_of:
+            where = [(self._numbers == number).nonzero() for number in mesh.mesh.flatten()]
+            if not all(len(each) == 1 for each in where):
+                raise CheckpointError(
+                    "it is sharded over ranks that are no places of this checkpoint",
+                    hint="save with the mesh that the whole model is sharded over",
+                )
+            positions = [each[0].tolist() for each in where]
+            fixed = [axis for axis, seen in enumerate(zip(*positions, strict=True)) if len(set(seen)) == 1]
+            self._first_of[mesh] = not any(self._coordinate[axis] for axis in fixed if axis != self._stages)
+        return self._first_of[mesh]
+
+
+# ---- torch's tensors
+
+
+SLAB = 16 << 20
+"""Small tensors share memory up to this size: fresh memory in small portions costs a page fault every 4 KiB."""
+OWN_SLAB = 4 << 20
+"""From this size on a tensor has memory of its own."""
+_MEMORY_ALIGNMENT = 64
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile, activation checkpointing and FSDP put into the names of what is in a module that they wrap."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor as if no module were wrapped: the same before and after one was."""
+    for each in WRAPPERS:
+        name = name.replace(each, "")
+    return name
+
+
+@cache
+def _types() -> dict[torch.dtype, str]:
+    import torch
+
+    return {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.uint16: "U16",
+        torch.uint32: "U32",
+        torch.uint64: "U64",
+        torch.bool: "BOOL",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
+
+
+def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Why ``tensor`` cannot be saved and what to do about it, or None."""
+    import torch
+
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        hint = (
+            "save it with the places that hold it, or its .full_tensor()"
+            if is_sharded(tensor)
+            else "save the plain tensor that it stands for"
+        )
+        return f"it is a tensor of type {kind.__module__}.{kind.__qualname__}", hint
+    if tensor.layout is not torch.strided:
+        return f"it is a tensor of layout {tensor.layout}", "convert it with .to_dense()"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no data", "materialize it first"
+    if tensor.dtype not in _types() and tensor.dtype not in (torch.complex64, torch.complex128):
+        return f"its element type is {tensor.dtype}", "convert it to a common type, say torch.float32"
+    return None
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that show the same elements of the same memory in the same way."""
+    place = (str(tensor.device), tensor.data_ptr(), tensor.dtype)
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without history and lazy sign; complex numbers become a last dimension of two."""
+    import torch
+
+    resolved = tensor.detach()
+    if resolved.is_conj() or resolved.is_neg():
+        resolved = resolved.resolve_conj().resolve_neg()
+    return torch.view_as_real(resolved) if resolved.is_complex() else resolved
+
+
+def element_type(tensor: torch.Tensor) -> str:
+    """The name of the plain ``tensor``'s element type in a file."""
+    return _types()[tensor.dtype]
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of the plain ``tensor``: its own memory if possible, else a copy of this one tensor."""
+    import torch
+
+    try:
+        array = tensor.numpy()
+        if array.flags.c_contiguous:
+            return array.data.cast("B")
+    except (TypeError, RuntimeError, ValueError, BufferError):  # on a device, or of a type that numpy does not have
+        pass
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def source(tensor: torch.Tensor) -> memoryview | OnDevice:
+    """The bytes of the plain ``tensor``, left on a CUDA device if they are there."""
+    import torch
+
+    return OnDevice(tensor.contiguous().reshape(-1).view(torch.uint8)) if tensor.is_cuda else memory(tensor)
+
+
+def buffer(tensor: torch.Tensor) -> Any:
+    """The bytes of ``tensor`` in the order of its elements, as :func:`memory` gives them but sooner, in any shape."""
+    try:
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):  # on a device, with a history, or of a type that numpy does not have
+        return memory(plain(tensor))
+    return array if array.flags.c_contiguous else memory(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Fresh memory for consecutive tensors of a file, from byte ``begin`` of its data on."""
+
+    begin: int
+    tensors: tuple[TensorEntry, ...]
+    array: Any
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.array)
+
+
+def allocate(placed: Sequence[TensorEntry]) -> tuple[Slab, ...]:
+    """Memory for all of ``placed`` that has data, in file order without gaps."""
+    return tuple(Slab(group[0].begin, tuple(group), fresh(group[-1].end - group[0].begin)) for group in _groups(placed))
+
+
+def _groups(placed: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    group: list[TensorEntry] = []
+    for tensor in placed:
+        if not tensor.size:
+            continue
+        if group and (tensor.size >= OWN_SLAB or tensor.end - group[0].begin > SLAB):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def fresh(size: int) -> Any:
+    """Uninitialized bytes at an aligned address (numpy asks the kernel for huge pages; malloc does not)."""
+    import numpy as np
+
+    raw = np.empty(size + _MEMORY_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _MEMORY_ALIGNMENT
+    return raw[start : start + size]
+
+
+def arrays(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, Any]:
+    """The bytes of each tensor in ``slabs``, as numpy arrays of bytes that share their memory."""
+    found = {each.name: fresh(0) for each in placed if not each.size}
+    for slab in slabs:
+        found |= {each.name: slab.array[each.begin - slab.begin : each.end - slab.begin] for each in slab.tensors}
+    return found
+
+
+def fits(tensor: Any, stored: TensorEntry) -> bool:
+    """Whether ``stored`` can be read into ``tensor``: a tensor of its type and shape, whose elements are apart."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or problem_with(local(tensor)) is not None:
+        return False
+    held = local(tensor)
+    if tuple(tensor.shape) != stored.shape or _types().get(held.dtype) != stored.dtype:
+        return False
+    return all(stride or size < 2 for stride, size in zip(held.stride(), held.shape, strict=True))
+
+
+def new_like(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor without content, sharded and on the device as ``tensor`` is."""
+    import torch
+
+    dtypes = {name: each for each, name in _types().items()}
+    return torch.empty_like(tensor.detach(), dtype=dtypes[dtype])
+
+
+def without_data(placed: Iterable[TensorEntry], blobs: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of their types and shapes, on the meta device; zeros for those that stand for bytes."""
+    import torch
+
+    dtypes = {name: dtype for dtype, name in _types().items()}
+    return {
+        each.name: torch.empty(each.shape, dtype=dtypes[each.dtype], device="meta")
+        if each.name not in blobs
+        else torch.zeros(each.shape, dtype=torch.uint8)
+        for each in placed
+    }
+
+
+def build(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose data were read into ``slabs``; they share the slabs' memory."""
+    import torch
+
+    dtypes = {name: dtype for dtype, name in _types().items()}
+    data = arrays(placed, slabs)
+    return {
+        each.name: torch.from_numpy(data[each.name]).view(dtypes[each.dtype]).reshape(each.shape) for each in placed
+    }
+
+
+@contextmanager
+def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What to fill with the first values of ``parameter``: itself, or if it is a shard the whole, of which a part is
+    kept. Every rank draws the same numbers, from torch's generator."""
+    if not is_sharded(parameter):
+        yield parameter
+        return
+    import torch
+
+    filled = torch.empty(parameter.shape, dtype=parameter.dtype)
+    yield filled
+    shard: Any = parameter
+    offset, shape = box_of(shard)
+    for dimension, (first, length) in enumerate(zip(offset, shape, strict=True)):
+        filled = filled.narrow(dimension, first, length)
+    with torch.no_grad():
+        local(parameter).copy_(filled)

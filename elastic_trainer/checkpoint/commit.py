@@ -36,36 +36,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_trainer.checkpoint.codec import outline
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
+    CHUNK,
     MANIFEST_FILE,
     OFFER_FILE,
     RECORD_PREFIX,
     STATE_FILE,
+    Checksums,
     DamagedError,
+    FileImage,
+    FileRecord,
+    Image,
     InUseError,
     Kind,
+    Manifest,
     WriterIdentity,
     alive,
+    from_bytes,
     is_rescued,
     kind_of,
     parse_temporary,
+    pieces,
     place_of,
+    record,
+    seal,
     temporary_name,
     tensor_part,
     tensors_file,
     this_process,
-)
-from elastic_trainer.checkpoint.manifest import (
-    CHUNK,
-    Checksums,
-    FileImage,
-    FileRecord,
-    Image,
-    Manifest,
-    from_bytes,
-    pieces,
-    record,
-    seal,
     unseal,
 )
 from elastic_trainer.checkpoint.reading import read_headers, whole_tensors

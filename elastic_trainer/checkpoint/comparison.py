@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from elastic_trainer.checkpoint.codec import Leaf, outline
+from elastic_trainer.checkpoint.codec import ELEMENT_SIZE, Leaf, TensorEntry, outline
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.reading import read_headers, read_in_turn, read_skeleton, whole_tensors
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, TensorEntry
 
 FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "best")
 """The fields of a manifest that describe a state, except metrics, fields and versions."""

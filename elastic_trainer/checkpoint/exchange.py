@@ -32,16 +32,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic_trainer.checkpoint import codec, reading, tensors
-from elastic_trainer.checkpoint.codec import Leaf
+from elastic_trainer.checkpoint import codec, reading
+from elastic_trainer.checkpoint.codec import Leaf, TensorEntry
 from elastic_trainer.checkpoint.commit import Owner
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.checkpoint.manager import CheckpointManager, SaveInfo
-from elastic_trainer.checkpoint.manifest import FileImage, Image, Manifest, from_bytes
+from elastic_trainer.checkpoint.manifest import (
+    STATE_FILE,
+    TENSORS_FILE,
+    DamagedError,
+    FileImage,
+    Image,
+    Manifest,
+    from_bytes,
+)
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.checkpoint.storage.posix import beside, sync
-from elastic_trainer.checkpoint.tensors import TensorEntry
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -207,7 +213,7 @@ def _groups(kept: Mapping[str, TensorEntry], most: int) -> list[dict[str, Tensor
 def _write_weights(
     source: CheckpointSource, kept: Mapping[str, TensorEntry], path: Path, notes: Mapping[str, str]
 ) -> None:
-    placed = tensors.lay_out([TensorEntry(name, each.dtype, each.shape) for name, each in kept.items()])
+    placed = codec.lay_out([TensorEntry(name, each.dtype, each.shape) for name, each in kept.items()])
     arrays = reading.read_in_turn(source.storage, source.manifest, [kept[each.name] for each in placed])
     write_tensors(path, placed, (data for _, data in arrays), notes)
 
@@ -215,7 +221,7 @@ def _write_weights(
 def write_tensors(path: Path, placed: Sequence[TensorEntry], data: Iterable[Any], notes: Mapping[str, str]) -> None:
     """Write a safetensors file of ``placed``, whose bytes ``data`` yields in order."""
     with path.open("wb") as file:
-        file.write(tensors.file_header(placed, notes))
+        file.write(codec.file_header(placed, notes))
         for each in data:
             file.write(memoryview(each))
 
@@ -236,7 +242,7 @@ def _part(source: CheckpointSource, part: str | None) -> Any:
     leaves = codec.outline(skeleton, source.where)
     wanted = leaves if part is None else _of_part(leaves, part, source.where)
     names = {leaf.tensor for leaf in wanted.values()}
-    loaded = tensors.build(*reading.read_tensors(source.storage, source.manifest, names.__contains__))
+    loaded = codec.build(*reading.read_tensors(source.storage, source.manifest, names.__contains__))
     state: Any = codec.decode(skeleton, _Partly(loaded), source.where)
     for key in trail:
         state = state[key]
@@ -390,13 +396,13 @@ def _mapped(source: Path) -> memoryview:
 
 def _header(source: Path, data: memoryview) -> tuple[tuple[TensorEntry, ...], Mapping[str, Any], int]:
     begin = 8 + int.from_bytes(data[:8], "little")
-    if begin > min(len(data), tensors.LONGEST_HEADER):
+    if begin > min(len(data), codec.LONGEST_HEADER):
         raise ConfigError(f"{source} is not a safetensors file, or is cut off", hint="fetch it again")
     head = bytes(data[:begin])
     try:
         return (
-            tensors.parse_header(head, len(data) - begin, str(source)),
-            tensors.header_notes(head, str(source)),
+            codec.parse_header(head, len(data) - begin, str(source)),
+            codec.header_notes(head, str(source)),
             begin,
         )
     except DamagedError as error:
@@ -415,10 +421,10 @@ def _restored(source: Path, storage: Storage, placed: tuple[TensorEntry, ...], n
         raise ConfigError(f"{source}: its description of the state is invalid", hint="export again") from error
     if wanted != {each.name for each in placed}:
         raise ConfigError(f"{source} does not hold the tensors of the state it describes", hint="export it again")
-    again = tensors.lay_out(placed)
+    again = codec.lay_out(placed)
     where = {each.name: each for each in placed}
     body = [data[where[each.name].begin : where[each.name].end] for each in again if each.size]
-    file = FileImage(TENSORS_FILE, tensors.file_header(again), sum(map(len, body)), lambda: iter(body))
+    file = FileImage(TENSORS_FILE, codec.file_header(again), sum(map(len, body)), lambda: iter(body))
     image = Image((file, from_bytes(STATE_FILE, skeleton)))
     return _committed(storage, run, info, lambda manager: image, len(placed))
 
@@ -491,7 +497,7 @@ def _tensors(
     named, stripped = _stripped(weights)
     kept, aliases = _distinct(source, named)
     found = {
-        name: (TensorEntry(name, tensors.element_type(each), tuple(each.shape)), tensors.memory(each))
+        name: (TensorEntry(name, codec.element_type(each), tuple(each.shape)), codec.memory(each))
         for name, each in kept.items()
     }
     return _weights(source, storage, found, aliases, stripped, left_out, force=force)
@@ -552,14 +558,14 @@ def _distinct(source: Path, found: Mapping[str, Any]) -> tuple[dict[str, Any], d
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
     for name, tensor in found.items():
-        problem = tensors.problem_with(tensor)
+        problem = codec.problem_with(tensor)
         if problem is None and tensor.is_complex():
             problem = "its numbers are complex", "split it by torch.view_as_real()"
         if problem is not None:
             raise ConfigError(f"tensor {name!r} of {source} cannot be saved: {problem[0]}", hint=problem[1])
-        first = names.setdefault(tensors.identity(tensor), name) if tensor.numel() else name
+        first = names.setdefault(codec.identity(tensor), name) if tensor.numel() else name
         if first == name:
-            kept[name] = tensors.plain(tensor)
+            kept[name] = codec.plain(tensor)
         else:
             aliases[name] = first
     return kept, aliases
@@ -567,8 +573,8 @@ def _distinct(source: Path, found: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 def _stripped(found: Mapping[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:
     """Without what wrappers put into names, wherever, and into all of them; and what was removed."""
-    taken = [each for each in tensors.WRAPPERS if any(each in name for name in found)]
-    result = {tensors.plain_name(name): each for name, each in found.items()}
+    taken = [each for each in codec.WRAPPERS if any(each in name for name in found)]
+    result = {codec.plain_name(name): each for name, each in found.items()}
     if len(result) < len(found):
         result, taken = dict(found), []  # names of two models
     while result and all(name.startswith(PARALLEL) for name in result):
@@ -593,7 +599,7 @@ def _weights(
         )
     stem = source.resolve().name if source.is_dir() else source.stem
     goal = Path(storage.location) / f"{stem}.safetensors"
-    placed = tensors.lay_out([each for each, _ in found.values()])
+    placed = codec.lay_out([each for each, _ in found.values()])
     with replaced(goal, force=force) as temporary:
         write_tensors(temporary, placed, (found[each.name][1] for each in placed), notes)
     return Brought(str(goal), len(placed), sum(each.size for each in placed), left_out=left_out, stripped=stripped)

@@ -14,6 +14,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,14 +31,17 @@ from elastic_trainer.checkpoint.commit import (
     require_space,
     write_share,
 )
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
     CheckpointName,
     DamagedError,
     GoneError,
+    Image,
     Kind,
+    Manifest,
     UnreadableError,
     WriterIdentity,
     alive,
+    checked_fields,
     kind_of,
     parse_checkpoint,
     parse_temporary,
@@ -46,8 +50,6 @@ from elastic_trainer.checkpoint.layout import (
     this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.manifest import Image, Manifest, checked_fields
-from elastic_trainer.checkpoint.memory import StateSnapshot
 from elastic_trainer.checkpoint.reading import (
     LOAD_NEW,
     CheckpointFiles,
@@ -442,7 +444,10 @@ class CheckpointManager:
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
-            self._make_room(image.size)  # before the claim, which writes a file too
+            try:
+                require_space(self._storage, image.size)  # before the claim, which writes a file too
+            except StorageError:
+                self.sweep()  # leftovers of dead writers may hold the space that is missing
             if self._claim is not None:
                 self._claim.take()
             complete = commit(self._storage, image, draft, stop, self._clock)
@@ -450,7 +455,10 @@ class CheckpointManager:
             self._failed(draft, error)
             raise
         saved = Entry(complete.name, f"{self._storage.location}/{complete.name}", complete)
-        result = Committed(saved, complete.size, self._clock.monotonic() - began, self._free_bytes())
+        free_bytes = None
+        with suppress(StorageError):
+            free_bytes = self._storage.free_bytes()
+        result = Committed(saved, complete.size, self._clock.monotonic() - began, free_bytes)
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
@@ -483,19 +491,6 @@ class CheckpointManager:
             versions=_versions(),
             files=(),
         )
-
-    def _make_room(self, size: int) -> None:
-        """Leftovers of dead writers may hold the space that is missing."""
-        try:
-            require_space(self._storage, size)
-        except StorageError:
-            self.sweep()
-
-    def _free_bytes(self) -> int | None:
-        try:
-            return self._storage.free_bytes()
-        except StorageError:
-            return None
 
     def _retain(self, just_saved: str) -> None:
         try:
@@ -591,17 +586,6 @@ class CheckpointManager:
         state = read_state(files, manifest, live)
         self.loaded(manifest, self._clock.monotonic() - began)
         return Loaded(state, manifest)
-
-    def load_snapshot(
-        self, snapshot: StateSnapshot, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None
-    ) -> Loaded:
-        """The state that a process of this job has left in memory; DamagedError, with no live tensor changed, if it is
-        damaged.
-        """
-        files = checked(snapshot, check)
-        if live is not LOAD_NEW and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads
-            verify(files, snapshot.manifest)  # there need not be another state that could be read over this one
-        return Loaded(read_state(files, snapshot.manifest, live), snapshot.manifest)
 
     def loaded(self, manifest: Manifest, duration_s: float, **values: Any) -> None:
         """Report that it was read in ``duration_s`` seconds."""

@@ -39,8 +39,19 @@ from typing import Any, Protocol
 
 import xxhash
 
-from elastic_trainer.checkpoint.layout import DamagedError, parse_checkpoint, place_of
-from elastic_trainer.checkpoint.manifest import PIECE, FileImage, FileRecord, Image, Manifest, OnDevice, seal, unseal
+from elastic_trainer.checkpoint.manifest import (
+    PIECE,
+    DamagedError,
+    FileImage,
+    FileRecord,
+    Image,
+    Manifest,
+    OnDevice,
+    parse_checkpoint,
+    place_of,
+    seal,
+    unseal,
+)
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
@@ -563,13 +574,10 @@ def whole_states(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
         parts = groups.setdefault((each.order, each.location, each.job, count), {})
         parts[place] = each
         if len(parts) == count:
-            yield _merged(tuple(parts[number] for number in range(count)))
-
-
-def _merged(parts: tuple[StateSnapshot, ...]) -> StateSnapshot:
-    first = parts[0]
-    manifest = first.manifest.with_files(tuple(record for part in parts for record in part.manifest.files))
-    return StateSnapshot(first.memory, manifest, first.location, first.job, first.stored, parts)
+            copies = tuple(parts[number] for number in range(count))
+            first, files = copies[0], tuple(record for part in copies for record in part.manifest.files)
+            manifest = first.manifest.with_files(files)
+            yield StateSnapshot(first.memory, manifest, first.location, first.job, first.stored, copies)
 
 
 def file_begins(sizes: Sequence[int]) -> list[int]:

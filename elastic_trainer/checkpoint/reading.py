@@ -23,19 +23,21 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import xxhash
 
-from elastic_trainer.checkpoint import codec, tensors
-from elastic_trainer.checkpoint.codec import Leaf
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint import codec
+from elastic_trainer.checkpoint.codec import ELEMENT_SIZE, Leaf, Slab, TensorEntry, TensorSlice, assemble, slices_of
+from elastic_trainer.checkpoint.manifest import (
     MANIFEST_FILE,
+    PIECE,
     STATE_FILE,
     TENSORS_FILE,
     DamagedError,
+    FileRecord,
     GoneError,
+    Manifest,
     UnreadableError,
+    unseal,
 )
-from elastic_trainer.checkpoint.manifest import PIECE, FileRecord, Manifest, unseal
 from elastic_trainer.checkpoint.storage import ByteSource
-from elastic_trainer.checkpoint.tensors import ELEMENT_SIZE, Slab, TensorEntry, TensorSlice, assemble, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -74,18 +76,18 @@ class LoadInto:
 
     def _at(self, path: StatePath, stored: TensorEntry) -> torch.Tensor | None:
         there = _value_at(self.state, path)
-        if tensors.is_elsewhere(there) and tuple(there.shape) == stored.shape:
+        if codec.is_elsewhere(there) and tuple(there.shape) == stored.shape:
             absent: torch.Tensor = there
             return absent
-        if tensors.fits(there, stored):
+        if codec.fits(there, stored):
             tensor: torch.Tensor = there
             return tensor
         model = self.like.get(path[:-1])
         if model is None or tuple(model.shape) != stored.shape:
             return None
-        if not tensors.is_sharded(model) and not tensors.is_elsewhere(model):
+        if not codec.is_sharded(model) and not codec.is_elsewhere(model):
             return None
-        return tensors.new_like(model, stored.dtype)
+        return codec.new_like(model, stored.dtype)
 
 
 LOAD_NEW = LoadInto()
@@ -162,7 +164,7 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: LoadInto = LO
     """
     if live is LOAD_NEW:
         skeleton = read_skeleton(storage, manifest)
-        loaded = tensors.build(*read_tensors(storage, manifest))
+        loaded = codec.build(*read_tensors(storage, manifest))
         return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
     filling = Filling(read_outline(storage, manifest), live)
     fill(storage, manifest.name, filling)
@@ -203,8 +205,8 @@ class Filling:
         found = whole_tensors(self.files, outline.manifest)
         self._held: Mapping[str, Any] = {} if live is LOAD_NEW else self._chosen(found, live)
         fresh = [each for each in found if each.name not in self._held]
-        self._fresh = tensors.lay_out(fresh) if self._held else found
-        self._slabs = tensors.allocate(self._fresh)
+        self._fresh = codec.lay_out(fresh) if self._held else found
+        self._slabs = codec.allocate(self._fresh)
         self._targets: Mapping[str, ReadTarget] = {}
         if self._held or not self.files[0].alone:
             held = {name: target_of(each) for name, each in self._held.items() if not each.is_meta}
@@ -214,7 +216,7 @@ class Filling:
         """Those of the ``live`` tensors into which ``found`` ones are read."""
         leaves = codec.outline(self._skeleton, self._where)
         blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
-        fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
+        fits = live.fits(codec.decode(self._skeleton, codec.without_data(found, blobs), self._where))
         return live.chosen(leaves, found) if fits else {}
 
     def reads(self, file: TensorFile) -> Iterator[tuple[Sequence[FileRange], Sequence[StagedCopy]]]:
@@ -236,7 +238,7 @@ class Filling:
 
     def state(self) -> dict[str, Any]:
         """The state, after all data have arrived."""
-        loaded = {**tensors.build(self._fresh, self._slabs), **self._held}
+        loaded = {**codec.build(self._fresh, self._slabs), **self._held}
         return codec.decode(self._skeleton, loaded, self._where)
 
 
@@ -286,8 +288,8 @@ def read_tensors(
     files = read_headers(storage, manifest)
     found = whole_tensors(files, manifest)
     if wanted is not None:
-        found = tensors.lay_out([each for each in found if wanted(each.name)])
-    slabs = tensors.allocate(found)
+        found = codec.lay_out([each for each in found if wanted(each.name)])
+    slabs = codec.allocate(found)
     targets: Mapping[str, ReadTarget] | None = None
     for file in files:
         if wanted is None and file.alone:
@@ -327,7 +329,7 @@ def read_in_turn(
             size += wanted[end].size
             end += 1
         names = {each.name for each in wanted[start:end]}
-        found = tensors.arrays(*read_tensors(storage, manifest, names.__contains__))
+        found = codec.arrays(*read_tensors(storage, manifest, names.__contains__))
         for each in wanted[start:end]:
             yield each, found[each.name]
         start = end
@@ -365,8 +367,8 @@ def _read_head(storage: CheckpointFiles, name: str, record: FileRecord) -> bytea
 
 def _parsed(name: str, record: FileRecord, head: bytes | bytearray) -> TensorFile:
     where = f"checkpoint {name}: {record.name}"
-    placed = tensors.parse_header(head, record.size - record.head_size, where)
-    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensors.header_notes(head, where), where)
+    placed = codec.parse_header(head, record.size - record.head_size, where)
+    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else codec.header_notes(head, where), where)
 
 
 def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[FileRange]) -> None:
@@ -605,8 +607,8 @@ def target_of(tensor: torch.Tensor) -> ReadTarget:
     """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
     import torch
 
-    offset = tensors.box_of(cast("Any", tensor))[0] if tensors.is_sharded(tensor) else (0,) * tensor.dim()
-    held = tensors.local(tensor)
+    offset = codec.box_of(cast("Any", tensor))[0] if codec.is_sharded(tensor) else (0,) * tensor.dim()
+    held = codec.local(tensor)
 
     def put(box: tuple[slice, ...], data: Any) -> None:
         with torch.no_grad():

@@ -33,13 +33,13 @@ from elastic_trainer.checkpoint import (
     Transition,
     exchange,
 )
+from elastic_trainer.checkpoint.codec import TensorEntry
 from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, compare
 from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, Brought, CheckpointSource, bring
-from elastic_trainer.checkpoint.layout import DamagedError, InUseError, UnreadableError
 from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
+from elastic_trainer.checkpoint.manifest import DamagedError, InUseError, UnreadableError
 from elastic_trainer.checkpoint.reading import read_headers, verify, whole_tensors
 from elastic_trainer.checkpoint.storage import ByteSource, Storage, open_storage
-from elastic_trainer.checkpoint.tensors import TensorEntry
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import PROGRAM, add_actions, at_least, console, seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause

@@ -29,7 +29,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from elastic_trainer import torch_internals
 from elastic_trainer.data.plan import Course, EpochPlan, GlobalBatch, Ids, Piece, SampleRequest, asked, spanning
-from elastic_trainer.data.seeds import key, seed_host, undisturbed
+from elastic_trainer.data.seeds import LOADER, key, seed_host, undisturbed
 from elastic_trainer.data.sources import Streams, Tally, limit, plain_tensors
 from elastic_trainer.data.workers import (
     Collate,
@@ -288,8 +288,6 @@ class Sampler:
         )
 
 
-_LOADER: int = 7
-"""Purpose of random numbers, beside those in ``data.seeds``."""
 _DIED = "DataLoader worker"
 """How torch's message about a dead process of a DataLoader begins."""
 _BEGUN: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -372,7 +370,7 @@ class LoaderSource:
         self, loader: DataLoader[Any], sampler: SessionSampler, dataset: Any, seed: int, device: torch.device
     ) -> None:
         self._loader, self._dataset, self._device = weakref.ref(loader), dataset, device
-        self._seed = key(_LOADER, seed)
+        self._seed = key(LOADER, seed)
         self._upcoming = Upcoming()
         self._future: Callable[[SampleRequest], Iterator[SampleRequest]] = lambda request: iter([request])
         self._iterator: Iterator[Any] | None = None

@@ -1,6 +1,8 @@
-"""Random numbers of a sample, keyed by (seed, epoch, sample number): its augmentation is the same wherever it is drawn.
+"""Random numbers of a sample and of a micro-batch, by keys: they are the same wherever and whenever they are drawn.
 
-So it does not depend on the number of ranks, on what was drawn before it, or on the process that draws it.
+A sample's augmentation is keyed by (seed, epoch, sample number), what a micro-batch draws by (seed, epoch, position of
+its first sample in the epoch), steps without a batch of the session's by (seed, step, rank). So a resumed step draws
+what the lost one drew, at any number of ranks, and no rank's generator state needs saving.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import numpy as np
 import torch
 
 _MASK: Final = (1 << 64) - 1
-_AUGMENT: Final = 5
-_COLLATE: Final = 6
-"""Purposes, different from those in ``worker.state.rng``: each has a stream of its own."""
+START, STEP, SAMPLE, LOADER = 1, 2, 4, 7
+_AUGMENT, _COLLATE = 5, 6
+"""Purposes: each has a stream of its own."""
 
 
 def key(*parts: int, start: int = 0) -> int:
@@ -63,6 +65,25 @@ def seed_host(value: int) -> None:
     _python(value)
     _numpy(value)
     _torch(value)
+
+
+_ON_DEVICE: Final[dict[str, Callable[[int], None]]] = {
+    "cuda": lambda value: torch.cuda.manual_seed(value),
+    "mps": lambda value: torch.mps.manual_seed(value & 0x7FFFFFFF),
+}
+
+
+def seeder(device: torch.device) -> Callable[[int], None]:
+    """What seeds python's, numpy's and torch's generators of this process and ``device``."""
+    on_device = _ON_DEVICE.get(device.type)
+    if on_device is None:
+        return seed_host
+
+    def seed(value: int) -> None:
+        seed_host(value)
+        on_device(value)
+
+    return seed
 
 
 class SampleSeeds:

@@ -44,6 +44,7 @@ from elastic_trainer.data.plan import Place, SampleRequest
 from elastic_trainer.data.seeds import SEEDED, SampleSeeds
 from elastic_trainer.data.sources import Missing, StreamEndedError, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import ConfigError, DataError, DataWorkerError
+from elastic_trainer.ipc.gloo import open_sockets
 from elastic_trainer.telemetry.logs import logger
 
 
@@ -92,7 +93,6 @@ def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return data
 
 
-_DESCRIPTORS = "/proc/self/fd"
 _STANDARD = 2
 PR_SET_PDEATHSIG = 1
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -146,23 +146,6 @@ def end_with(parent: int) -> None:
                 os.kill(parent, 0)
             except ProcessLookupError:
                 os._exit(1)
-
-
-def open_sockets() -> dict[int, str]:
-    """Descriptor number and kernel name (with the inode) of each socket of this process; empty off Linux."""
-    found: dict[int, str] = {}
-    try:
-        names = os.listdir(_DESCRIPTORS)
-    except OSError:
-        return found
-    for name in names:
-        try:
-            target = os.readlink(f"{_DESCRIPTORS}/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found[int(name)] = target
-    return found
 
 
 def let_go(numbers: Collection[int]) -> None:

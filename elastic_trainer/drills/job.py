@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_trainer.checkpoint import Event
-from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.clock import pause
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction

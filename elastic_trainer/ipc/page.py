@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -151,6 +152,12 @@ class Reading:
 
     def still_s(self, now: float) -> float:
         return max(0.0, now - self.pulse.moved_at)
+
+
+def observed(name: str, value: float, buckets: tuple[float, ...]) -> dict[str, float]:
+    """The counts by which the notes show ``value`` in the histogram ``name`` (its buckets are not cumulative)."""
+    bound = next((each for each in buckets if value <= each), math.inf)
+    return {f"{name}.le.{bound:g}": 1.0, f"{name}.sum": value, f"{name}.count": 1.0}
 
 
 def start_of(pid: int | str) -> int | None:

@@ -11,7 +11,6 @@ in the tables of ``elastic-trainer status`` and the status page. To add one, dec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -268,9 +267,3 @@ FAMILIES: Final = (
     *(each for each in list(globals().values()) if isinstance(each, Family) and each not in _OF_RANKS),
 )
 """All metrics."""
-
-
-def observed(name: str, value: float, buckets: tuple[float, ...]) -> dict[str, float]:
-    """The increments of the histogram ``name`` for an observed ``value`` (its buckets are not cumulative)."""
-    bound = next((each for each in buckets if value <= each), math.inf)
-    return {f"{name}.le.{bound:g}": 1.0, f"{name}.sum": value, f"{name}.count": 1.0}

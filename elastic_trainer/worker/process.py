@@ -1,34 +1,42 @@
 """A process that trains, from the opening of its session to its end: its resources and their release, and how it meets
 the others, once for its life or in rounds led by its node's agent.
 
-*Runs in* the main thread of a worker process. *Owns* the signal handlers, the metrics endpoint, the page, the agent
-link and the sockets of the groups.
+*Runs in* the main thread of a worker process. *Owns* the signal handlers, the fork hooks, the metrics endpoint, the
+page, the agent link and the sockets of the groups.
 *Fails by* ConfigError for mistakes in the script or the environment, TransientError when the ranks cannot meet,
 StorageError for a directory that cannot be written at the start; what was opened before is closed then.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
 
 from elastic_trainer import settings
 from elastic_trainer.data.workers import let_go
+from elastic_trainer.ipc.gloo import Sockets
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker import forks
-from elastic_trainer.worker.agent_link import ChannelLink
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, Sockets
+from elastic_trainer.worker.comm.control import InterruptibleWaits
 from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
-from elastic_trainer.worker.recovery import InPlaceRecovery, Recovery
+from elastic_trainer.worker.recovery import ChannelLink, InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.engine import Boundaries, RankContext, WorkerContext
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
-from elastic_trainer.worker.steps.training import Training, Wrapped
+from elastic_trainer.worker.steps.training import Training
 
 
 class StaticRendezvous:
@@ -36,6 +44,8 @@ class StaticRendezvous:
 
     report = None
     """There is no agent."""
+    recovery = Recovery
+    """What carries a training across rounds."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
         self._formation = place_in(environment)
@@ -71,9 +81,6 @@ class StaticRendezvous:
         context.arrive(group)
         context.rank_context = RankContext(group, Boundaries(group.control, context))
         check_storage(context.manager, group.control, context.environment)
-
-    def recovery(self, training: Training) -> Recovery:
-        return Recovery(training)
 
 
 class ElasticRendezvous:
@@ -126,6 +133,7 @@ class Process:
                 else StaticRendezvous(environment, limit_s)
             )
             undo.callback(self._rendezvous.close, "failed")
+            self.recovery: Callable[[Training], Recovery] = self._rendezvous.recovery
             asked = placement.take(options.device, environment.local_rank, self._rendezvous.world_size, group.backend)
             signals = Signals(
                 self._patience_s,
@@ -151,9 +159,6 @@ class Process:
     def meet(self) -> None:
         self._rendezvous.meet(self.context)
 
-    def training(self, wrapped: Wrapped) -> Training:
-        return Training(self.context, wrapped, self._rendezvous.recovery)
-
     def _patience_s(self) -> float:
         """Slow steps take longer to agree."""
         context = self.context.rank_context
@@ -169,7 +174,7 @@ class Process:
             held += self._endpoint.descriptors()
         let_go([number for number in held if number >= 0])
         context.tracker.disown()
-        forks.keep(self)
+        keep(self)
 
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
@@ -182,3 +187,68 @@ class Process:
         self.context.tracker.close()
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+# ---- children that the script forks
+#
+# They are no part of the training: the session belongs to the process that opened it. A forked child inherits signal
+# handlers and the wakeup descriptor, so its SIGTERM would reach the parent. It inherits connections, so peers would not
+# notice the parent's death while the child lives. And the destructors of the parent's groups wait for threads that a
+# child does not have. So signals to the child wait until its hook is done, then act as in a process without a session.
+
+
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_DISOWN: list[Callable[[], None]] = []
+"""Called in a child for each open session."""
+_registered = threading.Event()
+
+
+class _Mask(threading.local):
+    """The signals that a thread had blocked before it began to fork; None otherwise."""
+
+    before: set[Any] | None = None
+
+
+_mask = _Mask()
+
+
+def watch_forks(disown: Callable[[], None]) -> None:
+    """Call ``disown()`` first in each child from now on."""
+    if not _registered.is_set():
+        _registered.set()
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_begin_child)
+    _DISOWN.append(disown)
+
+
+def leave_forks(disown: Callable[[], None]) -> None:
+    """Stop doing that."""
+    if disown in _DISOWN:
+        _DISOWN.remove(disown)
+
+
+def keep(value: object) -> None:
+    """Never destroy ``value``, not even at interpreter exit."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def _before_fork() -> None:
+    if _DISOWN:
+        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+
+
+def _after_fork() -> None:
+    before, _mask.before = _mask.before, None
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_child() -> None:
+    try:
+        if _DISOWN:
+            gc.freeze()  # the child never collects the parent's objects
+            keep(dist.group.WORLD)
+        for disown in _DISOWN:
+            disown()
+        _DISOWN.clear()
+    finally:
+        _after_fork()

@@ -28,10 +28,20 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import ConfigError, StorageError
-from elastic_trainer.ipc.page import NUMBERS, PHASES, SIGNAL, Heartbeat, PageReader, PageWriter, Reading, start_of
+from elastic_trainer.ipc.page import (
+    NUMBERS,
+    PHASES,
+    SIGNAL,
+    Heartbeat,
+    PageReader,
+    PageWriter,
+    Reading,
+    observed,
+    start_of,
+)
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.telemetry.families import SAVE_BUCKETS, observed
+from elastic_trainer.telemetry.families import SAVE_BUCKETS
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
 

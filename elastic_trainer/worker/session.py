@@ -21,11 +21,11 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 import torch
@@ -36,29 +36,41 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings, torch_internals
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
+from elastic_trainer.data import seeds
 from elastic_trainer.data.plan import EpochPlan, LrRule
-from elastic_trainer.data.sampler import Batch, Collate, LoaderSource, SessionSampler
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher, LoaderSource, SessionSampler
 from elastic_trainer.data.sources import Streams, checked_length, is_stream
 from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker import alone, collectives, forks
-from elastic_trainer.worker.collectives import Collectives
-from elastic_trainer.worker.comm.abort import is_collective_failure
-from elastic_trainer.worker.comm.control import JSON, TENSOR, Purpose
+from elastic_trainer.worker import alone, evaluation
+from elastic_trainer.worker.comm import groups
+from elastic_trainer.worker.comm.control import (
+    JSON,
+    TENSOR,
+    Codec,
+    Control,
+    Purpose,
+    bytes_of,
+    is_collective_failure,
+    packed_tensor,
+    unpacked_tensor,
+)
 from elastic_trainer.worker.comm.groups import self_started
+from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape, nodes_of_job
 from elastic_trainer.worker.model.local import LocalSgd
-from elastic_trainer.worker.model.replica import Reduction, Use, WrappedModel, check_bare, refuse_ddp
+from elastic_trainer.worker.model.replica import DataPart, Reduction, Use, WrappedModel, check_bare, refuse_ddp
 from elastic_trainer.worker.model.several import together
-from elastic_trainer.worker.process import Process
+from elastic_trainer.worker.process import Process, keep, leave_forks, watch_forks
+from elastic_trainer.worker.state.restore import packed, unpacked
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
-from elastic_trainer.worker.steps.engine import ManualStep, Step, WorkerContext
-from elastic_trainer.worker.steps.meshes import Meshes
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
+from elastic_trainer.worker.steps.engine import BoundaryAction, ManualStep, Step, WorkerContext
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
+Result = TypeVar("Result")
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
 
@@ -118,7 +130,8 @@ class Session:
         """Whether this process was forked from the one that trains."""
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._meshes = Meshes()
+        self._layout: ShardLayout | None = None
+        """None without a device mesh."""
         self._driven: ManualStep | None = None
         """The last step that the script began itself."""
         self._show_ranks: Callable[[], None] | None = None
@@ -129,7 +142,7 @@ class Session:
         if not structlog.is_configured():
             logs.configure()
         self._process = process = Process(self._options, self.environment, self._position)
-        forks.watch(self._disown)
+        watch_forks(self._disown)
         torch_internals.check_before_ddp(lambda module: refuse_ddp(module) if _OPEN else None)
         try:
             process.meet()
@@ -157,7 +170,10 @@ class Session:
             error = None  # by sys.exit() a script says that it has done its work
         if error is None and not process.context.stopped:
             try:
-                self._all.finished(self._finish)
+                if self._training is None:
+                    self._finish()
+                else:
+                    self._training.recovery.repeated(self._finish, JSON)
             except BaseException as failed:
                 self._fail(process, failed)
                 raise
@@ -193,12 +209,12 @@ class Session:
         if self._process is not None:
             self._process.disown()
         if self._training is not None:
-            forks.keep(self._training)
+            keep(self._training)
             self._training.steps.disown()
         self._process, self._training, self._foreign = None, None, True
 
     def _close(self, process: Process, status: str) -> None:
-        forks.leave(self._disown)
+        leave_forks(self._disown)
         if self._show_ranks is not None:
             self._show_ranks()
         if self in _OPEN:
@@ -243,10 +259,6 @@ class Session:
     @property
     def _here(self) -> WorkerContext:
         return self._require_open().context
-
-    @property
-    def _all(self) -> Collectives:
-        return Collectives(self._here, self._training)
 
     @property
     def _trained(self) -> Training:
@@ -326,11 +338,30 @@ class Session:
         node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
         without replicas; not in place.
         """
-        return self._meshes.make(self._require_open().context, shape, mesh_dim_names, whole_job=whole_job)
+        context, environment = self._here, self.environment
+        if self._layout is not None:
+            raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
+        torch_internals.require(torch_internals.SHARDED)
+        size, launched, device = environment.local_world_size, environment.launched, context.placement.device
+        nodes = nodes_of_job(environment) if whole_job else environment.shard_nodes
+        sizes, names = checked_shape(shape, mesh_dim_names, size, nodes, launched=launched, whole_job=whole_job)
+        taken = environment.shard_place
+        node = environment.rank // size % nodes if taken is None else taken
+        self._layout = ShardLayout(device.type, sizes, names, node * size + environment.local_rank, size)
+        if device.type == "cuda":
+            torch_internals.seed_shards(self._options.seed, self._layout.mesh)
+        return self._layout.mesh
 
-    def parallelizing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def parallelizing(self) -> Iterator[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
-        return self._meshes.parallelizing(self._require_open().context)
+        device, layout = self._here.placement.device, self._layout
+        if layout is None:
+            raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
+        with layout.parallelizing():
+            yield
+        if device.type == "cpu":  # where DTensor gives shards no random numbers of their own
+            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.place))
 
     def wrap(
         self,
@@ -363,7 +394,7 @@ class Session:
         all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
         ``model`` that is computed in stages, or a list of several: see :mod:`elastic_trainer.worker.model.stages`.
         """
-        process, how = self._require_open(), one_of(Reduction, reduction, "reduction")
+        process, how = self._require_open(), settings.one_of(Reduction, reduction, "reduction")
         if self._training is not None:
             raise ConfigError(
                 "session.wrap() was called before", hint="wrap all models in one call: wrap({'name': model, ...}, ...)"
@@ -373,7 +404,8 @@ class Session:
             optimizer = OptimizerSet(optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer})
         check_bare(model)
         scheduler = SchedulerSet(scheduler) if isinstance(scheduler, Mapping) else scheduler
-        self._training = process.training(
+        self._training = Training(
+            process.context,
             Wrapped(
                 model,
                 optimizer,
@@ -384,11 +416,12 @@ class Session:
                 LocalSgd.of(how, sync_every, outer_lr, outer_momentum),
                 average,
                 ddp_options or {},
-                self._meshes.layout,
+                self._layout,
                 () if stage is None else tuple(stage) if isinstance(stage, Sequence) else (stage,),
                 self._user,
                 self._pending,
-            )
+            ),
+            process.recovery,
         )
         self._training.recovery.begin()
         if self._options.directory is None and self.environment.launched and self.is_rank0:
@@ -480,7 +513,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.recovery.change, one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.change, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -507,16 +540,28 @@ class Session:
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, everyone, position = self._trained.recovery.change, self._all, self._position
+        change, position = self._trained.recovery.change, self._position
 
         def changed() -> bool:
             if change():
                 return True
             if streams.due(position.step):
-                everyone.exchange(streams)
+                self._exchange(streams)
             return False
 
         return changed
+
+    def _exchange(self, streams: Streams) -> None:
+        """All ranks know the states of all ``streams`` behind the last step."""
+        context, position = self._here, self._position
+
+        def attempt() -> dict[str, Any]:
+            control = context.present.control
+            with control.agreed():
+                mine = packed(streams.mine(position.cursor.samples))
+            return {"ranks": [unpacked(each) for each in control.gather_bytes(mine)]}
+
+        streams.exchanged(position.step, self._repeated(attempt, Codec(packed, unpacked))["ranks"])
 
     def sampler(
         self,
@@ -540,7 +585,7 @@ class Session:
                 f"{type(dataset).__name__} is a stream, whose samples have no numbers for a sampler",
                 hint="give it to session.batches(..., shuffle=False)",
             )
-        training, rule = self._trained, one_of(LrRule, lr_rule, "lr_rule")
+        training, rule = self._trained, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed, feed = checked_length(dataset), self._options.seed, self._here.feed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -596,26 +641,26 @@ class Session:
         In the body of :meth:`epochs`, behind its loop over batches, it closes the epoch: a life that resumes there
         begins with the next one. So make it the last thing in the body.
         """
-        return self._all.save(metrics, best=best, wait=best if wait is None else wait)
+        return self._trained.save(metrics, best=best, wait=best if wait is None else wait)
 
     def evaluate(
         self,
         model: nn.Module,
         dataset: Any,
         batch_size: int,
-        fn: collectives.Measure,
+        fn: evaluation.Measure,
         *,
         collate: Collate | None = None,
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.evaluate, measure=fn), JSON)
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
 
     def predict(
         self,
         model: nn.Module,
         dataset: Any,
         batch_size: int,
-        fn: collectives.Predict,
+        fn: evaluation.Predict,
         *,
         collate: Collate | None = None,
     ) -> torch.Tensor:
@@ -623,20 +668,91 @@ class Session:
 
         On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
         """
-        return self._all.evaluated(model, dataset, batch_size, collate, partial(collectives.predict, fn=fn), TENSOR)
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
+
+    def _evaluated(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate | None,
+        method: Callable[..., Result],
+        codec: Codec,
+    ) -> Result:
+        """``method(module, fetch, batch_size, control=..., turn=..., part=...)`` of the bare ``model``."""
+        context, training = self._here, self._training
+
+        def turn() -> None:
+            context.report()
+            context.tracker.moved()
+            boundaries = context.present.boundaries
+            if boundaries.cross() is BoundaryAction.STOP:
+                boundaries.stop()
+
+        def attempt() -> Result:
+            present, fetch = context.present, Fetcher(dataset, context.placement.device, collate)
+            context.tracker.change(Phase.EVALUATION)
+            present.control.sum(Purpose.EVALUATE)
+            module, part = model, DataPart(present.control.rank, present.control.world_size)
+            if training is not None:
+                average = training.state.average
+                module = training.replica.unwrap(model)
+                training.replica.align_buffers(present.control, None if average is None else average.module)
+                part = training.replica.part(present.control)
+            present.boundaries.begin_phase()
+            result = method(module, fetch, batch_size, control=present.control, turn=turn, part=part)
+            present.boundaries.begin_phase()
+            return result
+
+        lasting: AbstractContextManager[None] = nullcontext()
+        if training is not None:
+            training.refuse_inside("evaluate() or predict()")
+            lasting = training.recovery.evaluating()
+        with context.tracker.during(Phase.EVALUATION), lasting:
+            return self._repeated(attempt, codec)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""
-        return self._all.all_reduce(tensor)
+        context, training = self._here, self._training
+        if not context.present.group.formed or context.present.control.alone:
+            return tensor
+        if training is None or training.steps.inside or not training.recovery.led:
+            groups.all_reduce(context.present.control, tensor)  # a step that fails is repeated as a whole
+            return tensor
+        before = tensor.clone()
+
+        def attempt() -> torch.Tensor:
+            tensor.copy_(before)
+            if not context.present.control.alone:
+                groups.all_reduce(context.present.control, tensor)
+            return tensor
+
+        return self._repeated(attempt, bytes_of(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ``tensor`` of all ranks, by rank; shape (world_size, *shape), the same on all."""
-        return self._all.all_gather(tensor)
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        rows = self._shared(lambda control: torch.stack([unpacked_tensor(each) for each in control.gather_bytes(mine)]))
+        return rows.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Fill ``tensor`` with that of rank ``source``."""
-        return self._all.broadcast(tensor, source)
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        value = self._shared(lambda control: unpacked_tensor(control.broadcast_bytes(mine, source)))
+        with torch.no_grad():
+            return tensor.copy_(value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._all.barrier()
+        self._shared(lambda control: control.sum(Purpose.BARRIER), JSON)
+
+    def _shared(self, ask: Callable[[Control], Result], codec: Codec = TENSOR) -> Result:
+        """A step that fails is repeated as a whole, so inside one this is made once."""
+        context, training = self._here, self._training
+        if training is None or training.steps.inside:
+            return ask(context.present.control)
+        return training.repeated(lambda: ask(context.present.control), codec)
+
+    def _repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+        """In place: again after each round that ends in the middle of it, or the result of a peer that completed it."""
+        return attempt() if self._training is None else self._training.repeated(attempt, codec)

@@ -14,18 +14,21 @@ from fsspec import filesystem
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, commit, describe
 from elastic_trainer.checkpoint.commit import check_writable, temporary_entry, write_file
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manager import sweep
+from elastic_trainer.checkpoint.manifest import (
     MANIFEST_FILE,
     OFFER_FILE,
     CheckpointName,
+    Image,
+    from_bytes,
+    records,
     rescued_name,
+    seal,
     temporary_name,
     tensors_file,
     this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.manager import sweep
-from elastic_trainer.checkpoint.manifest import Image, from_bytes, records, seal
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.objects import PART_SIZE, FsspecBucket, ObjectStorage
 from elastic_trainer.checkpoint.storage.port import RequestLimits

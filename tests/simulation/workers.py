@@ -20,11 +20,10 @@ from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerE
 from elastic_trainer.ipc.channel import Exit, Formation, Leaving, Message, Over, Ping, Pong, Welcome
 from elastic_trainer.membership.documents import Identity
 from elastic_trainer.model import Cursor, Phase, StateIdentity
-from elastic_trainer.worker.agent_link import AgentLink
 from elastic_trainer.worker.comm.control import JSON, Control, Pending, Purpose
 from elastic_trainer.worker.comm.groups import Group, RankAssignment
-from elastic_trainer.worker.recovery import InPlaceRecovery, Recovery
-from elastic_trainer.worker.state.elect import elect
+from elastic_trainer.worker.recovery import AgentLink, InPlaceRecovery, Recovery
+from elastic_trainer.worker.state.restore import elect
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.engine import Consensus, Flags
 from tests.simulation.agents import Agent

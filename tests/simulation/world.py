@@ -19,7 +19,7 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Incarnation, RecoveryMode, StateIdentity
 from elastic_trainer.store.api import EventKind, WatchEvent
-from elastic_trainer.worker.state.elect import elect
+from elastic_trainer.worker.state.restore import elect
 from elastic_trainer.worker.state.training_state import Position
 from tests.simulation.agents import Agent
 from tests.simulation.etcd import Etcd

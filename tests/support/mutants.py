@@ -34,7 +34,7 @@ ROOMS = {
     "checkpoint/reading.py": "checkpoint",
     "checkpoint/manifest.py": "checkpoint",
     "checkpoint/retention.py": "checkpoint",
-    "checkpoint/tensors.py": "checkpoint",
+    "checkpoint/codec.py": "checkpoint",
     "preflight/judge.py": "preflight",
     "agent/health/node_health.py": "agent",
     "agent/workers/conductor.py": "agent",

@@ -24,7 +24,7 @@ from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.torch_internals import PARTS, SHARDED, TorchPart
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
+from elastic_trainer.worker.comm.control import InterruptibleWaits
 from elastic_trainer.worker.comm.lasting import LastingGroup, ShardLayout
 from tests.support.requirements import needs_torch
 

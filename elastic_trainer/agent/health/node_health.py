@@ -35,7 +35,7 @@ from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.ipc.page import SAVE_SUFFIX, Reading
+from elastic_trainer.ipc.page import SAVE_SUFFIX, Reading, observed
 from elastic_trainer.membership.documents import (
     DocumentError,
     Incident,
@@ -63,7 +63,7 @@ from elastic_trainer.store.api import (
     unchanged,
 )
 from elastic_trainer.store.untrusted import plain
-from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, RankGauges, observed
+from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, RankGauges
 from elastic_trainer.telemetry.logs import logger
 
 LOOKS_PER_LIMIT: Final = 8

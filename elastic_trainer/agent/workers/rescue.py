@@ -31,8 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
-from elastic_trainer.checkpoint.layout import rescued_name
-from elastic_trainer.checkpoint.manifest import PIECE
+from elastic_trainer.checkpoint.manifest import PIECE, rescued_name
 from elastic_trainer.checkpoint.memory import (
     DATA,
     KEPT_FREE,

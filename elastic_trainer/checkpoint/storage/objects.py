@@ -30,7 +30,7 @@ from datetime import datetime
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
     MANIFEST_FILE,
     OFFER_FILE,
     RECORD_PREFIX,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elastic_trainer.checkpoint.layout import OWNER_FILE
+from elastic_trainer.checkpoint.manifest import OWNER_FILE
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
 from elastic_trainer.errors import StorageError
 

@@ -1,32 +1,285 @@
-"""Encodes the results of calls for other ranks: JSON, and tensors with their dtype and shape."""
+"""The collectives of all ranks of a round: how they are made, waited for, and told from other errors when they fail.
+
+A collective ends in one of three ways. It completes. A peer is gone, or the round is over: then its wait ends at once,
+with RoundBrokenError. Or ranks have come to different places of the script, where each waits for the others for ever.
+
+*Runs in* the worker's main thread, and a thread for each round that looks for ranks elsewhere (:class:`Whereabouts`).
+*Owns* three keys of the round's store. *Fails by* RoundBrokenError; ConfigError for ranks that call different things.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from elastic_trainer import torch_internals
+from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import (
+    EXIT_CONFIG,
     CheckpointError,
     ConfigError,
     DataError,
     ElasticTrainerError,
     NonFiniteError,
     PermanentError,
+    RejoinError,
     RoundBrokenError,
     StorageError,
     TransientError,
 )
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, ThreadedWork
+from elastic_trainer.telemetry.logs import complain, final_message, logger
+from elastic_trainer.worker.report import HeartbeatReporter
+
+# ---- which errors are those of a collective
+#
+# gloo raises plain RuntimeErrors, and scripts may raise them with any text ("S3 GET: socket timeout"). So a session
+# marks its own collectives. Errors from elsewhere in a step (DistributedDataParallel, the script's own collectives)
+# count if they have a type of torch.distributed or name a line of gloo's source. Even then nothing is repeated until
+# the agent has confirmed that the round is over.
+
+
+_REMOTE = re.compile(r"remote=\[([^\]\s]+)\]")
+_PORT = re.compile(r"(remote=\[[^\]\s]+\]):\d+(?:\$\d+)?")
+_IN_GLOO = re.compile(r"gloo/\S*\.(?:cc|h):\d+\]")
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and what it was raised from or during."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def summary(error: BaseException) -> str:
+    """``error`` in a few words, without gloo's file names, advice, and the number of a pair that is gone."""
+    text = str(error).partition("\n")[0]
+    text = _PORT.sub(r"\1", re.sub(r"\[/[^\]]*\]\s*", "", text))
+    return text.partition(". This is")[0][:160]
+
+
+def tried(error: BaseException) -> str:
+    """The address that gloo could not connect to, as far as its message says; a hint, since that is no interface."""
+    found = (_REMOTE.search(str(each)) for each in chain(error))
+    return next((match[1] for match in found if match is not None), "")
+
+
+def trail(error: BaseException) -> list[str]:
+    """``error`` and its causes, each with the calls that it came through, outermost first: for the log."""
+    found = []
+    for each in chain(error):
+        codes = ((frame.f_code, line) for frame, line in walk_tb(each.__traceback__))
+        calls = " > ".join(f"{Path(code.co_filename).name}:{line} {code.co_name}" for code, line in codes)
+        found.append(f"{type(each).__name__}: {summary(each)} ({calls})")
+    return found
+
+
+@contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Turns any error of the body, which only peers can cause, into a RoundBrokenError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RoundBrokenError(f"a peer was lost ({what}: {summary(error)})") from error
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether ``error`` or one of its causes is a collective that lost a peer."""
+    return any(
+        isinstance(each, (RejoinError, TransientError, dist.DistError))
+        or (isinstance(each, RuntimeError) and _IN_GLOO.search(str(each)) is not None)
+        for each in chain(error)
+    )
+
+
+# ---- waits that the end of the round ends
+
+
+MOMENT_S = 0.02
+AWAITED_S = 30.0
+"""Seconds between log entries of a wait for storage."""
+_MOMENT = timedelta(seconds=MOMENT_S)
+_FEW = 64
+
+
+class Work(Protocol):
+    """The part of a ``torch.distributed`` operation that is used."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class ThreadedWork:
+    """An action, or a wait, in a separate thread: transfers, and the creation of a group.
+
+    gloo closes the connection when the wait for a transfer times out; other waits only check the clock. And the
+    creation of a group cannot be interrupted while it waits for a peer to connect.
+
+    ``brief``: the interpreter waits for the thread at exit, since C++ aborts if it returns to Python later.
+    """
+
+    def __init__(self, act: Callable[[], object], *, brief: bool = False) -> None:
+        self._act = act
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.result: Any = None
+        threading.Thread(target=self._run, name="threaded-work", daemon=not brief).start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._act()
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: the waiting thread raises it
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """RuntimeError if it failed, or has not ended after ``timeout``."""
+        if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
+            raise RuntimeError("the operation is still in progress")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+@contextmanager
+def storage_awaited() -> Iterator[None]:
+    """While the body waits for storage, log it every ``AWAITED_S`` seconds: no other process may notice."""
+    began, over = SYSTEM.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(AWAITED_S):
+            waited_s = round(SYSTEM.monotonic() - began, 1)
+            logger().warning("storage.awaited", waited_s=waited_s, effect="this process continues when storage answers")
+
+    threading.Thread(target=copy_context().run, args=(say,), name="storage-awaited", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+class InterruptibleWaits:
+    """Waits for the works of one round. ``interruptible`` False: not split (the process has only one round).
+
+    ``tracker`` notes when this process waits for others.
+    """
+
+    def __init__(self, tracker: HeartbeatReporter | None = None, *, interruptible: bool = False) -> None:
+        self._tracker, self._interruptible = tracker, interruptible
+        self.over = threading.Event()
+        """Set when the round is over."""
+        self._why = ""
+        self._open: dict[int, Work] = {}
+        self._most = _FEW
+        self._aborts: list[Callable[[], object]] = []
+
+    def begun(self, work: Work) -> Work:
+        """It is kept until it was waited for; one that nobody waits for, until some time after it has completed."""
+        if len(self._open) >= self._most:
+            for each in list(self._open.values()):
+                if each.is_completed():
+                    self.ended(each)
+            self._most = max(_FEW, 2 * len(self._open))
+        self._open[id(work)] = work
+        return work
+
+    def ended(self, work: Work) -> None:
+        """Treat ``work`` as ended, whatever it reports."""
+        self._open.pop(id(work), None)
+
+    def wait(self, work: Work) -> None:
+        """Wait until ``work`` has ended, at most for its group's timeout, and in place no longer than the round."""
+        if self._tracker is not None:
+            self._tracker.waits()
+        try:
+            self._wait(work)
+        finally:
+            if self._tracker is not None:
+                self._tracker.resumes()
+            if work.is_completed():
+                self._open.pop(id(work), None)
+
+    def wait_for_own(self, work: Work) -> None:
+        """:meth:`wait` for storage, which this process reads or writes itself: it is not waiting for others."""
+        with storage_awaited():
+            self._wait(work)
+
+    def check(self) -> None:
+        """In place, raise RoundBrokenError if the round is over."""
+        if self._interruptible and self.over.is_set():
+            raise RoundBrokenError(self._why)
+
+    def _wait(self, work: Work) -> None:
+        """An error of ``work`` after the end of its round is raised as RoundBrokenError."""
+        if not self._interruptible:
+            work.wait()
+            return
+        while not work.is_completed():
+            try:
+                work.wait(_MOMENT)
+                return
+            except RuntimeError:
+                if not work.is_completed():
+                    self.check()
+        try:
+            work.wait()  # the moment may have ended just before
+        except RuntimeError as error:
+            if self.over.is_set():
+                raise RoundBrokenError(self._why) from error
+            raise
+
+    def end(self, why: str) -> None:
+        """End all waits, because of ``why``. From any thread."""
+        self._why = self._why or why
+        self.over.set()
+
+    def abort_with(self, act: Callable[[], object]) -> None:
+        """Register ``act``, which frees a device's kernels that wait for a lost peer; no wait can do that."""
+        self._aborts.append(act)
+
+    def abort(self) -> None:
+        """Call the registered action: the round is over in the middle of a collective. From any thread."""
+        for act in self._aborts:
+            try:
+                act()
+            except RuntimeError as error:
+                logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])
+
+    def outlive(self) -> int:
+        """Wait until all operations have ended, successfully or not; returns how many there were."""
+        left = list(self._open.values())
+        for work in left:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._open.clear()
+        return len(left)
+
+
+# ---- what a call gives, for ranks that get its result from a peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +325,9 @@ def bytes_of(tensor: torch.Tensor) -> Codec:
         return tensor.copy_(flat.reshape(tensor.shape))
 
     return Codec(encode, decode)
+
+
+# ---- the collectives
 
 
 _PAYLOAD = 6
@@ -295,13 +551,17 @@ class Control:
             work = getattr(self._group, name)(*arguments)
             return self.works.begun(ThreadedWork(partial(work.wait, self._transfer_limit)) if threaded else work)
         except RuntimeError as error:
-            raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
+            raise self._lost(name, error) from error
 
     def finish(self, work: Any, what: str) -> None:
         try:
             self.works.wait(work)
         except RuntimeError as error:
-            raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> RoundBrokenError:
+        first_line = str(error).partition("\n")[0]
+        return RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {first_line})")
 
 
 _PASSES = (Purpose.FORWARD, Purpose.BACKWARD, Purpose.NORM, Purpose.COMMIT)
@@ -340,5 +600,141 @@ def _kind(error: ElasticTrainerError) -> str:
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), PermanentError.__name__)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+# ---- ranks that have come to different places of the script
+#
+# One has left its loop, or evaluates alone, while another is inside a step: they wait in different process groups, and
+# nothing would end that before a timeout of minutes. A rank that stays where it is for long, and is not inside a step,
+# says so in the round's store, with how many steps it has begun and how many collectives of the control group. One that
+# is inside a later step, and has begun fewer of these, cannot have come by there: the script differs between the two.
+# It says so in the store, and each rank ends with one sentence about both. What a rank says stays true when it has
+# moved on, since counts are compared, not times.
+
+
+UNNAMED = "local"
+"""The node of a process whose launcher names none."""
+LOOK_S = 0.5
+LEAST_S = 1.0
+STEPS = 3.0
+"""A rank looks when it has stayed where it is for this many steps' time, and LEAST_S."""
+GRACE_S = 3 * LOOK_S
+"""From the moment when one rank knows until the first one ends: all read the sentence meanwhile."""
+END_S = 15.0
+_AGAIN_S = 0.05
+_OUTSIDE, _PARTED, _CALLS = "whereabouts/outside", "whereabouts/parted", "whereabouts/calls"
+HINT = "all ranks must make the same steps and calls: decide by what they have in common, such as session.all_reduce()"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a rank is: inside a step or not, the steps begun in this round and committed ever, and what it does."""
+
+    inside: bool
+    begun: int
+    step: int
+    doing: str
+
+
+class Whereabouts:
+    """Looks for such ranks in a thread, and ends the process if its main thread does not notice what was found.
+
+    ``stand()`` says where the main thread is, ``free()`` ends what it waits for in C++.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        control: Control,
+        node: str,
+        stand: Callable[[], Stand],
+        span_s: Callable[[], float],
+        free: Callable[[], object],
+    ) -> None:
+        self._store, self._control = store, control
+        self._stand, self._span_s, self._free = stand, span_s, free
+        self._who = f"rank {self._control.rank}" + (f" (node {node})" if node != UNNAMED else "")
+        self._before, self._parted = control.begun, ""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._store is not None and not self._control.alone:
+            self._thread = threading.Thread(
+                target=copy_context().run, args=(self._watch,), name="whereabouts", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def error(self) -> ConfigError | None:
+        """Why the ranks cannot go on together, once it is known."""
+        return ConfigError(self._parted, hint=HINT) if self._parted else None
+
+    def compared(self, error: CallsDifferError) -> ConfigError:
+        """What ``error`` does not know: who else called what. All ranks come here, unless one is in a step."""
+        own, rank, others = self._control.newest, self._control.rank, range(self._control.world_size)
+        mine = self._place(self._stand())
+        deadline, found = Deadline.after(GRACE_S), ""
+        try:
+            self._store.set(f"{_CALLS}/{rank}", json.dumps([own, mine]))
+            while not found and not deadline.expired:
+                keys = [f"{_CALLS}/{each}" for each in others if self._store.check([f"{_CALLS}/{each}"])]
+                said = [json.loads(self._store.get(key)) for key in keys]
+                found = next((theirs for call, theirs in said if call != own), "")
+                self._closed.wait(_AGAIN_S)
+        except (RuntimeError, ValueError):  # the store is gone
+            return error
+        first, second = sorted((mine, found))
+        return ConfigError(f"{first}, and {second}", hint=error.hint) if found else error
+
+    def close(self) -> None:
+        """The round has ended."""
+        self._closed.set()
+
+    def join(self) -> None:
+        """After :meth:`close`, before the process ends: Python must not end the thread inside torch's store."""
+        if self._thread is not None:
+            self._thread.join(LEAST_S)
+
+    def _watch(self) -> None:
+        seen, since = (self._stand(), 0), SYSTEM.monotonic()
+        while not self._closed.wait(LOOK_S):
+            now, where = SYSTEM.monotonic(), (self._stand(), self._control.begun - self._before)
+            if where != seen or self._control.works.over.is_set():
+                seen, since = where, now
+            elif now - since >= max(LEAST_S, STEPS * self._span_s()):
+                try:
+                    self._parted = self._compared(*where)
+                except (RuntimeError, ValueError) as error:  # the store is gone, and the round with it
+                    logger().debug("whereabouts.unknown", reason=str(error).partition("\n")[0])
+                    return
+                if self._parted:
+                    self._part()
+                    return
+
+    def _compared(self, stand: Stand, collectives: int) -> str:
+        """What all are told; empty if nothing is known to be wrong."""
+        if self._store.check([_PARTED]):
+            return str(self._store.get(_PARTED).decode())
+        if not stand.inside:
+            self._store.set(_OUTSIDE, json.dumps([stand.begun, collectives, self._place(stand)]))
+        elif self._store.check([_OUTSIDE]):
+            begun, theirs, place = json.loads(self._store.get(_OUTSIDE))
+            if begun < stand.begun and collectives < theirs:
+                sentence = f"{place}, and {self._who} is inside step {stand.step + 1}"
+                self._store.set(_PARTED, sentence)
+                return sentence
+        return ""
+
+    def _place(self, stand: Stand) -> str:
+        return f"{self._who} {stand.doing} after step {stand.step}"
+
+    def _part(self) -> None:
+        """Let all others read it; then end what the main thread waits for, until the session is closed."""
+        logger().error("ranks.parted", reason=self._parted)
+        self._closed.wait(GRACE_S)
+        self._control.works.end(self._parted)
+        ends_at = SYSTEM.monotonic() + END_S
+        while SYSTEM.monotonic() < ends_at:
+            self._free()
+            if self._closed.wait(LOOK_S):
+                return
+        complain(ConfigError(self._parted, hint=HINT), sys.stderr)
+        final_message()
+        os._exit(EXIT_CONFIG)

@@ -1,4 +1,12 @@
-"""A process's place in a round: its rank, and the store at which the ranks rendezvous."""
+"""The process groups of a round: which rank this process has, how its ranks meet, form groups, and leave them.
+
+In place one round follows another: a store prefix, a store connection and a group belong to one round only, nothing
+waits for an abandoned group, and a rank that is blocked in the collective of a round that is over is freed.
+
+*Runs in* the worker's main thread; the link's thread frees it, and abandoned groups end in threads of their own.
+*Owns* torch's default group, and what a round has opened. *Fails by* ConfigError for what the environment or the nodes
+say, TransientError when the ranks do not meet or connect, RoundBrokenError when the round is over meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +34,17 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.ipc.address import is_loopback
+from elastic_trainer.ipc.gloo import End, Sockets, listening, resolved
 from elastic_trainer.settings import WorkerEnvironment, validated
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.torch_internals import PrefixStore, Store, TCPStore
-from elastic_trainer.worker.comm.abort import (
-    End,
-    InterruptibleWaits,
-    Sockets,
-    ThreadedWork,
-    collective,
-    listening,
-    resolved,
-)
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, InterruptibleWaits, ThreadedWork, collective
 from elastic_trainer.worker.comm.lasting import ShardLayout, real_group
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.report import HeartbeatReporter
+
+# ---- which rank this process has
+
 
 ENVIRONMENT = "env://"
 
@@ -166,6 +169,9 @@ def _store_in(environment: WorkerEnvironment) -> StoreAddress:
     return StoreAddress(environment.master_addr, environment.master_port, serve=not environment.use_agent_store)
 
 
+# ---- ranks of a launcher's store agree on a fresh prefix
+
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -231,6 +237,9 @@ def _attend(store: Store, rank: int, world_size: int, pauses: _Pauses) -> str:
 
 def _listed(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+# ---- groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,6 +628,9 @@ def abort_nccl() -> None:
         logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])
 
 
+# ---- one round after the other, in place
+
+
 SEVER_AGAIN_S = 0.005
 SEVER_AGAIN_LONGEST_S = 0.5
 
@@ -688,10 +700,7 @@ class CollectiveAborter:
 
 
 class ElasticGroups:
-    """The groups of one round after the other, in the worker's main thread.
-
-    A store prefix, a store connection and a group belong to one round only; nothing waits for an abandoned group.
-    """
+    """The groups of one round after the other, in the worker's main thread."""
 
     def __init__(
         self, aborter: CollectiveAborter, placement: Placement, timeouts: FormTimeouts, layout: ShardLayout | None

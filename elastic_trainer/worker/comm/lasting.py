@@ -26,8 +26,9 @@ import torch.distributed as dist
 from elastic_trainer import torch_internals
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc import gloo
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.torch_internals import HashStore, PrefixStore
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, ThreadedWork, collective
+from elastic_trainer.worker.comm.control import InterruptibleWaits, ThreadedWork, collective
 
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)
@@ -279,6 +280,28 @@ class ShardLayout:
         for lasting in (self.whole, *self.dims):
             lasting.point_at(None, InterruptibleWaits())
             lasting.unregister()
+
+
+def nodes_of_job(environment: WorkerEnvironment) -> int:
+    """How many nodes a mesh over the whole job covers. Pure; raises ConfigError where there can be no such mesh."""
+    if environment.in_place:
+        raise ConfigError(
+            "a device mesh over the whole job with recovery=in_place: a lost node takes shards with it that nobody else"
+            " has",
+            hint="leave out recovery=in_place, or leave out whole_job and shard within groups of nodes (shard_nodes)",
+        )
+    if environment.shard_nodes > 1:
+        raise ConfigError(
+            f"a device mesh over the whole job, and shard_nodes={environment.shard_nodes}",
+            hint="leave shard_nodes out: all nodes hold the model together",
+        )
+    world, size = environment.world_size, environment.local_world_size
+    if world % size:
+        raise ConfigError(
+            f"a device mesh over the whole job, whose {world} processes are not {size} on each node as on this one",
+            hint="start all nodes with one --nproc-per-node",
+        )
+    return world // size
 
 
 def checked_shape(

@@ -26,8 +26,7 @@ from datetime import timedelta
 import xxhash
 
 from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import WIDTH, Control, Pending, Purpose
+from elastic_trainer.worker.comm.control import WIDTH, Control, InterruptibleWaits, Pending, Purpose
 
 AHEAD = 32
 _ROWS = 2 * AHEAD

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import xxhash
 
-from elastic_trainer.checkpoint import tensors
+from elastic_trainer.checkpoint import codec
 
 SEGMENT = 1 << 21
 """Elements joined at a time."""
@@ -34,7 +34,7 @@ def on_device(of: Sequence[torch.Tensor]) -> bool:
 def begun(of: Sequence[torch.Tensor]) -> Numbers:
     """The present numbers of all tensors, which may change meanwhile (in the order of the device's stream)."""
     if not on_device(of):
-        found = [xxhash.xxh3_64_intdigest(tensors.buffer(each.detach())) for each in of]
+        found = [xxhash.xxh3_64_intdigest(codec.buffer(each.detach())) for each in of]
         return lambda: found
     host = torch.empty(len(of), dtype=torch.int64, pin_memory=True)
     host.copy_(summed(of), non_blocking=True)
@@ -72,7 +72,7 @@ def _segments(of: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tens
     segment: list[tuple[int, torch.Tensor]] = []
     room = SEGMENT
     for place, tensor in enumerate(of):
-        plain = tensors.plain(tensor).contiguous().view(-1)
+        plain = codec.plain(tensor).contiguous().view(-1)
         flat = plain.view(_INTEGERS[plain.element_size()])
         while len(flat):
             piece, flat = flat[:room], flat[room:]

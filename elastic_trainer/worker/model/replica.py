@@ -30,19 +30,17 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from elastic_trainer import torch_internals
-from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import BatchNorm
-from elastic_trainer.worker.comm.abort import InterruptibleWaits, Work, collective
-from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, InterruptibleWaits, Purpose, Work, collective
 from elastic_trainer.worker.comm.groups import Group, all_reduce
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.average import averaged
 from elastic_trainer.worker.report import HeartbeatReporter
 
 
@@ -386,6 +384,15 @@ class Use(StrEnum):
     HALVING = "out_of_memory='halve'"
 
 
+def checked_decay(wanted: float | AveragedModel) -> float:
+    """ConfigError for what is no decay."""
+    if isinstance(wanted, AveragedModel):
+        raise ConfigError("an AveragedModel of a sharded model", hint="give a decay, such as average=0.999")
+    if not 0.0 < wanted < 1.0:
+        raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
+    return wanted
+
+
 class Replica:
     """One rank's copy of the model, and how it is kept equal to those of other ranks; each mode is a type.
 
@@ -431,8 +438,17 @@ class Replica:
             raise ConfigError(sentence, hint=hint)
 
     def averaged(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
-        """The moving average to keep of the parameters: with this decay, the given one, or none."""
-        return averaged(self.module, wanted)
+        """The moving average to keep of the parameters: with this decay, the given one, or none.
+
+        With decay d, averaged parameters become d * averaged + (1 - d) * present at each step, from those of the first
+        step on; a step that a GradScaler skipped counts too. Buffers are the present ones.
+        """
+        if wanted is None:
+            return None
+        if isinstance(wanted, AveragedModel):
+            return wanted.to(next(self.module.parameters()).device)
+        average = get_ema_multi_avg_fn(checked_decay(wanted))  # type: ignore[no-untyped-call]
+        return AveragedModel(self.module, multi_avg_fn=average)
 
     # ---- rounds
 
@@ -812,12 +828,9 @@ class SharedBatchNorm(BatchNorm):
 
     context: SyncContext
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
         alone = self.context.world_size == 1 and input.numel() > input.shape[1]
         if alone or not self.training:  # in evaluation ranks have different numbers of batches
             return super().forward(input)

@@ -32,8 +32,7 @@ from elastic_trainer import torch_internals
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.abort import Work, collective
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, Work, collective
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.replica import Buffers, DataPart, Pass, Replica, Use
 

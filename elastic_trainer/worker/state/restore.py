@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -36,12 +36,9 @@ from elastic_trainer.checkpoint import (
     Manifest,
     StateSnapshot,
     codec,
-    tensors,
 )
-from elastic_trainer.checkpoint import tensors as tensorfile
 from elastic_trainer.checkpoint.codec import fingerprint
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
-from elastic_trainer.checkpoint.manifest import FileRecord, pieces, seal, unseal
+from elastic_trainer.checkpoint.manifest import STATE_FILE, TENSORS_FILE, FileRecord, pieces, seal, unseal
 from elastic_trainer.checkpoint.memory import described, notes, whole_states
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, RemoteMemory
 from elastic_trainer.checkpoint.reading import (
@@ -62,25 +59,49 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
 from elastic_trainer.model import StateIdentity
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, ThreadedWork, storage_awaited
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.elect import ShardCopy, elect, elect_copies
 
 Tree = Mapping[str, Any]
 Found = TypeVar("Found")
 
+
+# ---- which state continues
+
+
+@dataclass(frozen=True, slots=True)
+class Election:
+    """The state that continues: the rank that gives each shard of it, and the ranks that do not hold it."""
+
+    sources: tuple[int, ...]
+    behind: tuple[int, ...]
+
+
+def elect(states: Sequence[StateIdentity | None], size: int = 1) -> Election | None:
+    """The newest state, by round and step, that the ranks hold completely; None if there is none.
+
+    ``states`` is what each rank holds; rank r holds shard r modulo ``size`` of it. A newer state of which nobody holds
+    one of the shards is passed over. Where ranks hold different bits of the same shard after the same step, those of
+    most ranks count, of the lowest rank in a tie.
+    """
+    moments = [None if each is None else (each.round, each.step) for each in states]
+    for newest in sorted({each for each in moments if each is not None}, reverse=True):
+        holders = [
+            [rank for rank in range(shard, len(states), size) if moments[rank] == newest] for shard in range(size)
+        ]
+        if all(holders):
+            sources = tuple(_most_common(states, ranks) for ranks in holders)
+            behind = tuple(rank for rank, each in enumerate(states) if each != states[sources[rank % size]])
+            return Election(sources, behind)
+    return None
+
+
+def _most_common(states: Sequence[StateIdentity | None], ranks: Sequence[int]) -> int:
+    counts = Counter(states[rank] for rank in ranks)
+    return max(ranks, key=lambda rank: counts[states[rank]])
+
+
 # ---- from ranks that hold it
-
-
-class StateTarget(Protocol):
-    """The training state of this rank, as healing sees it."""
-
-    def collect(self) -> dict[str, Any]: ...
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Make ``state`` the present one; it is invalid while this runs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +128,14 @@ def heal(
     control: Control,
     mine: StateIdentity | None,
     generation: int,
-    target: StateTarget,
+    collect: Callable[[], Tree],
+    take_over: Callable[[Tree], None],
     notes: Mapping[str, Any],
     done: int,
     alike: Control | None = None,
 ) -> Healed:
-    """Bring all ranks to one state, if any rank holds a valid one: ``mine`` is this rank's.
+    """Bring all ranks to one state, if any rank holds a valid one: ``mine`` is this rank's, of which ``collect`` gives
+    the parts. ``take_over`` makes that of another rank the present one.
 
     A state is identified by what a step's commit changes (see ``TrainingState.committed``). Buffers are left out: each
     rank moves its own, and the next forward pass sends rank 0's to all. So are registered objects and the position in
@@ -136,7 +159,7 @@ def heal(
     shard = control.rank % size
     source, behind = elected.sources[shard], elected.behind
     of_shard = tuple(rank // size for rank in behind if rank % size == shard)
-    received = give(group, source // size, of_shard, target, notes) if of_shard else {}
+    received = give(group, source // size, of_shard, collect, take_over, notes) if of_shard else {}
     apart = [rank for rank in behind if rows[rank][:3] == rows[source][:3]]
     if apart and control.rank == 0:  # the same step, and yet a different state
         logger().warning("ranks.differed", step=rows[source][2], ranks=apart, source=source)
@@ -148,16 +171,21 @@ FEW = 3
 
 
 def give(
-    group: Control, source: int, behind: tuple[int, ...], target: StateTarget, notes: Mapping[str, Any]
+    group: Control,
+    source: int,
+    behind: tuple[int, ...],
+    collect: Callable[[], Tree],
+    take_over: Callable[[Tree], None],
+    notes: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """The ranks of ``group`` that are ``behind`` adopt the state of rank ``source``; all ranks get its ``notes``."""
     given: Mapping[str, Any] = json.loads(group.broadcast_bytes(json.dumps(dict(notes)).encode(), source))
     few, takes = len(behind) <= FEW, group.rank in behind
     if few and not takes and group.rank != source:
         return given
-    state = transfer(Few(group, source, behind) if few else group, source, target.collect, takes=takes)
+    state = transfer(Few(group, source, behind) if few else group, source, collect, takes=takes)
     if takes:
-        target.take_over(state)
+        take_over(state)
     return given
 
 
@@ -644,6 +672,26 @@ def state_digest(state: Tree) -> int:
 # ---- from the memory of several nodes
 
 
+ShardCopy = tuple[int, int, int, int]
+"""A copy of one shard in a node's memory: its state's round and step, the shard, and the number of shards."""
+
+
+def elect_copies(rows: Sequence[Sequence[ShardCopy]]) -> Mapping[ShardCopy, int]:
+    """The newest state whose shards are all in memory somewhere: each copy with the first rank that has it.
+
+    ``rows`` are the copies that each rank knows of. Empty if no state is complete.
+    """
+    holders: dict[ShardCopy, int] = {}
+    for rank, row in enumerate(rows):
+        for copy in row:
+            holders.setdefault(copy, rank)
+    states: dict[tuple[int, int, int], list[ShardCopy]] = {}
+    for copy in holders:
+        states.setdefault((copy[0], copy[1], copy[3]), []).append(copy)
+    newest = max((state for state, copies in states.items() if len(copies) == state[2]), default=None)
+    return {copy: holders[copy] for copy in sorted(states[newest])} if newest is not None else {}
+
+
 @contextmanager
 def joined_copies(
     control: Control, mine: Sequence[tuple[str, StateSnapshot]], here: str | None
@@ -704,8 +752,8 @@ def unpacked(data: bytes) -> dict[str, Any]:
     sizes, _, rest = data.partition(b"\n")
     skeleton, head, size = json.loads(sizes)
     begin = skeleton + head
-    placed = tensorfile.parse_header(rest[skeleton:begin], size, _WHERE)
-    slabs = tensors.allocate(placed)
+    placed = codec.parse_header(rest[skeleton:begin], size, _WHERE)
+    slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = rest[begin + slab.begin : begin + slab.begin + len(slab.view)]
-    return codec.decode(rest[:skeleton], tensors.build(placed, slabs), _WHERE)
+    return codec.decode(rest[:skeleton], codec.build(placed, slabs), _WHERE)

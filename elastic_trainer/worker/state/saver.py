@@ -42,8 +42,7 @@ from elastic_trainer.ipc.page import SAVE_SUFFIX
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.abort import ThreadedWork, storage_awaited
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import Control, Purpose, ThreadedWork, storage_awaited
 from elastic_trainer.worker.comm.groups import RankAssignment
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.report import HeartbeatReporter

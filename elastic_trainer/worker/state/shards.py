@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.checkpoint.tensors import is_elsewhere, local
+from elastic_trainer.checkpoint.codec import is_elsewhere, local
 from elastic_trainer.errors import CheckpointError
 
 SHARD, SHAPE = "elastic_trainer.shard", "shape"

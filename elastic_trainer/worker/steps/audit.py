@@ -39,8 +39,7 @@ from torch import nn
 from elastic_trainer.errors import CheckpointError, ConfigError, StepGivenUpError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.torch_internals import tree_map
-from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.whereabouts import UNNAMED
+from elastic_trainer.worker.comm.control import UNNAMED, Control
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import Buffers, Replica, Use
 from elastic_trainer.worker.model.tree import arithmetic, check_ranks

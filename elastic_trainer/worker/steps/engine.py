@@ -37,6 +37,7 @@ from torch.amp.grad_scaler import OptState
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
 from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.data import seeds
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
@@ -59,12 +60,11 @@ from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.replica import DataPart, Pass, Replica, Trainable, Use
 from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, Ledger
-from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.made import advanced
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import (
     Position,
     TrainingState,
+    advanced,
     load_exactly,
     members_of,
     parameters_of,
@@ -567,8 +567,8 @@ class Steps:
         self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere)
         self.trainable = Trainable(replica.module, self._optimizer)
         seed = context.options.seed
-        self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
-        self._seed_all = rng.seeder(state.device)
+        self._stream, self._sample_stream = seeds.key(seeds.STEP, seed), seeds.key(seeds.SAMPLE, seed)
+        self._seed_all = seeds.seeder(state.device)
         self._epoch, self._epoch_stream = -1, 0
         # ---- of the round
         self._recovery: Recovery  # bound before the first step
@@ -654,7 +654,7 @@ class Steps:
         self.replica.begin_step(counts=batch is None or batch.weight > 0.0)
         self._drop_gradients()
         if batch is None:
-            self._seed_all(rng.key(self.position.step, self.part.rank, start=self._stream))
+            self._seed_all(seeds.key(self.position.step, self.part.rank, start=self._stream))
         else:
             self._seed(batch)
 
@@ -687,8 +687,8 @@ class Steps:
 
     def _seed(self, part: Batch) -> None:
         if part.epoch != self._epoch:
-            self._epoch, self._epoch_stream = part.epoch, rng.key(part.epoch, start=self._sample_stream)
-        self._seed_all(rng.key(part.start, start=self._epoch_stream))
+            self._epoch, self._epoch_stream = part.epoch, seeds.key(part.epoch, start=self._sample_stream)
+        self._seed_all(seeds.key(part.start, start=self._epoch_stream))
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
@@ -1601,7 +1601,7 @@ class WorkerContext:
         self.ledger = Ledger(environment)
         self.feed = DataFeed(position, placement.device, options.allow_changed, tracker, environment.node)
         logs.bind(run=environment.run_id, node=environment.node, role="worker")
-        rng.seeder(placement.device)(rng.key(rng.START, options.seed))
+        seeds.seeder(placement.device)(seeds.key(seeds.START, options.seed))
 
     def _manager(self) -> CheckpointManager | None:
         """One rank per node looks for checkpoints, and rank 0 writes them."""

@@ -33,13 +33,13 @@ from elastic_trainer.data.workers import Drawn, Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.whereabouts import UNNAMED
+from elastic_trainer.worker.comm.control import UNNAMED, Control, Purpose
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.made import check_fields
-from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.state.training_state import SETTINGS, Position
 
+CUT = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "drop_last")
+NAMES = (*CUT, "arithmetic", "run")
 Fields = Mapping[str, Any]
 Plan = tuple[Fields, int]
 """The fields, and the epoch before which they stay as they are; 0: nothing is promised beyond the present epoch."""
@@ -141,6 +141,31 @@ class DataPlanCheck:
         for sentence in refused.values():
             logger().warning("rank.refused", reason=sentence)
         return common
+
+
+def check_fields(
+    plan: EpochPlan, resumed: Mapping[str, Any], present: Mapping[str, Any], allow_changed: Collection[str]
+) -> dict[str, Any]:
+    """The fields of ``plan`` to save with the state.
+
+    Raises ConfigError naming the first one that differs from the ``resumed`` checkpoint's, unless it is in
+    ``allow_changed``. Nothing is compared once a plan of the session was alike (``present`` are its fields then).
+    """
+    unknown = sorted(name for name in allow_changed if name not in NAMES and name.partition(".")[0] not in SETTINGS)
+    if unknown:
+        raise ConfigError(
+            f"allow_changed: there is no field {unknown[0]!r}",
+            hint=f"known are {', '.join(NAMES)}, and settings such as optimizer.lr and scheduler.T_max",
+        )
+    fields: dict[str, Any] = asdict(plan)
+    del fields["passes"]  # changes no sample
+    for name, value in fields.items():
+        if not present and name in resumed and resumed[name] != value and name not in allow_changed:
+            raise ConfigError(
+                f"'{name}' is {value} here and was {resumed[name]} when the checkpoint was saved",
+                hint=f"set it back, or say allow_changed=[{name!r}]: samples may then repeat or be missed",
+            )
+    return fields
 
 
 ENDLESS = 2**31

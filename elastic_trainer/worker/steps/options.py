@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.settings import one_of
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.state.saver import Cadence, WhenBehind, Writers
 
 STOP_TIMEOUT_S = 10.0
 EVERY_STEPS = 100
 """How often ranks compare their parameters."""
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +148,3 @@ class SessionOptions:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
-
-
-def one_of(kind: type[Choice], value: str, what: str) -> Choice:
-    """``value`` as one of ``kind``; ConfigError names them all."""
-    if value not in list(kind):
-        raise ConfigError(f"{what} is {value!r}", hint=f"use one of {', '.join(map(repr, map(str, kind)))}")
-    return kind(value)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,16 +27,24 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.checkpoint import ShardGroup
+from elastic_trainer.checkpoint import Save, ShardGroup
 from elastic_trainer.checkpoint.memory import SLOTS
-from elastic_trainer.errors import CheckpointError, ConfigError, StepGivenUpError
+from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError, StepGivenUpError, StorageError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.comm.abort import chain, is_collective_failure
-from elastic_trainer.worker.comm.control import CallsDifferError, Control, Purpose
+from elastic_trainer.worker.comm.control import (
+    JSON,
+    CallsDifferError,
+    Codec,
+    Control,
+    Purpose,
+    Stand,
+    Whereabouts,
+    chain,
+    is_collective_failure,
+)
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
-from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
 from elastic_trainer.worker.model.local import LocalReplica, LocalSgd
 from elastic_trainer.worker.model.replica import (
     DdpReplica,
@@ -48,7 +58,6 @@ from elastic_trainer.worker.model.replica import (
 from elastic_trainer.worker.model.several import MultiOptimizerReplica
 from elastic_trainer.worker.model.tree import TreeReplica
 from elastic_trainer.worker.recovery import Recovery
-from elastic_trainer.worker.state.made import CUT, check_run
 from elastic_trainer.worker.state.restore import Origin, StoredStates, give, joined_copies, restore
 from elastic_trainer.worker.state.saver import (
     Memory,
@@ -82,7 +91,10 @@ from elastic_trainer.worker.steps.engine import (
     Steps,
     WorkerContext,
 )
+from elastic_trainer.worker.steps.feed import CUT
 from elastic_trainer.worker.steps.options import OnChanged, OnDifference, OnMismatch, OnShortage
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +279,21 @@ class ShardedStates(WholeStates):
         if self._context.environment.local_rank >= self._layout.size:
             return None
         return ShardPart(ShardGroup(self._layout.mesh, self._layout.stages), peers, writes)
+
+
+def check_run(checkpoint: str, saved_by: str | None, mine: str | None, allow_changed: Collection[str]) -> None:
+    """ConfigError if another run has saved ``checkpoint``, unless that is allowed.
+
+    Any run may continue a checkpoint saved without a run's name (by a script alone, or an earlier version).
+    """
+    if saved_by is None or saved_by == mine or "run" in allow_changed:
+        return
+    here = f"is run {mine!r}" if mine is not None else "is a run without a name"
+    raise ConfigError(
+        f"the newest checkpoint, {checkpoint}, was saved by run {saved_by!r}, and this {here}",
+        hint="give each run a checkpoint directory of its own; to go on with that one's state under another name, say"
+        " allow_changed=['run'] (--allow-changed run for a ready-made job)",
+    )
 
 
 _DOING = {
@@ -544,7 +571,9 @@ class Training:
             doing = _DOING.get(phase, f"has come to '{newest}'")
             return Stand(self.steps.inside, self.steps.begun, context.position.step, doing)
 
-        self._whereabouts = Whereabouts(group, context.environment.node, stand, lambda: context.span_s, context.free)
+        free = partial(context.free, group.formation.round)
+        node, control = context.environment.node, group.control
+        self._whereabouts = Whereabouts(group.fresh, control, node, stand, lambda: context.span_s, free)
 
     def parted_by(self, error: BaseException | None) -> ConfigError | None:
         """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
@@ -558,13 +587,79 @@ class Training:
         context, alike = self.context, self.replica.alike(control)
 
         def heal(found: Difference) -> None:
-            give(alike, found.source, found.others, self, {})
+            give(alike, found.source, found.others, self.collect, self.take_over, {})
             step = context.position.step
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
         mend = heal if context.options.checks.on_difference == OnDifference.HEAL else None
         comparison = Comparison(alike, self.steps.trainable, context, mend)
         return StepBoundaries(control, context, self.saver, self.steps, comparison, self.recovery)
+
+    # ---- calls of all ranks
+
+    def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
+        """``attempt()``; in place again after each round that ends in the middle of it.
+
+        ConfigError between two synchronisations of ranks that train apart: those that have made fewer steps would not
+        come here after such an end.
+        """
+        self.steps.sync.require_closed()
+        return self.recovery.repeated(attempt, codec)
+
+    def refuse_inside(self, call: str) -> None:
+        """ConfigError while a step is open."""
+        if self.steps.inside:
+            raise ConfigError(f"session.{call} inside a step", hint="call it after the step has ended")
+
+    def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
+        """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses.
+
+        CheckpointError and NonFiniteError on all ranks for a state that cannot be saved. A refusal by storage is not
+        an error: it may accept a later save.
+        """
+        position, feed, before = self.position, self.context.feed, self.saver.newest
+        best_before, feed.closing = position.best, feed.behind_batches
+        try:
+            with self.context.tracker.during(Phase.CHECKPOINT):
+                refused, name = self.repeated(lambda: self._save(metrics, before, best=best, wait=wait))
+        finally:
+            feed.closing = False
+        if refused:
+            position.best = best_before
+        return name or None
+
+    def _save(
+        self, metrics: Mapping[str, float] | None, before: Save | None, *, best: bool, wait: bool
+    ) -> tuple[bool, str]:
+        """Whether the storage refused, and the checkpoint's name.
+
+        ``before``: rank 0's newest save before the first attempt. One begun in an earlier attempt is not begun again.
+        """
+        context, saver, position = self.context, self.saver, self.position
+        control = context.present.control
+        self.refuse_inside("save()")
+        values = {name: float(value) for name, value in (metrics or {}).items()}
+        context.tracker.change(Phase.CHECKPOINT)
+        newest, mine = saver.newest, control.rank == 0
+        begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
+        goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
+        if best:
+            position.best = values
+        saved: str | None = None
+        problem: CheckpointError | NonFiniteError | None = None
+        if mine:
+            for name, value in values.items() if begun is None else ():
+                context.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
+            try:  # after a failure the caller learns whether this one was durable
+                saved = saver.save(values, best=best, wait=wait or saver.failed, begun=begun)
+            except (CheckpointError, NonFiniteError) as error:
+                problem = error
+        elif not goes_on:
+            saver.write_share()
+        refused = isinstance(problem, StorageError)
+        control.agree(None if refused else problem)
+        refused, name = json.loads(control.broadcast_bytes(json.dumps([refused, saved or ""]).encode(), 0))
+        return refused, name
 
     # ---- the last checkpoints
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Retention, SaveInfo
-from elastic_trainer.checkpoint.layout import Kind, kind_of
-from elastic_trainer.checkpoint.manifest import records
+from elastic_trainer.checkpoint.manifest import Kind, kind_of, records
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Event, Owner, SaveInfo, Soundness, Transition, describe
-from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
+from elastic_trainer.checkpoint.manifest import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.checkpoint.manifest import Kind, kind_of
 from tests.drills.checkpoint.killing import (
     COUNT,
     Saver,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Event, Transition, storage
-from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.checkpoint.manifest import Kind, kind_of
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.checkpoint.storage.s3 import S3Bucket
 from elastic_trainer.worker.session import Session

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.checkpoint.layout import GoneError
 from elastic_trainer.checkpoint.manager import Entry
+from elastic_trainer.checkpoint.manifest import GoneError
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import Node, kill

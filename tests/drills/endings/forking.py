@@ -17,7 +17,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
-from elastic_trainer.data.workers import open_sockets
+from elastic_trainer.ipc.gloo import open_sockets
 from elastic_trainer.worker.steps.options import GroupOptions
 
 SAMPLES, BATCH = 320, 32

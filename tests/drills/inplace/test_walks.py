@@ -16,7 +16,7 @@ import pytest
 from tests.drills.inplace.leading import ROOT, SCRIPTS, leading
 from tests.integration.worker.launch import environment, tail
 
-FILES = {"step": 13, "save": 44, "resume": 53, "recovery": 35}
+FILES = {"step": 12, "save": 20, "resume": 25, "recovery": 27}
 """At most. The recovery's vary by a few: which of two threads notices first."""
 RETURNS = {"step": 30}
 """How often a thread comes back to a file that it has left, at most."""

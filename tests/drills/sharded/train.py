@@ -30,9 +30,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint import commit, manager
-from elastic_trainer.checkpoint.codec import fingerprint
-from elastic_trainer.checkpoint.layout import tensor_part
-from elastic_trainer.checkpoint.tensors import box_of, local
+from elastic_trainer.checkpoint.codec import box_of, fingerprint, local
+from elastic_trainer.checkpoint.manifest import tensor_part
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.stages import StagedReplica

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.checkpoint.tensors import local
+from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch
 from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized, staged

@@ -9,7 +9,7 @@ import sys
 UNREAD = """
 import sys, threading
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.agent_link import ChannelLink
+from elastic_trainer.worker.recovery import ChannelLink
 logs.configure()
 sys.stdin.read()
 def end():

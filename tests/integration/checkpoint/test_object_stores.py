@@ -31,8 +31,14 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint import storage as locations
 from elastic_trainer.checkpoint.commit import check_writable, commit
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterIdentity, temporary_name
-from elastic_trainer.checkpoint.manifest import FileImage, Image
+from elastic_trainer.checkpoint.manifest import (
+    STATE_FILE,
+    TENSORS_FILE,
+    FileImage,
+    Image,
+    WriterIdentity,
+    temporary_name,
+)
 from elastic_trainer.checkpoint.storage import objects, open_storage
 from elastic_trainer.checkpoint.storage.objects import PART_SIZE, FsspecBucket, ObjectStorage
 from elastic_trainer.checkpoint.storage.port import RequestLimits

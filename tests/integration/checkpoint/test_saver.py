@@ -19,9 +19,8 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.comm import abort as waiting
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm import control as waiting
+from elastic_trainer.worker.comm.control import Control, InterruptibleWaits
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import StoredStates, restore

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, commit
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, tensors_file
-from elastic_trainer.checkpoint.manifest import Image, Manifest, records
+from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, records, tensors_file
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
 from tests.unit.checkpoint.states import same

@@ -28,7 +28,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.data.workers import Loading, Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.comm.abort import is_collective_failure
+from elastic_trainer.worker.comm.control import is_collective_failure
 from tests.integration.data.datasets import (
     Collecting,
     Counted,

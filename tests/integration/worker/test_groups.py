@@ -19,8 +19,7 @@ from elastic_trainer.errors import RoundBrokenError, TransientError
 from elastic_trainer.worker import alone
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import Purpose
+from elastic_trainer.worker.comm.control import InterruptibleWaits, Purpose
 from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions

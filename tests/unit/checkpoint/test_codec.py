@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import codec, tensors
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, DamagedError
+from elastic_trainer.checkpoint import codec
+from elastic_trainer.checkpoint.manifest import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same, training_state
 
@@ -27,14 +27,14 @@ def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
     body = b"".join(files[TENSORS_FILE].body())
     skeleton = b"".join(files[STATE_FILE].body())
     assert len(body) == files[TENSORS_FILE].body_size
-    placed = tensors.parse_header(files[TENSORS_FILE].head, len(body), "here")
-    slabs = tensors.allocate(placed)
+    placed = codec.parse_header(files[TENSORS_FILE].head, len(body), "here")
+    slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = body[slab.begin : slab.begin + len(slab.view)]
-    return codec.decode(skeleton, tensors.build(placed, slabs), "here")
+    return codec.decode(skeleton, codec.build(placed, slabs), "here")
 
 
-DTYPES = [each for each in tensors._types() if each is not torch.bool]  # arbitrary bytes are no bools
+DTYPES = [each for each in codec._types() if each is not torch.bool]  # arbitrary bytes are no bools
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
 
 

@@ -20,18 +20,21 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, SaveInfo, manager
 from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_share
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
+from elastic_trainer.checkpoint.manifest import (
     OFFER_FILE,
     OWNER_FILE,
+    Image,
     Kind,
+    Manifest,
     WriterIdentity,
+    from_bytes,
     kind_of,
+    seal,
     temporary_name,
     this_process,
     trash_name,
 )
-from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
-from elastic_trainer.checkpoint.manifest import Image, Manifest, from_bytes, seal
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.errors import StorageError
 from tests.support.memory_backend import ManualClock

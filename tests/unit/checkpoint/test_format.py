@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe, tensors
+from elastic_trainer.checkpoint import CheckpointManager, Soundness, codec, describe
 from elastic_trainer.checkpoint.commit import commit
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage
@@ -69,7 +69,7 @@ def fixed_image(folder: str) -> Image:
         return codec.encode(fixed_state())
     if folder == "format-2-parts":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tensors, "UNCUT", 64)
+            patch.setattr(codec, "UNCUT", 64)
             return codec.encode(fixed_state(), parts=3)
     state = box_state()
     pieces = boxes(state["square"], "square", [[2], [3, 7]]) + boxes(state["tall"], "tall", [[5], []])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint.layout import (
+from elastic_trainer.checkpoint.manifest import (
     CheckpointName,
     Kind,
     WriterIdentity,

@@ -24,9 +24,8 @@ from elastic_trainer.checkpoint import (
     Soundness,
     describe,
 )
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manager import Loaded
-from elastic_trainer.checkpoint.manifest import FORMAT, seal
+from elastic_trainer.checkpoint.manifest import FORMAT, MANIFEST_FILE, STATE_FILE, TENSORS_FILE, seal
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.errors import CheckpointError, StorageError
 from tests.unit.checkpoint.states import Heard, flip_bit, manager, same, training_state

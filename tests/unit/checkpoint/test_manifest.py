@@ -11,12 +11,12 @@ import torch
 from pydantic import ValidationError
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo, codec
-from elastic_trainer.checkpoint.layout import UnreadableError
 from elastic_trainer.checkpoint.manifest import (
     FORMAT,
     FileRecord,
     Image,
     Manifest,
+    UnreadableError,
     checked,
     checked_fields,
     checksum,

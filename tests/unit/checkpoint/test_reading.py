@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, DamagedError, LoadInto, SaveInfo, reading
-from elastic_trainer.checkpoint.tensors import TensorSlice
+from elastic_trainer.checkpoint.codec import TensorSlice
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import same
 from tests.unit.checkpoint.test_tensors import committed

@@ -29,21 +29,8 @@ from elastic_trainer.checkpoint import (
     ShardGroup,
     codec,
     reading,
-    tensors,
 )
-from elastic_trainer.checkpoint.commit import commit
-from elastic_trainer.checkpoint.layout import (
-    STATE_FILE,
-    TENSORS_FILE,
-    CheckpointName,
-    place_of,
-    tensor_files,
-    tensors_file,
-)
-from elastic_trainer.checkpoint.manifest import CHUNK, FileImage, Image, Manifest, from_bytes
-from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
-from elastic_trainer.checkpoint.storage.posix import PosixSource
-from elastic_trainer.checkpoint.tensors import (
+from elastic_trainer.checkpoint.codec import (
     ELEMENT_SIZE,
     TensorEntry,
     TensorSlice,
@@ -56,6 +43,22 @@ from elastic_trainer.checkpoint.tensors import (
     slices_of,
     split_tensors,
 )
+from elastic_trainer.checkpoint.commit import commit
+from elastic_trainer.checkpoint.manifest import (
+    CHUNK,
+    STATE_FILE,
+    TENSORS_FILE,
+    CheckpointName,
+    FileImage,
+    Image,
+    Manifest,
+    from_bytes,
+    place_of,
+    tensor_files,
+    tensors_file,
+)
+from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
+from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import flip_bit, raw, same, training_state
 
@@ -194,7 +197,7 @@ def test_what_several_write_is_loaded_as_one_state(parts: int, tmp_path: Path) -
     assert same(back, state)
     assert back["tied"][0] is back["tied"][1]
     sizes = [each.size - each.head_size for each in manifest.tensor_files()]
-    assert max(sizes) - min(sizes) < 2 * tensors.UNCUT
+    assert max(sizes) - min(sizes) < 2 * codec.UNCUT
 
 
 def test_each_file_opens_with_safetensors(tmp_path: Path) -> None:
@@ -216,7 +219,7 @@ def test_a_division_loses_nothing_and_does_not_depend_on_the_order(
     """Even where all that can be cut is cut."""
     described = [TensorEntry(f"t{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "UNCUT", 0)
+        patch.setattr(codec, "UNCUT", 0)
         divided = split_tensors(described, parts)
         assert split_tensors(random.sample(described, len(described)), parts) == divided
     assert len(divided) == parts
@@ -378,7 +381,7 @@ def test_of_tensors_that_nobody_wants_only_shared_chunks_are_read(parts: int, tm
     inner, manifest = saved_by(parts, state, tmp_path)
     storage = _Counting(inner)
     found, slabs = reading.read_tensors(storage, manifest, lambda name: name == "a")
-    (name, array), *more = tensors.arrays(found, slabs).items()
+    (name, array), *more = codec.arrays(found, slabs).items()
     assert (name, more, array.tobytes()) == ("a", [], raw(state["a"]))
     assert storage.read <= 4 * CHUNK + 4096
     flip_bit(tmp_path / manifest.name / tensors_file(0, parts), 8 * 9000)

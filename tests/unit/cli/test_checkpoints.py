@@ -236,7 +236,7 @@ KINDS = [
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_elements_of_every_type_are_numbers(dtype: torch.dtype) -> None:
     """What numpy makes of their bytes is what torch makes of them, over the whole range of the small types."""
-    from elastic_trainer.checkpoint.tensors import element_type, memory
+    from elastic_trainer.checkpoint.codec import element_type, memory
 
     raw = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
     few = raw if dtype is not torch.bool else raw % 2

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.collectives import evaluate, predict
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.evaluation import evaluate, predict
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks

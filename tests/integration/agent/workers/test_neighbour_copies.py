@@ -24,6 +24,7 @@ from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
+from elastic_trainer.checkpoint.reading import read_state
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state.restore import joined_copies
 from tests.support.waiting import eventually
@@ -122,7 +123,7 @@ def test_those_who_are_left_read_all_parts_of_the_newest_state_that_all_had_copi
         with joined_copies(control, node.parts(), node.here) as joined:
             assert joined is not None
             local = sum(isinstance(each, LocalMemory) for each in joined.memories)
-            return joined.order, node.manager.load_snapshot(joined).state, local
+            return joined.order, read_state(joined, joined.manifest), local
 
     for order, state, local in run_ranks(2, resumed):
         assert order == (1, 2)
@@ -169,7 +170,7 @@ def test_a_bit_that_changed_in_a_copy_is_found(nodes: list[Node]) -> None:
     with joined_copies(Control(), parts, nodes[1].here) as joined:
         assert joined is not None
         with pytest.raises(DamagedError):
-            nodes[1].manager.load_snapshot(joined)
+            read_state(joined, joined.manifest)
 
 
 def test_who_does_not_know_the_key_reads_and_leaves_nothing(nodes: list[Node]) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from elastic_trainer.errors import RoundBrokenError, StorageError
-from elastic_trainer.worker.comm.abort import MOMENT_S, InterruptibleWaits
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import MOMENT_S, Control, InterruptibleWaits, Purpose
 from tests.unit.worker.ranks import outcome, run_ranks
 
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from elastic_trainer.ipc import gloo
-from elastic_trainer.worker.comm import abort
+from elastic_trainer.ipc.gloo import listening
 
 rank, port, first, second = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 limit = timedelta(seconds=60)
@@ -31,7 +31,7 @@ seen = set()
 
 def used():
     """Where gloo listens since the last call."""
-    new = set(abort.listening(None)) - seen
+    new = set(listening(None)) - seen
     seen.update(new)
     return sorted({address for address, _ in new})
 

@@ -13,8 +13,7 @@ import pytest
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import node_sums
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import WIDTH, Control, Purpose
+from elastic_trainer.worker.comm.control import WIDTH, Control, InterruptibleWaits, Purpose
 from elastic_trainer.worker.comm.node_sums import AHEAD, NodeControl, NodeSums, memory_bytes, on_this_node
 from tests.unit.worker.ranks import outcome, run_ranks
 
@@ -25,7 +24,7 @@ import os, random, signal, sys, time
 from datetime import timedelta
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.node_sums import NodeControl, NodeSums
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
+from elastic_trainer.worker.comm.control import InterruptibleWaits
 
 path, rank, ranks, sums, dies = sys.argv[1], *map(int, sys.argv[2:])
 memory = NodeSums(os.open(path, os.O_RDWR), rank, ranks)

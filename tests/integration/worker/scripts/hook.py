@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
+from elastic_trainer.worker.comm.control import InterruptibleWaits
 from elastic_trainer.worker.model.replica import Gradients
 
 Backward = Callable[[torch.Tensor], None]

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_trainer.errors import ConfigError, RoundBrokenError
-from elastic_trainer.worker.comm.abort import collective, is_collective_failure, summary, trail, tried
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, collective, is_collective_failure, summary, trail, tried
 from tests.unit.worker.ranks import run_ranks
 
 PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]"

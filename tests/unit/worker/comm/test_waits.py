@@ -11,8 +11,7 @@ import pytest
 
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import RoundBrokenError
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import Control, InterruptibleWaits, Purpose
 from elastic_trainer.worker.steps.engine import LaterLoss
 
 

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from elastic_trainer.torch_internals import HashStore
-from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
+from elastic_trainer.worker.comm.control import Stand, Whereabouts
 
 
 class Rank:
     """Stays somewhere for long; ``look`` is what it does then."""
 
     def __init__(self, number: int, store: Any) -> None:
-        control = SimpleNamespace(rank=number, alone=True, begun=0)
-        group: Any = SimpleNamespace(fresh=store, control=control, formation=SimpleNamespace(round=1))
-        self._it = Whereabouts(group, f"n{number}", self._stand, lambda: 0.0, lambda number: None)
+        control: Any = SimpleNamespace(rank=number, alone=True, begun=0)
+        self._it = Whereabouts(store, control, f"n{number}", self._stand, lambda: 0.0, lambda: None)
 
     def _stand(self) -> Stand:
         raise AssertionError("its thread does not run")

@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.ipc.channel import Message, Progress
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.agent_link import REPORT_EVERY_S, AgentLink, ChannelLink
+from elastic_trainer.worker.recovery import REPORT_EVERY_S, AgentLink, ChannelLink
 from elastic_trainer.worker.state.training_state import Position
 
 

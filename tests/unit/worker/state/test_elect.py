@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.model import StateIdentity
-from elastic_trainer.worker.state.elect import Election, elect, elect_copies
+from elastic_trainer.worker.state.restore import Election, elect, elect_copies
 
 OLD, NEW, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, "a"), (4, 1, "a"), (3, 8, "b")))
 

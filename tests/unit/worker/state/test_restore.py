@@ -19,8 +19,7 @@ from elastic_trainer.checkpoint.memory import DATA
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.storage.posix import PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, InterruptibleWaits
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state import restore as transfer
 from elastic_trainer.worker.state.restore import Origin, StoredStates, restore

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.steps.meshes import nodes_of_job
+from elastic_trainer.worker.comm.lasting import nodes_of_job
 
 
 def launched(**changes: Any) -> WorkerEnvironment:
