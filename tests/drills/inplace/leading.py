@@ -6,14 +6,17 @@ node with one device. What workers say is kept, and can be waited for.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -35,6 +38,7 @@ from elastic_trainer.ipc.channel import (
     Welcome,
     read_from_worker,
 )
+from elastic_trainer.local.ledger import LedgerTail, Line, audit
 from elastic_trainer.variables import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
 from tests.integration.worker.launch import environment, tail
 from tests.support.forked import Forked
@@ -43,6 +47,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 180.0
 FOLLOW_S = 5.0
+SAMPLES = 60
+"""Of the jobs that most scripts run: two epochs of eight steps in all."""
+Fault = tuple[str, int, str, str]
+"""Node, step, where in it, and what happens there; see job.py."""
 Said = TypeVar("Said", bound=Message)
 
 
@@ -151,6 +159,11 @@ class Lead:
         self.workers.append(worker)
         return worker
 
+    def begin(self, script: str, names: Sequence[str], faults: Sequence[Fault] = (), **values: Any) -> list[Worker]:
+        """Workers that run a script with a scenario, and are in no round yet."""
+        listed = [dict(zip(("node", "step", "where", "what"), each, strict=True)) for each in faults]
+        return [self.start(name, script, json.dumps({"faults": listed, **values})) for name in names]
+
     # ---- leading
 
     def place(self, members: Sequence[Worker], number: int, worker: Worker, store: str | None = None) -> Formation:
@@ -173,9 +186,21 @@ class Lead:
             worker.tell(self.place(members, number, worker, store))
         return number
 
-    def end(self, reason: str = "the test says so", also: Sequence[Worker] = ()) -> None:
+    def regroup(
+        self, workers: Sequence[Worker], failing: Sequence[Worker], following: Sequence[Worker] = ()
+    ) -> list[int | None]:
+        """A collective has failed on ``failing``: end the round, and form the next of ``workers``; the steps of the
+        states that they held then."""
+        self.await_failed(failing)
+        self.let_follow(following)
+        self.end()
+        states = self.await_ready(workers)
+        self.form(workers)
+        return [state[1] if state is not None else None for state in states]
+
+    def end(self, reason: str = "the test says so") -> None:
         """The present round is broken."""
-        for worker in [*self.members, *also]:
+        for worker in self.members:
             worker.tell(Over(number=self.number, reason=reason))
 
     def change(self, members: Sequence[Worker], *, waits: bool = False) -> None:
@@ -262,9 +287,39 @@ class Lead:
             left = worker.last(Leaving)
             assert (worker.process.returncode, left and left.status) == (0, "done"), tail(worker.log)
 
+    # ---- what came of it
+
+    def lines(self) -> list[Line]:
+        """All that the ledgers have."""
+        return LedgerTail(self.ledger).read()
+
+    def results(
+        self, workers: Sequence[Worker], samples: int = SAMPLES, *, unrecorded: int = 0, exact: bool = True
+    ) -> list[dict[str, Any]]:
+        """What the workers wrote at their end: in the processes that they began in, with one state, and each sample was
+        used exactly once (unless not ``exact``). ``unrecorded`` samples were used in a step that the others committed,
+        by a rank that died before it could say so."""
+        self.await_done(workers)
+        ended = [json.loads((self.directory / f"{worker.name}.result").read_text()) for worker in workers]
+        assert [result["pid"] for result in ended] == [worker.pid for worker in workers]
+        assert all(result["state"] == ended[0]["state"] for result in ended)
+        found = audit(self.lines(), samples)
+        assert found.exact == exact, found.reason
+        assert found.unrecorded == unrecorded
+        return ended
+
 
 @contextmanager
 def leading(directory: Path) -> Iterator[Lead]:
     """A lead for one test."""
     with Lead(directory) as lead:
         yield lead
+
+
+def played(story: Callable[[Path], None], directory: Path, limit_s: float) -> None:
+    """``story(directory)`` in a process of its own: threads that were started before would stay in the old network."""
+    code = f"from {story.__module__} import {story.__name__} as story; from pathlib import Path; import sys"
+    code += "; from elastic_trainer.local import agents; agents.preload(); story(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

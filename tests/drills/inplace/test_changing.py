@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.drills.inplace.leading import SCRIPTS, leading
+from tests.drills.inplace.leading import SCRIPTS, Lead
 from tests.drills.inplace.scripts.changing import Trained, plain_loop, refusal
 from tests.integration.worker.launch import run, standalone
 
@@ -52,13 +52,12 @@ def test_alone_a_change_of_what_is_trained_is_followed(reduction: str) -> None:
     assert SENTENCES["tree:replaced"] in refusal(reduction, "replaced")
 
 
-def test_in_place_a_change_is_followed(tmp_path: Path) -> None:
+def test_in_place_a_change_is_followed(lead: Lead) -> None:
     """What is unfrozen is averaged over the ranks from its first step on, and no step is made without."""
-    with leading(tmp_path) as lead:
-        workers = [lead.start(name, "changing.py", tmp_path / "result", "ddp:bypass") for name in "ab"]
-        lead.form(workers)
-        lead.await_done(workers)
-    assert_said(ended(tmp_path), ["ddp:bypass"])
+    workers = [lead.start(name, "changing.py", lead.directory / "result", "ddp:bypass") for name in "ab"]
+    lead.form(workers)
+    lead.await_done(workers)
+    assert_said(ended(lead.directory), ["ddp:bypass"])
 
 
 def test_under_torchrun_the_tree_follows_it(tmp_path: Path) -> None:

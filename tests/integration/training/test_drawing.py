@@ -7,15 +7,12 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from elastic_trainer.cli.main import main
-from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.jobs.config import LoggingConfig
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
 from elastic_trainer.jobs.files import STEPS_FILE
 from elastic_trainer.jobs.loggers import TENSORBOARD_DIRECTORY, Loggers, Opening, TensorBoard
-from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
 from elastic_trainer.jobs.task import Exhibits
 
 RUN = [
@@ -50,21 +47,20 @@ def test_without_a_name_it_goes_beside_the_run(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [(["--output", "x.gif"], "not .png, .svg or .pdf"), (["--outptu", "x.svg"], "unrecognized arguments")],
+    ("arguments", "code", "sentence"),
+    [
+        (["--output", "x.gif"], EXIT_CONFIG, "not .png, .svg or .pdf"),
+        (["--outptu", "x.svg"], EXIT_CONFIG, "unrecognized arguments"),
+        (["--output", "/no/such/x.svg"], EXIT_CANNOT_WRITE, "cannot be written"),
+    ],
 )
 def test_a_mistake_is_one_sentence(
-    run: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    run: Path, arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plot", str(run), *arguments]) == EXIT_CONFIG
+    assert main(["plot", str(run), *arguments]) == code
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
-
-
-def test_a_place_that_cannot_be_written_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(run), "--output", str(run / "no" / "such" / "x.svg")]) == 73
-    assert "cannot be written" in capsys.readouterr().err
 
 
 def points(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
@@ -76,27 +72,6 @@ def points(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[st
     tags = events.Tags()
     scalars = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]}
     return scalars, {"images": tags["images"], "tensors": tags["tensors"]}
-
-
-def moment(step: int) -> ProgressMoment:
-    return ProgressMoment(step=step, steps=100, epoch=0, world_size=2, round=3)
-
-
-def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
-    reporter = Reporter(LoggingConfig(progress="none", tensorboard=True), tmp_path)
-    reporter.lead(True, moment(0), "")
-    assert reporter.wants_exhibits
-    reporter.looked(moment(10), 0.5, 0.25)
-    exhibits = Exhibits({"points": torch.zeros(3, 4, 5, dtype=torch.uint8)}, {"sample": "To be"})
-    reporter.evaluated(moment(10), {"accuracy": 0.75}, exhibits)
-    reporter.close()
-    scalars, tags = points(tmp_path)
-    assert scalars["train/loss"] == [(10, 0.5)]
-    assert scalars["train/learning rate"] == [(10, 0.25)]
-    assert scalars["train/world size"] == [(10, 2.0)]
-    assert scalars["test/accuracy"] == [(10, 0.75)]
-    assert tags["images"] == ["points"]
-    assert [tag for tag in tags["tensors"] if tag.startswith("sample")]
 
 
 def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:

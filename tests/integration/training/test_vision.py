@@ -116,20 +116,6 @@ def test_classes_that_changed_are_named_on_resuming(tmp_path: Path) -> None:
     assert trained()["step"] == 8
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_corrupt_image_ends_the_job_with_its_path(tmp_path: Path, world: int) -> None:
-    """In one sentence of the rank that met it, whichever it is, data workers or not."""
-    root = pictures(tmp_path / "data")
-    broken = root / "train" / "b" / "5.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    words = ("imagefolder", f"data.directory={root}", f"checkpoint.directory={tmp_path / 'run'}", *SMALL)
-    outcome = train(*words, f"workers={world - 1}", world=world)
-    assert outcome.code == (EXIT_CONFIG if world == 1 else 1)
-    (complaint,) = [line for line in outcome.complaints if str(broken) in line]
-    assert complaint.startswith(f"error: {broken}: cannot be read as an image")
-    assert "bad_samples=skip" in complaint
-
-
 def test_a_corrupt_image_is_left_out_on_request(tmp_path: Path) -> None:
     """It is named each epoch, and the others are trained on. In a test it is an error all the same."""
     root = pictures(tmp_path / "data")

@@ -343,7 +343,7 @@ def main(scenario: Scenario) -> None:
         habits[scenario.values["habit"]]()
     result = {
         "pid": os.getpid(),
-        "parameters": [each.flatten().tolist() for part in (job.module, job.generator) for each in part.parameters()],
+        "state": [each.flatten().tolist() for part in (job.module, job.generator) for each in part.parameters()],
         "passes": float(job.module.passes),
         "lines": job.lines,
         "second": job.second,

@@ -3,9 +3,8 @@
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body), ``after_step`` or, at step 0, ``settling`` (before a last save). What:
 ``lose`` (as if a collective had lost a peer), ``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own),
-``raw`` (collectives of the script's own, of torch's), ``sum`` and ``barrier`` (the session's, on all nodes),
-``gate:NAME`` (waits until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned
-change).
+``raw`` (collectives of the script's own, of torch's), ``barrier`` (the session's, on all nodes), ``gate:NAME`` (waits
+until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned change).
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ def strike(what: str, session: Session) -> None:
         dist.all_reduce(torch.ones(3), async_op=True).wait()
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "sum":
-        session.all_reduce(torch.ones(3))
     if what == "barrier":
         session.barrier()
     if what == "planned":
@@ -90,8 +87,7 @@ def dying_source(after: int) -> None:
 def build(scenario: Scenario) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Any]:
     torch.manual_seed(len(scenario.node) + sum(map(ord, scenario.node)))  # nodes begin differently, and are made alike
     module = model()
-    kind = torch.optim.AdamW if scenario.values["optimizer"] == "adamw" else torch.optim.SGD
-    optimizer = kind(module.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     scaler = (
         torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if scenario.values.get("scaled") else None
@@ -158,7 +154,7 @@ def main(scenario: Scenario) -> None:
         committed = session._trained.state.committed()
     result = {
         "pid": os.getpid(),
-        "digest": f"{fingerprint(committed):016x}",
+        "state": f"{fingerprint(committed):016x}",
         "buffers": f"{fingerprint(dict(module.named_buffers())):016x}",
         "step": session.step_number,
         "counter": counter.values,
