@@ -14,7 +14,7 @@ from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, LocalSg
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.unit.worker.toys import data, linear, loss_of
+from tests.unit.worker.toys import data, linear, steps
 
 DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
 
@@ -83,10 +83,7 @@ def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -
     may = []
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=2):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
+        for step in steps(session, optimizer, wrapped, 16, epochs=2):
             if step.number in (3, 4, 6, 8):
                 may.append(session.save())
                 continue
@@ -98,18 +95,15 @@ def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -
 def test_parameters_are_frozen_at_synchronisations_alone() -> None:
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=2):
-            if session.step_number == 3:
+        for step in steps(session, optimizer, wrapped, 16, epochs=2):
+            if step.number == 3:
                 wrapped.bias.requires_grad_(False)
                 frozen = wrapped.bias.detach().clone()
-            if session.step_number == 7:
+            if step.number == 7:
                 wrapped.bias.requires_grad_(True)
                 with pytest.raises(ConfigError, match="'bias' was unfrozen between two"), session.step():
                     pass
                 break
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
     assert torch.equal(wrapped.bias, frozen)
 
 
@@ -117,12 +111,8 @@ def test_a_script_that_leaves_its_loop_ends_with_a_synchronisation() -> None:
     """What it has trained counts: without it the outer optimizer would not know of it."""
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=1):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
-            inner = wrapped.weight.detach().clone()
-            break
+        next(steps(session, optimizer, wrapped, 16, epochs=1))
+        inner = wrapped.weight.detach().clone()
     assert not torch.equal(wrapped.weight, inner)
 
 
@@ -130,11 +120,8 @@ def left_and_undone(*, healed: bool) -> None:
     """A script leaves its loop two steps behind a synchronisation, and the round ends in the one that follows."""
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=8, epochs=1):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
-            if session.step_number == 5:
+        for step in steps(session, optimizer, wrapped, 8, epochs=1):
+            if step.number == 5:
                 break
         training: Any = session._training
         training.steps.sync._take_over = lambda kept: None

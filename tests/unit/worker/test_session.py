@@ -25,7 +25,7 @@ from elastic_trainer.worker.report import Ledger
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.state.saver import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
-from tests.unit.worker.toys import Counter, Job, data, loss_of, model
+from tests.unit.worker.toys import Counter, Job, data, loss_of, model, steps
 
 
 def uninterrupted(epochs: int) -> list[torch.Tensor]:
@@ -70,14 +70,10 @@ def test_a_script_with_two_loops_resumes_in_either(tmp_path: Path) -> None:
 def test_a_run_may_end_after_steps_instead_of_epochs(tmp_path: Path) -> None:
     """In mid-epoch, and with more of them when it is resumed; the steps of its lives count together."""
     ended = []
-    for steps in (6, 6, 9):
+    for count in (6, 6, 9):
         with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
-            job, made = Job(session), 0
-            for batch in session.batches(data(), global_batch_size=16, steps=steps):
-                with session.step() as step:
-                    step.backward(loss_of(job.wrapped, batch))
-                    job.optimizer.step()
-                made += 1
+            job = Job(session)
+            made = len(list(steps(session, job.optimizer, job.wrapped, 16, steps=count)))
             ended.append((made, session.step_number, session.cursor))
     assert ended == [(6, 6, Cursor(1, 32)), (0, 6, Cursor(1, 32)), (3, 9, Cursor(2, 16))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ def linear(session: Session, **options: Any) -> tuple[torch.optim.SGD, Any]:
     module = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return optimizer, session.wrap(module, optimizer=optimizer, **options)
+
+
+def steps(session: Session, optimizer: torch.optim.Optimizer, wrapped: Any, size: int, **length: Any) -> Iterator[Step]:
+    """Train on batches of ``size`` samples; each step, when it has ended."""
+    for batch in session.batches(data(), global_batch_size=size, **length):
+        with session.step() as step:
+            step.backward(loss_of(wrapped, batch))
+            optimizer.step()
+        yield step
 
 
 class Job:

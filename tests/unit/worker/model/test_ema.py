@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.toys import data, linear, loss_of
+from tests.unit.worker.toys import data, linear, loss_of, steps
 
 DECAY = 0.5
 
@@ -20,10 +20,7 @@ def trained(directory: Path | None, epochs: int, average: float | None = DECAY) 
     torch.manual_seed(1)
     with Session(directory, device="cpu", checkpoint_every_s=None) as session:
         optimizer, wrapped = linear(session, average=average)
-        for batch in session.batches(data(), global_batch_size=20, epochs=epochs):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
+        list(steps(session, optimizer, wrapped, 20, epochs=epochs))
         return wrapped, session.average if average is not None else None
 
 
@@ -32,10 +29,7 @@ def test_it_is_the_exponential_moving_average_of_the_parameters() -> None:
     expected: torch.Tensor | None = None
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, average=DECAY)
-        for batch in session.batches(data(), global_batch_size=20, epochs=2):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
+        for _ in steps(session, optimizer, wrapped, 20, epochs=2):
             now = wrapped.weight.detach().clone()
             expected = now if expected is None else DECAY * expected + (1 - DECAY) * now
             assert torch.allclose(session.average.get_parameter("weight"), expected)
@@ -76,10 +70,7 @@ def test_evaluating_leaves_the_statistics_that_the_average_was_given() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         average = AveragedModel(module, use_buffers=True)
         wrapped = session.wrap(module, optimizer=optimizer, average=average)
-        for batch in session.batches(data(), global_batch_size=20, epochs=2):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
+        list(steps(session, optimizer, wrapped, 20, epochs=2))
         x, y = data().tensors
         update_bn([x], session.average)
         kept = {name: each.clone() for name, each in average.state_dict().items()}
