@@ -27,7 +27,6 @@ Loop = Callable[[Session, DataLoader[Any], int | None], dict[str, Any]]
 
 
 def accelerate(session: Session, data: DataLoader[Any], stop: int | None) -> dict[str, Any]:
-    """A schedule by epochs, which the script steps itself."""
     from elastic_trainer.integrations.accelerate import ElasticAccelerator
 
     accelerator, bare = ElasticAccelerator(session), Net()
@@ -47,7 +46,6 @@ def accelerate(session: Session, data: DataLoader[Any], stop: int | None) -> dic
 
 
 def fabric(session: Session, data: DataLoader[Any], stop: int | None) -> dict[str, Any]:
-    """A schedule by steps, given to ``setup``."""
     from lightning.fabric import Fabric
 
     from elastic_trainer.integrations.fabric import ElasticFabricStrategy

@@ -79,7 +79,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process."""
         return self.process.pid
 
     def _serve(self, connection: Connection) -> None:
@@ -123,12 +122,10 @@ class Worker:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and the end of it."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Nothing of it stays."""
         self.kill()
         self._listener.close()
 
@@ -154,7 +151,6 @@ class Lead:
             worker.close()
 
     def start(self, name: str, script: str, *arguments: object) -> Worker:
-        """A worker that runs one of the scripts."""
         worker = Worker(self, name, [str(SCRIPTS / script), *map(str, arguments)])
         self.workers.append(worker)
         return worker
@@ -268,20 +264,13 @@ class Lead:
             found.append((state.round, state.step) if state is not None else None)
         return found
 
-    def await_steps(self, count: int) -> None:
-        """Wait until the first member says that ``count`` steps are committed."""
-        self.wait(lambda: self.members[0].step >= count, f"{count} steps")
-
     def await_file(self, name: str) -> None:
-        """Wait until a script has written ``name``."""
         self.wait(lambda: (self.directory / name).exists(), name)
 
     def open(self, gate: str) -> None:
-        """Let the workers that wait at ``gate`` go on."""
         (self.directory / f"{gate}.open").touch()
 
     def await_done(self, workers: Sequence[Worker]) -> None:
-        """Wait until ``workers`` have ended with success."""
         for worker in workers:
             self.wait(lambda worker=worker: worker.process.poll() is not None, f"{worker.name} to end")  # type: ignore[misc]
             left = worker.last(Leaving)
@@ -290,7 +279,6 @@ class Lead:
     # ---- what came of it
 
     def lines(self) -> list[Line]:
-        """All that the ledgers have."""
         return LedgerTail(self.ledger).read()
 
     def results(

@@ -27,7 +27,6 @@ def assert_like_the_plain_loop(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def ended(directory: Path) -> list[list[str]]:
-    """What two ranks refused; they hold the same bits, and up to rounding those of a loop without a session."""
     (refused, parameters), (others_refused, others) = (
         torch.load(each, weights_only=True) for each in directory.glob("result-*")
     )

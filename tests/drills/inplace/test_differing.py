@@ -18,7 +18,6 @@ JOB = "differing.py"
 
 
 def ended(directory: Path) -> list[Any]:
-    """What came of each case, on each rank."""
     return [torch.load(each, weights_only=True) for each in sorted(directory.glob("result-*"))]
 
 

@@ -20,7 +20,6 @@ STEPS = 8
 
 
 def begun(lead: Lead, names: str, faults: Sequence[Fault] = (), **values: Any) -> list[Worker]:
-    """Workers in their first round."""
     workers = lead.begin("habits.py", names, faults, **values)
     lead.form(workers)
     return workers
@@ -79,7 +78,6 @@ def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lea
 
 
 def parts() -> list[list[int]]:
-    """The samples of each step."""
     return [list(range(first, min(first + 16, SAMPLES))) for _ in range(2) for first in range(0, SAMPLES, 16)]
 
 

@@ -229,10 +229,7 @@ def test_in_restart_mode_nodes_have_no_places(tmp_path: Path, etcd_endpoint: str
 
 
 class WholeJob(Groups):
-    """Nodes of one rank each, over all of which the model is sharded."""
-
     def loses_last(self, count: int) -> tuple[list[int], int]:
-        """The last ``count`` nodes die."""
         left = len(self.job.running) - count
         return self.loses(self.members()[left:], left)
 

@@ -57,8 +57,6 @@ def data() -> torch.utils.data.TensorDataset:
 
 
 class Block(nn.Module):
-    """Two layers, the second of which tensor parallel cuts by rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -95,7 +93,6 @@ class Net(nn.Module):
 
 
 def built(session: Session, options: dict[str, Any]) -> nn.Module:
-    """The model, sharded over the mesh of the session."""
     names = tuple(options.get("names", ["dp_shard"]))
     whole_job = bool(options.get("whole_job"))
     mesh = session.init_device_mesh(options.get("mesh", [-1]), mesh_dim_names=names, whole_job=whole_job)
@@ -184,7 +181,6 @@ class Faults:
         return self._directory / f"{what}-{due['id']}"
 
     def _strike(self, replica: ShardedReplica) -> None:
-        """Here, if this is the node."""
         due, self._due = self._due, {}
         if due["node"] != self._node:
             self._mark(due, "came").touch()

@@ -97,7 +97,6 @@ def overflowing(output: torch.Tensor, part: Batch) -> torch.Tensor:
 def trained(
     session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: list[PipelineStage] | None = None
 ) -> nn.Module:
-    """The loop with the session."""
     optimizer = optimized(model, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if options.get("scaler") else None
     model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"), stage=stage)
@@ -144,7 +143,6 @@ def whole_of_shards(model: nn.Module) -> list[torch.Tensor]:
 
 
 def checked(name: str, directory: Path) -> dict[str, float]:
-    """One variant; how far it is from the plain loop."""
     options = KINDS[name]
     found: dict[str, float] = {}
     checkpoints = directory / "checkpoints" if options.get("save") else None

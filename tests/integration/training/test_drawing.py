@@ -31,7 +31,6 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_drawn_with_its_faults_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes the picture and says where; the SVG holds the words."""
     output = run / "run.svg"
     assert main(["plot", str(run), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
@@ -41,7 +40,6 @@ def test_a_run_is_drawn_with_its_faults_named(run: Path, capsys: pytest.CaptureF
 
 
 def test_without_a_name_it_goes_beside_the_run(run: Path) -> None:
-    """As a PNG."""
     assert main(["plot", str(run)]) == 0
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -87,7 +85,6 @@ def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path:
 
 
 def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither from the beginning nor later; it is said once, and the training goes on."""
     pytest.importorskip("tensorboard")
     (tmp_path / "refused").mkdir()
     (tmp_path / "refused" / TENSORBOARD_DIRECTORY).touch()

@@ -48,7 +48,6 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Almost 5,000 characters."""
     path = tmp_path / "verse.txt"
     path.write_text(VERSE * 50)
     return path
@@ -141,7 +140,6 @@ def test_another_vocabulary_on_resuming_is_refused_by_its_difference(tmp_path: P
 
 
 def test_a_foreign_token_ends_the_run_with_its_place(tmp_path: Path) -> None:
-    """Also where it is drawn in the middle of training."""
     numbers = np.ones(2000, "<u2")
     numbers[700] = 40000
     numbers.tofile(tmp_path / "a.bin")
@@ -177,7 +175,6 @@ def test_a_trained_model_writes_what_it_learnt(trained: Path, capsys: pytest.Cap
 
 
 def test_a_moving_average_is_what_writes(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run with an average evaluates that, so its texts come from it too."""
     Trainer(Gpt, _config(tmp_path / "run", text, "average=0.5", tokens=128 * 3)).run()
     loaded = CheckpointManager(tmp_path / "run").load_newest()
     assert loaded is not None
@@ -207,7 +204,6 @@ def test_a_run_that_cannot_write_is_one_sentence(
     code: int,
     sentence: str,
 ) -> None:
-    """With the exit code of its cause."""
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     assert gpt_sample.main([str(tmp_path), *words]) == code

@@ -8,7 +8,8 @@ import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.jobs.config import load_job
-from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
+from tests.integration.training.launch import LIMIT_S, QUICK, command, records, train
+from tests.integration.worker.launch import environment
 from tests.support.forked import Forked
 from tests.support.waiting import eventually
 

@@ -55,7 +55,6 @@ def test_the_course_of_a_run_is_kept_through_its_lives(run: Path) -> None:
 
 
 def test_tensorboard_shows_scalars_and_pictures_with_points(run: Path) -> None:
-    """Of both lives, each point once, and a picture of the first test samples after each evaluation."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"))
@@ -68,7 +67,6 @@ def test_tensorboard_shows_scalars_and_pictures_with_points(run: Path) -> None:
 
 
 def test_the_models_can_be_loaded_without_this_package(run: Path) -> None:
-    """The final one and the best one, with what is known about them."""
     task = find_task("keypoints")(load_job(str(run / "config.yaml")))
     task.datasets()
     for name, steps in (("final_state", {"8"}), ("best_model", {"4", "8"})):

@@ -33,8 +33,6 @@ class PowerCutError(Exception):
 
 
 class Cut(Mnist):
-    """Training that ends abruptly at a given forward pass."""
-
     losses_left = 10**9
     measures_left = 10**9
 
@@ -138,7 +136,6 @@ def test_a_finished_run_started_again_exports_what_it_had_not_come_to(tmp_path: 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A run without interruption."""
     logs.configure(io.StringIO())
     directory = tmp_path_factory.mktemp("whole")
     report = Trainer(Mnist, _config(directory, "checkpoint.every_steps=1")).run()

@@ -33,7 +33,6 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digits are written once."""
     return f"data.cache={tmp_path_factory.mktemp('cache')}"
 
 

@@ -15,18 +15,15 @@ SLOW = ["100", "--save-every", "2", "--step-s", "0.1"]
 
 
 def named(name: str, directory: Path, *arguments: str) -> Sequence[str]:
-    """A run of one node with a name."""
     options = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={name}"]
     return torchrun([*options, "--local-addr=127.0.0.1"], "train.py", directory, *arguments)
 
 
 def runs(directory: Path) -> set[str | None]:
-    """Who has saved the checkpoints that are there."""
     return {entry.manifest.run for entry in CheckpointManager(directory / "checkpoints").entries()}
 
 
 def opened(directory: Path) -> list[int]:
-    """The steps that lives of the job began from."""
     return [line.step for line in LedgerTail(directory / "ledger").read() if line.event is LineKind.OPENED]
 
 

@@ -24,7 +24,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def opened(directory: Path) -> list[Line]:
-    """Where the lives of rank 0 began."""
     lines = sorted(LedgerTail(directory / "ledger").read(), key=lambda line: line.t)
     return [line for line in lines if line.event is LineKind.OPENED and line.rank == 0]
 

@@ -46,7 +46,6 @@ def assert_stopped_together(directory: Path, world: int) -> None:
 
 
 def test_sigterm_to_a_plain_process_saves_and_exits_with_143(tmp_path: Path) -> None:
-    """Never 0, which would complete a Kubernetes Job."""
     log = tmp_path / "log"
     with started(plain("train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
         eventually(lambda: steps_of(tmp_path, 0) > 3, lambda: tail(log))
@@ -78,7 +77,6 @@ def test_a_save_that_outlasts_the_machine_is_given_up(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> None:
-    """They save before torchrun gives up on them."""
     log = tmp_path / "log"
     with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
         eventually(lambda: steps_of(tmp_path, 1) > 3, lambda: tail(log))

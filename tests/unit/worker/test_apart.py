@@ -79,7 +79,6 @@ def test_steps_that_a_fault_could_not_undo_are_refused() -> None:
 
 
 def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -> None:
-    """At multiples of sync_every and at the end of an epoch."""
     may = []
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
         optimizer, wrapped = linear(session, **DILOCO)

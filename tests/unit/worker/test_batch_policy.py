@@ -99,6 +99,5 @@ def test_more_ranks_than_micro_batches_are_logged_once(monkeypatch: pytest.Monke
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    """The sentence names the known ones."""
     with pytest.raises(ConfigError, match="'none', 'linear', 'sqrt'"):
         first_step(scale_from=4, lr_rule="cubic")

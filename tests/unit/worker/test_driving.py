@@ -24,8 +24,6 @@ from tests.unit.worker.toys import data, linear, loss_of
 
 
 class Speaker(nn.Module):
-    """A model with a method and a setting of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.words = nn.Linear(4, 1), 2

@@ -89,7 +89,6 @@ def test_steps_and_epochs_are_not_both_asked_for() -> None:
 
 
 def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
-    """Started again it trains no step and writes no checkpoint."""
     with Session(tmp_path, device="cpu") as session:
         Job(session).train(2)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -132,7 +131,6 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(
 
 
 def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
-    """Steps are exact and old checkpoints are removed; a cadence of almost no time saves during the first steps."""
     first, second = tmp_path / "a", tmp_path / "b"
     with Session(first, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None, keep_last=2) as session:
         Job(session).train(2)
@@ -179,7 +177,6 @@ def test_an_automatic_interval_follows_the_cost_of_saves_and_the_failures(tmp_pa
 
 
 def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On schedule, at the end, and by the script; not while it trains."""
     seen, encode = list[bool](), CheckpointManager.encode
 
     def noted(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
@@ -198,7 +195,6 @@ def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, mo
 
 
 def test_save_takes_metrics_and_keeps_the_best(tmp_path: Path) -> None:
-    """The metrics are in the manifest, and known after resuming."""
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
         job = Job(session)
         job.train(1)
@@ -253,7 +249,6 @@ def test_a_life_that_saves_before_it_draws_keeps_how_the_data_was_cut(tmp_path: 
 
 
 def test_a_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
-    """Not after the first hour."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError), Session(tmp_path / "file" / "runs", device="cpu"):
         pass
@@ -384,7 +379,6 @@ def test_evaluation_counts_each_sample_once_and_leaves_the_model_as_it_was() -> 
 
 
 def test_a_measure_without_counts_is_refused() -> None:
-    """A mean of means would be wrong."""
     with Session(device="cpu") as session:
         with pytest.raises(ConfigError, match=r"'loss' is not a \(sum, count\) pair"):
             session.evaluate(model(), data(), 8, lambda module, batch: {"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
@@ -464,13 +458,11 @@ def plateau(session: Session) -> None:
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(mistake: Any, says: str) -> None:
-    """At the wrong call."""
     with Session(device="cpu") as session, pytest.raises(ConfigError, match=says):
         mistake(session)
 
 
 def test_a_session_must_be_opened_and_its_options_make_sense() -> None:
-    """Also before anything is opened."""
     with pytest.raises(ConfigError, match="not open"):
         _ = Session().rank
     for options, says in (

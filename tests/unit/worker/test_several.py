@@ -15,8 +15,6 @@ from tests.unit.worker.toys import data, loss_of
 
 
 class Gan:
-    """Two models in a session, and steps on them."""
-
     def __init__(self, session: Session, kind: Any = torch.optim.AdamW) -> None:
         torch.manual_seed(0)
         self.session = session
@@ -147,8 +145,6 @@ def test_names_that_a_module_cannot_have_are_refused(names: list[str], sentence:
 
 
 def test_steps_that_would_train_wrongly_are_refused() -> None:
-    """None of them commits."""
-
     def counted(session: Session, gan: Gan, batch: Any) -> None:
         with session.step() as step:
             step.backward(loss_of(gan.critic, batch), 3)

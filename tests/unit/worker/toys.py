@@ -57,8 +57,6 @@ def steps(session: Session, optimizer: torch.optim.Optimizer, wrapped: Any, size
 
 
 class Job:
-    """A model in a session, and steps on it."""
-
     def __init__(self, session: Session, *, lr: float = 0.01, dropout: float = 0.2) -> None:
         self.session, self.counter = session, Counter()
         self.module = model(dropout)

@@ -54,7 +54,6 @@ def change(model: nn.Sequential, optimizer: torch.optim.Optimizer, done: int) ->
 
 
 def plain_loop() -> list[torch.Tensor]:
-    """The parameters at the end of the same training without a session."""
     model, optimizer = build()
     x, y = data()
     for step in range(SAMPLES // BATCH):
@@ -101,7 +100,6 @@ class Trained:
             self._bypass(session)
 
     def _bypass(self, session: Session) -> None:
-        """Call the bare model in one more step."""
         batch = next(self._batches(session, 2))
         try:
             with session.step() as step:
@@ -121,7 +119,6 @@ class Trained:
 
 
 def refusal(reduction: str, wrong: str) -> str:
-    """What is said of a mistake."""
     try:
         Trained(reduction, wrong)
     except ConfigError as error:

@@ -72,7 +72,6 @@ class Numbers(IterableDataset[Any]):
 
 
 def generator() -> nn.Module:
-    """Makes what the other model is to take for real."""
     torch.manual_seed(6)
     return nn.Linear(4, 4)
 
@@ -95,8 +94,6 @@ def squared(module: nn.Module, batch: Any) -> dict[str, tuple[Any, int]]:
 
 
 class Job:
-    """One habit."""
-
     def __init__(self, session: Session, scenario: Scenario) -> None:
         self.session, self.scenario = session, scenario
         self.module = Net()

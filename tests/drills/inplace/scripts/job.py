@@ -31,15 +31,12 @@ LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1
 
 
 class Scenario:
-    """What is to happen on this node."""
-
     def __init__(self, text: str) -> None:
         self.values: dict[str, Any] = {"epochs": 2, "size": 16, "optimizer": "adamw", "pace_s": 0.0, **json.loads(text)}
         self.node = os.environ["ELASTIC_TRAINER_NODE"]
         self.faults = [each for each in self.values.get("faults", ()) if each["node"] in (self.node, "all")]
 
     def at(self, step: int, where: str, session: Session) -> None:
-        """Fail here if the scenario says so."""
         for fault in list(self.faults):
             if (fault["step"], fault["where"]) == (step, where):
                 self.faults.remove(fault)

@@ -30,7 +30,6 @@ def test_gradients_and_losses_are_those_of_one_process_at_two_and_three_ranks(tm
 
 
 def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of nested containers, with their places."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from leaves(value, f"{where}.{name}")
@@ -61,7 +60,6 @@ def test_with_the_tree_all_bits_are_those_of_one_process_at_two_three_and_four_r
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal to the last bit."""
     if isinstance(value, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value, other)
     return bool(value == other)

@@ -106,7 +106,6 @@ def in_stages(session: Session, stage: str, *, shards: bool = True, memory: str 
 def test_a_model_that_is_not_divided_into_stages_is_refused(
     session: Session, options: dict[str, Any], sentence: str
 ) -> None:
-    """Each parameter is held by one of them."""
     with pytest.raises(ConfigError, match=sentence):
         in_stages(session, **options)
 
@@ -152,7 +151,6 @@ def test_stages_are_trained_by_schedules(session: Session) -> None:
 
 
 def test_one_mesh_is_made_and_used(session: Session) -> None:
-    """Parts of it are for tensor parallel."""
     with pytest.raises(ConfigError, match="there is no device mesh yet"), session.parallelizing():
         pass
     session.init_device_mesh((-1, 1), mesh_dim_names=("dp_shard", "tp"))

@@ -21,8 +21,6 @@ CASES: list[tuple[str, int, int, int]] = [
 
 
 class Branching(nn.Module):
-    """Convolution, BatchNorm, dropout; one head that only some micro-batches use, and one that none does."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1)

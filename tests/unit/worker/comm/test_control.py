@@ -17,7 +17,6 @@ def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
 
 
 def test_a_process_that_is_alone_raises_its_own_error() -> None:
-    """Unchanged: there is no other rank that it could be the error of."""
     Control().agree(None)
     with pytest.raises(CheckpointError, match="alone"):
         Control().agree(CheckpointError("alone"))

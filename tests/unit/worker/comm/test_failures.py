@@ -28,7 +28,6 @@ PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]"
     ],
 )
 def test_words_of_a_script_mean_nothing(text: str) -> None:
-    """Not even where it names the library."""
     assert not is_collective_failure(RuntimeError(text))
 
 
@@ -52,8 +51,6 @@ def test_people_see_no_numbers_of_gloo() -> None:
 
 
 def test_a_real_error_of_gloo_is_known() -> None:
-    """One rank waits in vain for the other: what its wait raises names the place."""
-
     def body(control: Control) -> bool:
         if control.rank == 1:
             return True

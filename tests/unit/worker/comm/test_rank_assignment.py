@@ -30,7 +30,6 @@ def place(environ: dict[str, str]) -> RankAssignment:
 
 
 def test_a_plain_process_is_alone_and_needs_no_store() -> None:
-    """Without a launcher there is nothing to form."""
     assert place({}) == RankAssignment(0, 0, 1, 0, 1, None)
 
 
@@ -67,7 +66,6 @@ def test_ranks_of_several_machines_use_the_address_that_leads_there(monkeypatch:
 def test_a_user_who_binds_gloo_to_loopbacks_misleads_other_hosts(
     monkeypatch: pytest.MonkeyPatch, chosen: str, found: str
 ) -> None:
-    """Not those who are on this one."""
     interfaces = {
         "lo": [_address(socket.AF_PACKET, "00:00"), _address(socket.AF_INET, "127.0.0.1")],
         "loop6": [_address(socket.AF_INET6, "::1")],
@@ -94,7 +92,6 @@ def _address(family: socket.AddressFamily, address: str) -> SimpleNamespace:
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(changed: dict[str, str], says: str) -> None:
-    """The sentence names the variables."""
     with pytest.raises(ConfigError, match=says):
         place({**TORCHRUN, **changed})
 

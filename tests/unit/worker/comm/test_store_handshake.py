@@ -30,7 +30,6 @@ def test_all_ranks_get_one_prefix_and_each_round_another() -> None:
 
 
 def test_the_remains_of_ranks_that_died_while_meeting_are_passed_over() -> None:
-    """Hellos and an offer of dead processes are no answers to the living."""
     store = HashStore()
     for rank in (1, 2):
         store.set(f"meeting/hello/{rank}", "stale")
@@ -43,7 +42,6 @@ def test_the_remains_of_ranks_that_died_while_meeting_are_passed_over() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    """Rank 0 says whom it missed; another rank says that it waited for rank 0."""
     with pytest.raises(TransientError, match="rank 0 waits for ranks 1, 2"):
         meet(HashStore(), 0, 3, Deadline.after(0.05))
     with pytest.raises(TransientError, match="rank 1 waits for rank 0"):

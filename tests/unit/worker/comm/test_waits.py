@@ -43,7 +43,6 @@ class Operation:
 
 
 def test_an_operation_that_has_ended_is_waited_for_once() -> None:
-    """The usual case costs one call."""
     works, operation = InterruptibleWaits(interruptible=True), Operation()
     operation.end()
     works.wait(works.begun(operation))
@@ -52,7 +51,6 @@ def test_an_operation_that_has_ended_is_waited_for_once() -> None:
 
 
 def test_operations_that_nobody_waits_for_are_dropped_once_they_have_ended() -> None:
-    """A loss that was asked for and is never read must not be kept; one that is under way is."""
     works, lasting = InterruptibleWaits(interruptible=True), Operation()
     lasting.then = lasting.end
     works.begun(lasting)
@@ -88,7 +86,6 @@ def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
 
 
 def test_what_an_operation_raises_passes_through() -> None:
-    """Also when it fails between two moments of the wait."""
     works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     operation.then = lambda: operation.end("Connection closed by peer")

@@ -32,7 +32,6 @@ def test_only_ranks_that_differ_from_the_first_refuse() -> None:
 
 
 def test_every_difference_has_its_advice() -> None:
-    """So that the sentence always says what to do."""
     for name in MINE:
         with pytest.raises(ConfigError, match=f"'{name}'"):
             check_resumed(MINE, MINE | {name: "other"}, ())

@@ -47,7 +47,6 @@ def test_buffers_are_the_same_tensors_with_the_same_values_again() -> None:
 
 
 def test_values_alone_can_be_put_back_between_micro_batches() -> None:
-    """A model that replaces none says so at each step."""
     module = nn.BatchNorm1d(2)
     buffers = Buffers(module)
     for _ in range(2):

@@ -25,7 +25,6 @@ def trained(directory: Path | None, epochs: int, average: float | None = DECAY) 
 
 
 def test_it_is_the_exponential_moving_average_of_the_parameters() -> None:
-    """From those of the first step on, with the decay that was asked for."""
     expected: torch.Tensor | None = None
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, average=DECAY)
@@ -36,7 +35,6 @@ def test_it_is_the_exponential_moving_average_of_the_parameters() -> None:
 
 
 def test_it_is_resumed(tmp_path: Path) -> None:
-    """A training in two parts ends with the same average as one without a break."""
     trained(tmp_path, 1)
     _, resumed = trained(tmp_path, 3)
     _, straight = trained(None, 3)
@@ -53,7 +51,6 @@ def test_it_may_begin_with_a_resumed_training_that_had_none(tmp_path: Path) -> N
 
 
 def test_one_of_the_users_own_must_fit_its_checkpoint(tmp_path: Path) -> None:
-    """A different averaged model is an error that names the tensor."""
     trained(tmp_path, 1)
     with Session(tmp_path, device="cpu") as session:
         module = nn.Linear(4, 1)

@@ -64,7 +64,6 @@ def network() -> nn.Module:
 
 
 def combined(plan: EpochPlan, world: int) -> list[list[torch.Tensor]]:
-    """The gradients and the loss of the first global batch on each rank."""
     x, y = data(plan.length).tensors
     made = network()  # by one thread: all draw from one generator
 
@@ -117,7 +116,6 @@ def test_gradients_have_equal_bits_and_are_those_of_the_whole_batch(
 
 
 def test_segments_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models travel in several pieces."""
     plan = EpochPlan(23, 22, 3, 1)
     whole = combined(plan, 3)
     monkeypatch.setattr("elastic_trainer.worker.model.tree.SEGMENT_BYTES", 1)
@@ -192,13 +190,11 @@ def sparse(step: Any, wrapped: Any, batch: Any) -> None:
     ],
 )
 def test_what_has_no_place_in_the_tree_is_refused(body: Any, micro: int | None, options: Any, says: str) -> None:
-    """In one sentence that says what to do."""
     with pytest.raises(ConfigError, match=says):
         in_session(body, micro, **options)
 
 
 def test_a_batch_that_follows_the_ranks_is_refused() -> None:
-    """It would be another one at each number of ranks."""
     with Session(device="cpu") as session:
         module = model()
         session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="tree")
@@ -236,6 +232,5 @@ def moved_by(count: bool) -> torch.Tensor:
 
 
 def test_what_batchnorm_moves_does_not_depend_on_how_losses_are_counted() -> None:
-    """Its statistics are of samples, whatever the losses weigh."""
     assert moved_by(count=False).abs().max() > 0.01
     assert torch.equal(moved_by(count=True), moved_by(count=False))

@@ -48,12 +48,10 @@ class Bench:
         return found
 
     def after(self, seconds: float) -> Bench:
-        """Let time pass."""
         self.clock.advance(seconds)
         return self
 
     def page(self) -> dict[Phase, float]:
-        """What the agent shows now."""
         return {phase: each for phase, each in self.read().seconds(self.clock.monotonic()).items() if each}
 
     def check(self) -> None:
@@ -67,7 +65,6 @@ class Bench:
         self.shown = seconds_now
 
     def step(self, number: int, seconds: float = 1.0, *, waited: float = 0.0) -> None:
-        """One step that is committed."""
         self.tracker.step_begins(number)
         self.clock.advance(seconds)
         if waited:
@@ -79,14 +76,12 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A worker that has just begun."""
     bench = Bench(tmp_path / "0-1.page")
     yield bench
     bench.close()
 
 
 def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
-    """In a round, and about to train."""
     bench.tracker.place(0, 2, round_, CPU)
     bench.tracker.change(Phase.TRAINING)
     return bench.tracker
@@ -332,7 +327,6 @@ class Life:
         self.number = 0
 
     def call(self, what: str, which: object, pause_s: float) -> None:
-        """One thing that happens, with pauses in between at which the page is looked at."""
         tracker = self.tracker
 
         def passes() -> None:
@@ -373,7 +367,6 @@ class Life:
         passes()
 
     def end(self, error: Exception | None) -> None:
-        """The innermost body ends."""
         if not self.bodies:
             return
         body = self.bodies.pop()
@@ -443,7 +436,6 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nowhere", None])
 def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None:
-    """It counts its steps all the same."""
     tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
     tracker.place(1, 2, 3, CPU)
     tracker.step_begins(1)
@@ -476,7 +468,6 @@ def _number(path: Path) -> int:
 
 
 def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
-    """With a committed step, and not again within a second: looking costs more than the step's own figures."""
     bench.clock.advance(2.0)
     bench.tracker.committed(1, 4)
     assert bench.read().pulse.threads >= 1

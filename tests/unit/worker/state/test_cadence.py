@@ -42,7 +42,6 @@ def test_no_other_interval_loses_noticeably_less(cost_s: float, trained_s: float
 def test_saves_come_more_often_with_failures_and_less_often_with_their_cost(
     cost_s: float, trained_s: float, failures: int
 ) -> None:
-    """And less often the longer nothing fails."""
     interval_s = best_interval_s(Experience(cost_s, trained_s, failures))
     assert best_interval_s(Experience(cost_s, trained_s, failures + 1)) <= interval_s
     assert best_interval_s(Experience(cost_s, trained_s + 3600.0, failures)) >= interval_s
@@ -82,7 +81,6 @@ def test_a_life_that_resumes_behind_its_last_save_has_failed() -> None:
 
 
 def test_a_cadence_is_checked() -> None:
-    """Seconds, auto or never; and what each gives."""
     seen = Experience(0.1)
     assert Cadence(None, None).interval_s(seen) is None
     assert Cadence(None, 5.0).interval_s(seen) == 5.0

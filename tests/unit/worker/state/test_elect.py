@@ -32,7 +32,6 @@ OLD, NEW, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, 
 def test_the_newest_complete_state_of_most_ranks_continues(
     states: list[StateIdentity | None], size: int, sources: tuple[int, ...], behind: tuple[int, ...]
 ) -> None:
-    """Each shard has a source; the lowest rank of several."""
     assert elect(states, size) == Election(sources, behind)
 
 

@@ -160,7 +160,6 @@ def test_a_layer_unfrozen_before_the_checkpoint_is_trained_by_the_next_life(tmp_
 
 
 def test_a_fact_of_the_list_is_resumed_and_healed_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no other list: what a life needs to know beside tensors is named there once."""
     known: dict[int, str] = {}
     monkeypatch.setitem(
         FACTS,

@@ -75,7 +75,6 @@ def test_a_save_that_fails_is_the_answer_with_its_exit_code(side: Side) -> None:
 
 
 def test_without_a_checkpoint_directory_nothing_is_saved(tmp_path: Path) -> None:
-    """That is said at once."""
     side = Side(tmp_path, saves=False)
     side.asks("a")
     assert not side.worker.wanted(2)
@@ -84,7 +83,6 @@ def test_without_a_checkpoint_directory_nothing_is_saved(tmp_path: Path) -> None
 
 
 def test_a_save_that_makes_room_for_a_newer_one_leaves_the_request_to_that(side: Side) -> None:
-    """With when_behind="replace"."""
     side.asks("a")
     assert side.worker.wanted(2)
     side.worker.covered(2)

@@ -46,7 +46,6 @@ def test_the_state_is_that_of_one_optimizer_with_all_groups() -> None:
 
 
 def test_what_belongs_to_a_whole_optimizer_stays_its_own() -> None:
-    """Some keep a count of their own beside the states of parameters."""
     key: Any = "seen"
     _, optimizers = trained(1)
     for number, each in enumerate(optimizers.members):
@@ -70,8 +69,6 @@ def test_a_loaded_state_goes_on_as_the_one_that_was_saved() -> None:
 
 
 class Loads(torch.optim.NAdam):
-    """Its state comes back in a way of its own."""
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
 
@@ -123,7 +120,6 @@ def test_what_a_closure_changed_comes_back_in_its_types() -> None:
 
 
 def test_the_kind_names_all_types_in_their_order() -> None:
-    """A checkpoint of other optimizers does not fit."""
     assert kind_of(trained(0)[1]) == "SGD + AdamW"
     assert kind_of(torch.optim.SGD([torch.ones(1, requires_grad=True)])) == "SGD"
 

@@ -69,7 +69,6 @@ class Rank:
 def everywhere(
     directories: list[Path | None], left: Mapping[int, StateSnapshot] | None = None
 ) -> list[tuple[Origin, float]]:
-    """``left``: the snapshots in the memory of some ranks' nodes."""
     snapshots = left or {}
 
     def body(control: Control) -> tuple[Origin, float]:
@@ -79,7 +78,6 @@ def everywhere(
 
 
 def in_memory(directory: Path, step: int, round: int) -> StateSnapshot:
-    """What a worker that is gone has left."""
     manager, arena, info = CheckpointManager(directory), Arena(), SaveInfo(step, round, fields={"length": step})
     held = arena.hold(manager.encode({"value": torch.full((1000,), float(step)), "round": round}, info))
     manifest = manager.draft(info).with_files(records(held.image))
@@ -166,7 +164,6 @@ def test_checkpoints_of_which_none_is_good_stop_the_job(tmp_path: Path) -> None:
 
 
 def test_a_state_that_one_rank_refuses_stops_all(tmp_path: Path) -> None:
-    """No rank trains on alone."""
     saved(tmp_path, 5, 1)
 
     def body(control: Control) -> str:
@@ -215,8 +212,6 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
 
 
 def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
-    """Before anything is sent, so that no rank waits for it."""
-
     def body(control: Control) -> str:
         return outcome(lambda: transfer.transfer(control, 0, lambda: {"x": object()}))
 
@@ -226,7 +221,6 @@ def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
 
 
 def test_what_all_ranks_have_in_memory_each_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network is slower than that."""
     saved(tmp_path, 3, 1)
     monkeypatch.setattr(transfer, "pass_on", lambda *_: pytest.fail("it was sent"))
     left = in_memory(tmp_path, 5, 1)
@@ -249,8 +243,6 @@ def restored(control: Control, directory: Path, left: StateSnapshot | None = Non
 
 
 def broken(left: StateSnapshot) -> StateSnapshot:
-    """One bit of it has changed in memory."""
-
     begin = left._begin("tensors.safetensors") + left.manifest.file("tensors.safetensors").size - 1
     (byte,) = os.pread(descriptor_of(left), 1, begin)
     os.pwrite(descriptor_of(left), bytes([byte ^ 1]), begin)
@@ -258,7 +250,6 @@ def broken(left: StateSnapshot) -> StateSnapshot:
 
 
 def test_where_a_state_in_memory_is_damaged_the_checkpoint_of_the_same_step_is_loaded(tmp_path: Path) -> None:
-    """It was saved, too: nothing is lost."""
     saved(saved(tmp_path, OLD, 1), NEW, 1)
     entry, left = CheckpointManager(tmp_path).newest(), broken(in_memory(tmp_path, NEW, 1))
     assert entry is not None
@@ -291,7 +282,6 @@ def test_what_is_read_when_the_round_breaks_is_read_no_further(tmp_path: Path) -
 
 
 def test_a_state_in_memory_is_loaded_though_storage_has_nothing_good(tmp_path: Path) -> None:
-    """The only checkpoint was quarantined before."""
     saved(tmp_path, OLD, 1)
     damage(tmp_path, OLD)
     with pytest.raises(CheckpointError):

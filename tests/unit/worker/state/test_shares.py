@@ -26,12 +26,10 @@ def place(rank: int, world: int, local: int) -> RankAssignment:
     ],
 )
 def test_each_node_has_a_file_up_to_a_limit(rank: int, world: int, local: int, expected: Shares) -> None:
-    """And begins at another one."""
     assert Shares.among(place(rank, world, local)) == expected
 
 
 def test_rank_0_writes_alone_if_it_is_to_or_the_model_is_small() -> None:
-    """A file each is not worth it then."""
     assert Shares.among(place(1, 4, 1), Writers.RANK0) == Shares()
     small, large = torch.nn.Linear(8, 8), torch.nn.Linear(SHARED_FROM // 4, 1, device="meta")
     assert not Shares(4).worthwhile(small)
@@ -40,7 +38,6 @@ def test_rank_0_writes_alone_if_it_is_to_or_the_model_is_small() -> None:
 
 
 def test_other_writers_are_refused_by_name() -> None:
-    """With what there is."""
     with pytest.raises(ConfigError, match="writers is 'all'") as caught:
         SavingOptions(writers="all")
     assert "'auto', 'rank0'" in str(caught.value.hint)

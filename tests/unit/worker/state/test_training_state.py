@@ -120,8 +120,6 @@ SEEN: Any = "seen"
 
 
 class Counting(torch.optim.SGD):
-    """Has a value of its own in its state, beside those of the parameters."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.state[SEEN] = self.state.get(SEEN, 0) + 1
@@ -173,8 +171,6 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
 
 
 class Particular(Counter):
-    """Knows a state that is not for it."""
-
     def check_state(self, state: dict[str, Any]) -> None:
         if state["values"] == [1, 2]:
             raise ConfigError("not mine")
@@ -205,7 +201,6 @@ def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
 
 
 def test_other_ranks_keep_their_own_random_numbers() -> None:
-    """Only rank 0 continues the saved generators."""
     tree, other = trained().collect(), make(small)
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -237,7 +232,6 @@ def doubled() -> nn.Module:
     ],
 )
 def test_a_state_of_another_job_is_refused_and_nothing_changes(other: Any, says: str) -> None:
-    """The first tensor that does not fit is named."""
     tree, state = trained().collect(), other()
     before = {name: value.clone() for name, value in state.module.state_dict().items()}
     with pytest.raises(CheckpointError, match=says):
@@ -247,7 +241,6 @@ def test_a_state_of_another_job_is_refused_and_nothing_changes(other: Any, says:
 
 
 def test_an_optimizer_with_other_parameter_groups_is_refused() -> None:
-    """Same model, other grouping or order: the moments would go to the wrong parameters."""
     tree = trained().collect()
     regrouped = make(small)
     names = list(regrouped.module.parameters())
@@ -296,8 +289,6 @@ def test_a_layer_may_be_wrapped_or_unwrapped_between_two_lives(
 
 
 class Refusing(Counter):
-    """Cannot be loaded with what it does not know."""
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["values"] == [1, 2]:
             raise KeyError("what is this?")
@@ -305,7 +296,6 @@ class Refusing(Counter):
 
 
 def test_a_registered_part_that_refuses_its_state_undoes_the_others() -> None:
-    """All or nothing, also among registered parts."""
     tree = trained().collect()
     tree["user"]["second"] = {"values": [9]}
     state = make(small)
@@ -326,7 +316,6 @@ def test_a_part_that_checks_its_state_is_asked_before_the_model_is_compared() ->
 
 
 def test_a_part_registered_after_resuming_gets_its_state_then() -> None:
-    """Until then its state is kept and saved again."""
     state = make(small)
     state.user = {}
     state.apply(trained().collect(), first_rank=True)

@@ -13,8 +13,6 @@ from tests.unit.worker.ranks import run_ranks
 
 
 class SteppedClock(ManualClock):
-    """Advances by ``step_s`` whenever it is read."""
-
     def __init__(self, step_s: float) -> None:
         super().__init__()
         self.step_s = step_s
@@ -70,8 +68,6 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> N
 
 
 def test_a_new_phase_does_not_inherit_the_pace_of_the_old_one() -> None:
-    """After fast steps, a slow phase agrees at its first boundaries at once, not after fifty of them."""
-
     def body(control: Control) -> int:
         clock = SteppedClock(0.001)
         consensus = Consensus(control, clock)

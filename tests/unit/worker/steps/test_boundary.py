@@ -30,7 +30,6 @@ def context(
 
 
 def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
-    """Those of a rank whose losses are finite, or not."""
     steps: Any = SimpleNamespace(
         nonfinite=lambda: not finite, position=SimpleNamespace(step=7), sync=EveryStep(), forgive=lambda: None
     )

@@ -194,14 +194,12 @@ def last_left_out(job: Job, step: Step, batch: Batch) -> None:
     ],
 )
 def test_a_step_that_would_train_wrongly_is_refused(job: Job, body: Any, says: str) -> None:
-    """The sentence says what to do instead."""
     batch = batch_of(job, micro_batch_size=8)
     with pytest.raises(ConfigError, match=says), job.session.step() as step:
         body(job, step, batch)
 
 
 def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -> None:
-    """Neither would be counted."""
     with pytest.raises(ConfigError, match=r"outside session\.step"):
         job.optimizer.step()
     batch = batch_of(job)
@@ -284,7 +282,6 @@ def test_an_overflow_in_the_shard_of_another_rank_skips_the_update_here_too(else
 
 
 def diverged(nonfinite: str, spoiled: float) -> tuple[int, int]:
-    """Steps of a training whose second loss is ``spoiled``, and how often that was counted."""
     with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
         job = Job(session)
         for batch in session.batches(data(), global_batch_size=16, epochs=40):
@@ -304,7 +301,6 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
 
 
 def test_a_loader_of_the_script_works_without_a_cursor() -> None:
-    """Steps about no batch count, and the position in the data stays."""
     with Session(device="cpu") as session:
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -17,7 +17,6 @@ def launched(**changes: Any) -> WorkerEnvironment:
 
 
 def test_it_covers_all_nodes() -> None:
-    """Without a launcher, this process."""
     assert nodes_of_job(launched()) == 3
     assert nodes_of_job(WorkerEnvironment()) == 1
 
