@@ -165,7 +165,7 @@ def test_a_second_optimizer_is_refused_where_its_update_could_not_be_taken_back(
     """Before it has changed anything. One that lives no longer than the step is free, and so is one inside its own."""
     workers = begun(lead, "a", habit="second")
     (result,) = lead.results(workers)
-    said = dict(line.split(": ", 1) for line in result["second"])
+    said = dict(line.split(": ", 1) for line in result["lines"])
     for name in ("wrapped, inside", "wrapped, behind"):
         assert "was about to change parameters of the wrapped model" in said[name]
     for name in ("registered, inside", "lasting, inside"):

@@ -321,7 +321,7 @@ def main() -> None:
         if "shows" in options:
             show(directory, session, optimizer)
             return
-        seen = -1
+        seen, stop = -1, directory / "stop"
         batches = session.batches(
             data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=1_000_000
         )
@@ -337,7 +337,7 @@ def main() -> None:
                         step.backward(((model(micro.x) - micro.y) ** 2).mean() + again)
                         if more == "step":
                             step.backward(model(micro.x).mean())
-                (ended,) = session.all_reduce(torch.tensor([float((directory / "stop").exists())])).tolist()
+                ended = "more" not in options and session.all_reduce(torch.tensor(float(stop.exists()))).item()
                 step.clip(1.0)
                 scaler.step(optimizer) if scaler is not None else optimizer.step()
             if not step.committed:
