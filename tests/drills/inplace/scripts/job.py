@@ -12,7 +12,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state import restore
-from tests.drills.inplace.scripts.neighbours import Neighbours
 from tests.unit.worker.toys import Counter, data, loss_of, model
 
 LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
@@ -79,6 +81,42 @@ def dying_source(after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Control.send = counted  # type: ignore[method-assign]
+
+
+class Neighbours:
+    """Connections of the script's own, whose ends are both here. A thread opens them again and again until torch's
+    process group is there, and then some more."""
+
+    KEPT, MORE = 60, 5
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[socket.socket, ...]] = deque()
+        self._thread = threading.Thread(target=self._open, daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        more = 0
+        while more < self.MORE:
+            more += dist.is_initialized()
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._pairs.append((listener, socket.create_connection(listener.getsockname()), listener.accept()[0]))
+            if len(self._pairs) > self.KEPT:
+                for each in self._pairs.popleft():
+                    each.close()
+
+    def broken(self) -> int:
+        """How many ends do not work any more."""
+        self._thread.join(30.0)
+        assert len(self._pairs) == self.KEPT
+        return sum(map(shut, (end for _, *ends in self._pairs for end in ends)))
+
+
+def shut(end: socket.socket) -> bool:
+    """Whether it was shut for reading: it says so as long as nothing has come."""
+    try:
+        return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
 
 
 def build(scenario: Scenario) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Any]:
