@@ -1,14 +1,79 @@
-"""Ranks that are one completed call apart are brought level with the result that the others have."""
+"""What a worker tells its agent of a round, and how ranks that are one completed call apart are brought level."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+from elastic_trainer.clock import SystemClock
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.ipc.channel import Message, Progress
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.agent_link import REPORT_EVERY_S, AgentLink, ChannelLink
 from elastic_trainer.worker.comm.control import JSON, Control, bytes_of
-from elastic_trainer.worker.recovery import NEWCOMER, CallReplay
+from elastic_trainer.worker.comm.groups import RankAssignment
+from elastic_trainer.worker.recovery import NEWCOMER, CallReplay, InPlaceRecovery
+from elastic_trainer.worker.state.training_state import Position
 from tests.unit.worker.ranks import run_ranks
+
+REFUSED = RoundBrokenError("connect: refused, remote=[10.0.0.2]:25001$1")
+
+
+@pytest.mark.parametrize(
+    ("forms", "said"),
+    [
+        (False, {"number": 4, "forming": True, "tried": "10.0.0.2", "loopback": ""}),
+        (True, {"number": 4}),
+    ],
+)
+def test_only_groups_that_do_not_form_are_a_matter_of_the_network(
+    forms: bool, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the address that was tried is named. What fails later, fails between ranks that reached each other."""
+    heard: list[dict[str, Any]] = []
+
+    def form(place: RankAssignment, broken: object) -> None:
+        if not forms:
+            raise REFUSED
+
+    def refuse(*_: object) -> None:
+        raise REFUSED
+
+    link: Any = AgentLink()
+    monkeypatch.setattr(link, "failed", lambda number, error, **more: heard.append({"number": number} | more))
+    monkeypatch.setattr(link, "wait", lambda holds, timeout_s: None)
+    groups: Any = SimpleNamespace(form=form, abandon=lambda: None)
+    state: Any = SimpleNamespace(show=lambda phase: phase)
+    recovery = InPlaceRecovery(link, groups, state)
+    monkeypatch.setattr(recovery, "_come_to_one_state", refuse)
+    assert not recovery._form(RankAssignment(4, 0, 2, 0, 1))
+    assert heard == [said]
+
+
+class Unstarted(ChannelLink):
+    """A link without its thread, in round 7. ``sent`` is what the agent would read."""
+
+    def __init__(self, sent: list[Message]) -> None:
+        connection: Any = SimpleNamespace(send=sent.append)
+        AgentLink.__init__(self)
+        self._connection, self._round = connection, 7
+
+
+def test_progress_is_reported_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the steps are; the first report of a life comes at once."""
+    now, sent = 100.0, list[Message]()
+    monkeypatch.setattr(SystemClock, "monotonic", lambda _: now)
+    link = Unstarted(sent)
+    for step in range(1, 102):
+        link.report(Position(step=step, cursor=Cursor(2, step * 8)), 0.01)
+        now += 0.01
+    assert [each.step for each in sent if isinstance(each, Progress)] == [1, 21, 41, 61, 81, 101]
+    assert sent[0] == Progress(round=7, step=1, epoch=2, samples=8, step_time_s=0.01)
+    assert REPORT_EVERY_S == 0.2
 
 
 def test_a_rank_that_is_one_call_behind_gets_the_result_of_the_others() -> None:

@@ -1,23 +1,42 @@
-"""One step counts exactly once, or not at all, whatever the script does."""
+"""One step counts exactly once, or not at all; and what all ranks do between steps, at the same one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastic_trainer.clock import SystemClock
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.recovery import Recovery
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import Scaling, Step
+from elastic_trainer.worker.steps.engine import (
+    EVERY_S,
+    LONGEST_INTERVAL,
+    Consensus,
+    EveryStep,
+    Flags,
+    Scaling,
+    Step,
+    StepBoundaries,
+    interval,
+    smoothed,
+)
 from elastic_trainer.worker.steps.options import CheckOptions
+from tests.support.memory_backend import ManualClock
+from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.toys import Job, data, linear, loss_of, model
 
 
@@ -509,3 +528,194 @@ def test_an_optimizer_that_repeats_its_closure_takes_no_scaler() -> None:
         session.wrap(module, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu"))
         with pytest.raises(ConfigError, match="does not go with LBFGS"), session.step():
             optimizer.step(lambda: module(torch.ones(1, 4)).sum())
+
+
+class SteppedClock(ManualClock):
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+
+    def monotonic(self) -> float:
+        self.advance(self.step_s)
+        return super().monotonic()
+
+
+@given(boundary_s=st.floats(0.0, 1000.0))
+def test_sums_are_about_four_a_second_and_at_every_boundary_when_steps_are_slow(boundary_s: float) -> None:
+    """Never rarer than every fiftieth boundary, never more often than each."""
+    count = interval(boundary_s)
+    assert 1 <= count <= LONGEST_INTERVAL
+    assert count == 1 or count * boundary_s <= EVERY_S * 1.001
+
+
+def test_one_long_pause_moves_the_average_little_and_a_lasting_change_soon() -> None:
+    """A checkpoint between two steps must not make the sums more frequent; steps that stay ten times longer must."""
+    assert smoothed(0.0, 0.02) == 0.02
+    assert smoothed(0.02, 5.0) <= 0.02 * 1.61
+    average = 0.02
+    for _ in range(12):
+        average = smoothed(average, 0.2)
+    assert average == pytest.approx(0.2, rel=0.1)
+    for _ in range(12):
+        average = smoothed(average, 0.02)
+    assert average == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.02, 0.1, 3.0])
+def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> None:
+    """Rank 1 wants to stop at boundary 60; all learn it at one and the same later boundary, soon after."""
+
+    def body(control: Control) -> list[tuple[int, Flags]]:
+        consensus, heard = Consensus(control, SteppedClock(step_s * (1 + control.rank))), []
+        for boundary in range(1, 200):
+            late, early = control.rank == 1 and boundary >= 60, control.rank == 0 and boundary == 1
+            wishes = Flags(stop=late, save=early, copy=control.rank > 0 and boundary >= 60)
+            agreed = consensus.boundary(lambda wishes=wishes: wishes)  # type: ignore[misc]
+            if agreed is not None and agreed != Flags():
+                heard.append((boundary, agreed))
+        consensus.drain()
+        return heard
+
+    first, *others = run_ranks(3, body)
+    assert all(other == first for other in others)
+    assert first[0] == (2, Flags(save=True))
+    stops = [boundary for boundary, flags in first if flags.stop]
+    assert 61 <= stops[0] <= 61 + LONGEST_INTERVAL
+    assert not any(flags.save for _, flags in first[1:])
+    assert all(flags.copy for _, flags in first[1:])
+
+
+def test_a_new_phase_does_not_inherit_the_pace_of_the_old_one() -> None:
+    def body(control: Control) -> int:
+        clock = SteppedClock(0.001)
+        consensus = Consensus(control, clock)
+        for _ in range(120):
+            consensus.boundary(Flags)
+        consensus.reset()
+        clock.step_s = 10.0
+        for boundary in range(1, 60):
+            agreed = consensus.boundary(lambda: Flags(stop=control.rank == 0))
+            if agreed is not None and agreed.stop:
+                consensus.drain()
+                return boundary
+        return 0
+
+    assert set(run_ranks(2, body)) <= {2, 3}
+    assert len(set(run_ranks(2, body))) == 1
+
+
+def test_a_single_process_acts_at_once_when_urgent() -> None:
+    """A signal is acted on at the next boundary; other wishes are asked for four times a second."""
+    consensus, asked = Consensus(Control(), SteppedClock(0.01)), []
+
+    def wishes() -> Flags:
+        asked.append(True)
+        return Flags(save=True)
+
+    for _ in range(100):
+        consensus.boundary(wishes)
+    assert 3 <= len(asked) <= 8
+    assert consensus.boundary(lambda: Flags(stop=True), urgent=True) == Flags(stop=True)
+
+
+def context(
+    tracker: HeartbeatReporter, *, nonfinite: str = "raise", plan_check: Any = None, signals: Any = None
+) -> Any:
+    return SimpleNamespace(
+        tracker=tracker,
+        signals=signals,
+        feed=SimpleNamespace(plan_check=plan_check),
+        options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite)),
+    )
+
+
+def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
+    steps: Any = SimpleNamespace(
+        nonfinite=lambda: not finite, position=SimpleNamespace(step=7), sync=EveryStep(), forgive=lambda: None
+    )
+    none: Any = None
+    where = context(tracker, nonfinite="raise" if fatal else "warn")
+    return StepBoundaries(Control(), where, none, steps, none, Recovery(cast("Any", None)))
+
+
+def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:
+    """Also where the round ended before the ranks had agreed on that; it is counted. With 'warn' it goes on."""
+    tracker = HeartbeatReporter()
+    with pytest.raises(NonFiniteError, match="by step 7"):
+        boundaries(tracker, finite=False, fatal=True).refuse_nonfinite()
+    assert tracker.pulse.nonfinite == 1
+    boundaries(tracker, finite=True, fatal=True).refuse_nonfinite()
+    boundaries(tracker, finite=False, fatal=False).refuse_nonfinite()
+    assert tracker.pulse.nonfinite == 1
+
+
+class Both:
+    """A sum over this rank and another one, which wishes the same."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = [2.0 * value for value in values]
+
+    def wait(self) -> list[float]:
+        return self._values
+
+
+class Two:
+    """Boundaries of rank 0 of two, with steps of a second: a sum begins at each boundary."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, due: bool = False) -> None:
+        self.clock, self.saves, self.wishes = ManualClock(), list[int](), list[bool]()
+        monkeypatch.setattr(SystemClock, "monotonic", lambda _: self.clock.monotonic())
+        control: Any = SimpleNamespace(rank=0, world_size=2, alone=False, start=self._start)
+        self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
+        self.position = SimpleNamespace(step=0)
+        self.due = due
+        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep())
+        saver: Any = SimpleNamespace(
+            look=lambda: None,
+            refused=lambda: False,
+            copy_if_due=lambda: None,
+            prepare=lambda: None,
+            due_by_step=lambda step: False,
+            due_by_time=lambda: self.due,
+            due_on_demand=lambda: False,
+            possible=True,
+            attempt=self._attempt,
+            wants_copy=lambda: False,
+        )
+        quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
+        where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
+        self.boundaries = StepBoundaries(control, where, saver, steps, quiet, Recovery(cast("Any", None)))
+
+    def _start(self, purpose: object, values: list[float]) -> Both:
+        self.wishes.append(bool(values[1]))
+        return Both(values)
+
+    def _attempt(self) -> None:
+        self.saves.append(self.position.step)
+        self.due = False
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.clock.advance(1.0)
+            self.position.step += 1
+            self.boundaries.after_step(self.position.step)
+
+
+def test_a_signal_saves_once_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the next sum has begun by then; one that comes afterwards saves again."""
+    two = Two(monkeypatch)
+    two.steps(3)
+    two.signals.save_requested = True
+    two.steps(4)
+    assert two.saves == [5]
+    assert two.wishes.count(True) == 2
+    two.signals.save_requested = True
+    two.steps(3)
+    assert two.saves == [5, 9]
+
+
+def test_a_save_by_time_is_made_once_though_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum that begins at the boundary of the save was asked before it."""
+    two = Two(monkeypatch, due=True)
+    two.steps(6)
+    assert two.saves == [2]
