@@ -10,20 +10,12 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, LocalSgd, OuterSGD
-from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.model.local import OuterSGD
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.toys import data, linear, steps
 
 DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
-
-
-def test_what_wrap_is_given_becomes_the_way_to_train_apart() -> None:
-    assert LocalSgd.of(Reduction.DDP, None, None, None) is None
-    assert LocalSgd.of(Reduction.LOCAL_SGD, 5, None, None) == LocalSgd(5)
-    assert LocalSgd.of(Reduction.DILOCO, 30, None, None) == LocalSgd(30, OUTER_LR, OUTER_MOMENTUM)
-    assert LocalSgd.of(Reduction.DILOCO, 30, 1.0, 0.0) == LocalSgd(30, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +45,6 @@ def test_options_of_a_session_that_need_one_state_in_each_step_are_refused() -> 
     ):
         with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):  # type: ignore[arg-type]
             linear(session, **DILOCO)
-
-
-def test_several_models_are_refused() -> None:
-    module = nn.Linear(4, 1)
-    with Session(device="cpu") as session, pytest.raises(ConfigError, match="several models or optimizers does not go"):
-        session.wrap({"one": module}, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), **DILOCO)
 
 
 def test_steps_that_a_fault_could_not_undo_are_refused() -> None:
@@ -99,15 +85,6 @@ def test_parameters_are_frozen_at_synchronisations_alone() -> None:
                     pass
                 break
     assert torch.equal(wrapped.bias, frozen)
-
-
-def test_a_script_that_leaves_its_loop_ends_with_a_synchronisation() -> None:
-    """What it has trained counts: without it the outer optimizer would not know of it."""
-    with Session(device="cpu") as session:
-        optimizer, wrapped = linear(session, **DILOCO)
-        next(steps(session, optimizer, wrapped, 16, epochs=1))
-        inner = wrapped.weight.detach().clone()
-    assert not torch.equal(wrapped.weight, inner)
 
 
 def left_and_undone(*, healed: bool) -> None:

@@ -99,20 +99,6 @@ def test_an_update_may_be_skipped_on_purpose(scaled: bool) -> None:
         assert not session._trained.steps.nonfinite()
 
 
-def test_each_rank_makes_as_many_passes_as_one_alone_would() -> None:
-    """At any number of ranks, in the short last batch too; together they use each sample once, with equal weight."""
-    plan = EpochPlan(length=21, global_batch=8, passes=3, shuffle=False)
-    for world in (1, 2, 3, 8):
-        courses = [Course(plan, rank, world, 1) for rank in range(world)]
-        for start, passes in ((0, 3), (16, 2)):
-            whole = plan.global_batch_at(Cursor(0, start))
-            pieces = [course.pieces(whole) for course in courses]
-            assert {len(each) for each in pieces} == {passes}
-            used = _places(piece for each in pieces for piece in each)
-            assert sorted(used) == list(range(len(whole.ids)))
-            assert sum(piece.weight for each in pieces for piece in each) == pytest.approx(world)
-
-
 def pl_worker_init_function(worker: int, rank: int) -> None:
     """As Lightning's, which it gives each DataLoader after seed_everything(workers=True)."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
-from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.collectives import evaluate, predict
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.replica import DataPart
-from elastic_trainer.worker.state.saver import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
 
 ALL = DataPart(0, 1)
@@ -61,41 +57,7 @@ def test_each_sample_is_counted_once_and_predicted_in_its_place_over_uneven_and_
         torch.testing.assert_close(rows, expected, rtol=0, atol=0)
 
 
-def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    def body(control: Control) -> str:
-        directory = tmp_path / ("file" if control.rank == 0 else "fine") / "runs"
-        return outcome(lambda: check_storage(CheckpointManager(directory), control, WorkerEnvironment()))
-
-    first, second = run_ranks(2, body)
-    assert first.startswith("StorageError: ")
-    assert second.startswith("StorageError: rank 0: ")
-
-
 def test_a_prediction_without_a_row_for_each_sample_is_refused() -> None:
     fetch = Fetcher(TensorDataset(torch.arange(6.0)), torch.device("cpu"))
     error = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), _nothing, ALL))
     assert error.startswith("ConfigError: the prediction for 4 samples is ()")
-
-
-@pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 4), (1, 2)])
-def test_ranks_that_compute_together_make_equally_many_forward_passes(count: int, world: int) -> None:
-    """A shard group would wait for ever for a rank without samples; results of fillers and of peers do not count."""
-    data = TensorDataset(torch.arange(float(count)))
-
-    def body(control: Control) -> tuple[dict[str, float], int]:
-        passes: list[int] = []
-
-        def measure(module: nn.Module, batch: Any) -> dict[str, Any]:
-            passes.append(1)
-            return {"sum": (batch.x.sum(), 1)}
-
-        half, peer = divmod(control.rank, 2)
-        part = DataPart(half, world, 2, first=peer == 0, always_even=True)
-        fetch = Fetcher(data, torch.device("cpu"))
-        return evaluate(nn.Identity(), fetch, count, measure, control, lambda: None, part), len(passes)
-
-    results = run_ranks(2 * world, body)
-    assert {result["sum"] for result, _ in results} == {count * (count - 1) / 2}
-    assert {passes for _, passes in results} == {1}

@@ -10,48 +10,13 @@ import pytest
 import torch
 
 from elastic_trainer.clock import SystemClock
-from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.ipc.channel import Message, Progress
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.agent_link import REPORT_EVERY_S, AgentLink, ChannelLink
 from elastic_trainer.worker.comm.control import JSON, Control, bytes_of
-from elastic_trainer.worker.comm.groups import RankAssignment
-from elastic_trainer.worker.recovery import NEWCOMER, CallReplay, InPlaceRecovery
+from elastic_trainer.worker.recovery import CallReplay
 from elastic_trainer.worker.state.training_state import Position
 from tests.unit.worker.ranks import run_ranks
-
-REFUSED = RoundBrokenError("connect: refused, remote=[10.0.0.2]:25001$1")
-
-
-@pytest.mark.parametrize(
-    ("forms", "said"),
-    [
-        (False, {"number": 4, "forming": True, "tried": "10.0.0.2", "loopback": ""}),
-        (True, {"number": 4}),
-    ],
-)
-def test_only_groups_that_do_not_form_are_a_matter_of_the_network(
-    forms: bool, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the address that was tried is named. What fails later, fails between ranks that reached each other."""
-    heard: list[dict[str, Any]] = []
-
-    def form(place: RankAssignment, broken: object) -> None:
-        if not forms:
-            raise REFUSED
-
-    def refuse(*_: object) -> None:
-        raise REFUSED
-
-    link: Any = AgentLink()
-    monkeypatch.setattr(link, "failed", lambda number, error, **more: heard.append({"number": number} | more))
-    monkeypatch.setattr(link, "wait", lambda holds, timeout_s: None)
-    groups: Any = SimpleNamespace(form=form, abandon=lambda: None)
-    state: Any = SimpleNamespace(show=lambda phase: phase)
-    recovery = InPlaceRecovery(link, groups, state)
-    monkeypatch.setattr(recovery, "_come_to_one_state", refuse)
-    assert not recovery._form(RankAssignment(4, 0, 2, 0, 1))
-    assert heard == [said]
 
 
 class Unstarted(ChannelLink):
@@ -92,48 +57,6 @@ def test_a_rank_that_is_one_call_behind_gets_the_result_of_the_others() -> None:
     for behind, given, count in run_ranks(3, body):
         assert count == 5
         assert given == ({"accuracy": 0.5} if behind else None)
-
-
-def test_level_ranks_are_given_nothing_and_newcomers_take_over_the_count() -> None:
-    """A newcomer was in no call; it counts from where the others are."""
-
-    def body(control: Control) -> tuple[bool, int]:
-        calls = CallReplay()
-        if control.rank == 0:
-            calls.count = 7
-        calls.meet(control, [7, NEWCOMER])
-        return calls.has_answer, calls.count
-
-    assert run_ranks(2, body) == [(False, 7), (False, 7)]
-
-
-def test_a_rank_that_stood_by_goes_on_from_where_the_others_are() -> None:
-    """It has missed calls that it was not in, so there is no answer that a later call could take for its own."""
-
-    def body(control: Control) -> tuple[bool, int]:
-        calls = CallReplay()
-        calls.count = 3
-        for _ in range(4 if control.rank == 0 else 0):
-            calls.completed(0.5, JSON)
-        calls.meet(control, [7, 3])
-        return calls.has_answer, calls.count
-
-    assert run_ranks(2, body) == [(False, 7), (False, 7)]
-
-
-def test_a_rank_that_stood_by_in_a_call_gets_the_newest_result() -> None:
-    """Its script goes on as that of the others, though they have made more such calls."""
-
-    def body(control: Control) -> tuple[object, int]:
-        calls = CallReplay()
-        calls.count = 3
-        for value in range(4 if control.rank == 0 else 0):
-            calls.completed(value, JSON)
-        with calls.interrupted() if control.rank == 1 else nullcontext():
-            calls.meet(control, [7, 3])
-        return calls.answer(JSON) if calls.has_answer else None, calls.count
-
-    assert run_ranks(2, body) == [(None, 7), (3, 7)]
 
 
 def test_a_tensor_result_is_written_into_the_tensor_of_the_rank_behind() -> None:

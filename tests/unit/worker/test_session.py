@@ -25,7 +25,7 @@ from elastic_trainer.worker.report import Ledger
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.state.saver import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
-from tests.unit.worker.toys import Counter, Job, data, loss_of, model, steps
+from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
 
 def uninterrupted(epochs: int) -> list[torch.Tensor]:
@@ -65,17 +65,6 @@ def test_a_script_with_two_loops_resumes_in_either(tmp_path: Path) -> None:
     for stop_at in (6, 8, 9, 11):
         life(tmp_path, stop_at)
     assert all(map(torch.equal, life(tmp_path, None), life(None, None)))
-
-
-def test_a_run_may_end_after_steps_instead_of_epochs(tmp_path: Path) -> None:
-    """In mid-epoch, and with more of them when it is resumed; the steps of its lives count together."""
-    ended = []
-    for count in (6, 6, 9):
-        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
-            job = Job(session)
-            made = len(list(steps(session, job.optimizer, job.wrapped, 16, steps=count)))
-            ended.append((made, session.step_number, session.cursor))
-    assert ended == [(6, 6, Cursor(1, 32)), (0, 6, Cursor(1, 32)), (3, 9, Cursor(2, 16))]
 
 
 def test_steps_and_epochs_are_not_both_asked_for() -> None:
@@ -384,26 +373,6 @@ def test_a_measure_without_counts_is_refused() -> None:
             session.evaluate(model(), data(), 8, lambda module, batch: {"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
         with pytest.raises(DataError, match="empty"):
             session.evaluate(model(), [], 8, measured)
-
-
-def test_the_ledger_names_the_samples_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines in order: opened, steps, checkpoints, metrics, closed; the steps name every sample once."""
-    monkeypatch.setenv("ELASTIC_TRAINER_LEDGER_DIR", str(tmp_path / "ledger"))
-    with Session(tmp_path / "runs", device="cpu", checkpoint_every_s=None) as session:
-        Job(session).train(1)
-        session.save({"accuracy": 0.5})
-    (path,) = (tmp_path / "ledger").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["opened", *["step"] * 4, "metric", "checkpoint", "closed"]
-    assert sorted(i for line in lines for i in line.get("samples", [])) == list(range(60))
-    steps = lines[1:5]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert [line["global_samples"] for line in steps] == [16, 16, 16, 12]
-    identity = {"t", "wall", "run", "node", "rank", "local_rank", "world", "round", "pid"}
-    assert all(identity <= line.keys() for line in lines)
-    assert (lines[0]["resumed_from"], lines[-1]["status"]) == (None, "done")
-    assert lines[5]["name"] == "accuracy"
-    assert lines[6]["name"] == CheckpointManager(tmp_path / "runs").entries()[0].name
 
 
 def test_a_step_is_in_the_ledger_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

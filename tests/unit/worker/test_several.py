@@ -77,14 +77,6 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
         Gan(session, kind=torch.optim.Adagrad)
 
 
-def test_the_wrapped_models_are_found_by_name() -> None:
-    with Session(device="cpu") as session:
-        gan = Gan(session)
-        assert gan.wrapped["maker"] is gan.maker
-        assert set(gan.wrapped.keys()) == {"critic", "maker"}
-        assert "maker.weight" in gan.wrapped.state_dict()
-
-
 def test_one_model_may_have_two_optimizers_of_which_a_step_uses_some() -> None:
     """The step counts once, when its block ends; what was not stepped stays as it was."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

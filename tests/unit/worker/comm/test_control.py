@@ -9,11 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from elastic_trainer.clock import SystemClock
-from elastic_trainer.errors import CheckpointError, ConfigError, RoundBrokenError
+from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.torch_internals import HashStore
 from elastic_trainer.worker.comm.abort import (
     InterruptibleWaits,
@@ -23,24 +21,7 @@ from elastic_trainer.worker.comm.abort import (
     trail,
     tried,
 )
-from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
-from elastic_trainer.worker.steps.engine import LaterLoss
-from tests.unit.worker.ranks import run_ranks
-
-
-def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
-    """1 + 3 = 2 + 2: the squares distinguish different purposes with the same sum."""
-    control = Control(None, 0, 2)
-    with pytest.raises(ConfigError):
-        control.checked([4.0, 10.0, 0.0], Purpose.LOSS)
-    assert control.checked([4.0, 8.0, 7.0], Purpose.LOSS) == [7.0]
-
-
-def test_a_process_that_is_alone_raises_its_own_error() -> None:
-    Control().agree(None)
-    with pytest.raises(CheckpointError, match="alone"):
-        Control().agree(CheckpointError("alone"))
 
 
 class Operation:
@@ -67,14 +48,6 @@ class Operation:
         if self.error is not None:
             raise RuntimeError(self.error)
         return True
-
-
-def test_an_operation_that_has_ended_is_waited_for_once() -> None:
-    works, operation = InterruptibleWaits(interruptible=True), Operation()
-    operation.end()
-    works.wait(works.begun(operation))
-    assert operation.waits == 1
-    assert works.outlive() == 0
 
 
 def test_operations_that_nobody_waits_for_are_dropped_once_they_have_ended() -> None:
@@ -131,34 +104,6 @@ def test_an_operation_that_fails_after_the_end_of_its_round_fails_because_of_tha
     assert "500ms" in str(caught.value.__cause__)
 
 
-class Slow(Operation):
-    """One that takes ten minutes of a clock that it moves itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.now += 60.0
-        if self.now < 600.0:
-            raise RuntimeError("Operation timed out!")
-        self.end()
-        return True
-
-
-def test_a_loss_is_waited_for_as_long_as_the_round_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may be saving: whether that takes too long is for the agents to say, not for who waits for it."""
-    slow = Slow()
-    monkeypatch.setattr(SystemClock, "monotonic", lambda _: slow.now)
-    group: Any = SimpleNamespace(allreduce=lambda _: slow)
-    control = Control(group, 0, 2, InterruptibleWaits(interruptible=True))
-    pending = control.start(Purpose.LOSS, [3.0])
-    pending._vector *= 2.0  # as if the other rank had the same loss
-    steps: Any = SimpleNamespace(control=control, knows_loss=lambda mean: None)
-    assert LaterLoss(steps, control, pending, None).read() == 3.0
-    assert slow.now == 600.0
-
-
 PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]"
 
 
@@ -182,19 +127,6 @@ def test_people_see_no_numbers_of_gloo() -> None:
     error = RuntimeError(f"{PLACE} timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:25001$1")
     assert summary(error) == "timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]"
     assert tried(error) == "10.0.0.2"
-
-
-def test_a_real_error_of_gloo_is_known() -> None:
-    def body(control: Control) -> bool:
-        if control.rank == 1:
-            return True
-        try:
-            control._group.recv([torch.ones(1)], 1, 0).wait()
-        except RuntimeError as error:
-            return is_collective_failure(error)
-        return False
-
-    assert run_ranks(2, body, forming_s=1.0) == [True, True]
 
 
 def test_where_a_collective_is_called_only_peers_can_be_the_reason() -> None:

@@ -40,10 +40,6 @@ def place(environ: dict[str, str]) -> RankAssignment:
     return place_in(worker_environment(environ))
 
 
-def test_a_plain_process_is_alone_and_needs_no_store() -> None:
-    assert place({}) == RankAssignment(0, 0, 1, 0, 1, None)
-
-
 def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
     """The agent's store is used where torchrun has one; otherwise rank 0 serves."""
     formation = place(TORCHRUN)

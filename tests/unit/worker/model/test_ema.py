@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.toys import data, linear, loss_of, steps
 
@@ -34,29 +33,11 @@ def test_it_is_the_exponential_moving_average_of_the_parameters() -> None:
             assert torch.allclose(session.average.get_parameter("weight"), expected)
 
 
-def test_it_is_resumed(tmp_path: Path) -> None:
-    trained(tmp_path, 1)
-    _, resumed = trained(tmp_path, 3)
-    _, straight = trained(None, 3)
-    assert resumed is not None
-    assert straight is not None
-    assert torch.equal(resumed.get_parameter("weight"), straight.get_parameter("weight"))
-
-
 def test_it_may_begin_with_a_resumed_training_that_had_none(tmp_path: Path) -> None:
     """Then it begins at the resumed parameters; and a training may go on without it."""
     trained(tmp_path, 1, average=None)
     trained(tmp_path, 2)
     trained(tmp_path, 3, average=None)
-
-
-def test_one_of_the_users_own_must_fit_its_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path, 1)
-    with Session(tmp_path, device="cpu") as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises(CheckpointError, match=r"module\.weight"):
-            session.wrap(module, optimizer=optimizer, average=AveragedModel(nn.Linear(5, 1)))
 
 
 def test_evaluating_leaves_the_statistics_that_the_average_was_given() -> None:

@@ -28,12 +28,11 @@ from elastic_trainer.worker.model.tree import (
     TreeReduction,
     arithmetic,
     blocks_of,
-    check_ranks,
     check_resumed,
     fold,
 )
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.ranks import outcome, run_ranks
+from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.toys import data, linear, loss_of, model
 
 
@@ -248,19 +247,6 @@ def test_what_batchnorm_moves_does_not_depend_on_how_losses_are_counted() -> Non
 
 
 MINE = arithmetic(torch.device("cpu"))
-
-
-def test_only_ranks_that_differ_from_the_first_refuse() -> None:
-    """The others can go on without them; the sentence names the difference and what to set."""
-
-    def body(control: Control) -> str:
-        mine = MINE | ({"threads": "17"} if control.rank == 1 else {})
-        return outcome(lambda: check_ranks(control, mine))
-
-    first, second, third = run_ranks(3, body)
-    assert first == third == ""
-    assert f"'threads' is 17 here and {MINE['threads']} on rank 0" in second
-    assert "OMP_NUM_THREADS" in second
 
 
 def test_every_difference_has_its_advice() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -106,19 +106,6 @@ def test_time_counts_for_the_phase_it_is_spent_in(bench: Bench) -> None:
     assert (bench.page()[Phase.EVALUATION], bench.page()[Phase.CHECKPOINT]) == (4.0, 2.0)
 
 
-def test_waiting_for_samples_is_a_part_of_a_step(bench: Bench) -> None:
-    """In an evaluation it is part of the evaluation."""
-    tracker = placed(bench)
-    for phase in (Phase.TRAINING, Phase.EVALUATION):
-        tracker.change(phase)
-        before = tracker.draws()
-        bench.after(2.0)
-        tracker.enter(before)
-    tracker.change(Phase.TRAINING)
-    bench.step(1)
-    assert bench.page() == {Phase.STARTING: AGE_S, Phase.DATA: 2.0, Phase.EVALUATION: 2.0, Phase.TRAINING: 1.0}
-
-
 def test_steps_that_were_made_before_are_repeated_work(bench: Bench) -> None:
     """Up to the newest step that is known to have been committed, by anybody; a committed one is never new again."""
     tracker = placed(bench)
@@ -172,21 +159,6 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     assert bench.page()[Phase.CHECKPOINT] == 30.0
 
 
-def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: Bench) -> None:
-    """The page has shown the evaluation's time meanwhile; the next step's wait is not one for the save either."""
-    tracker = placed(bench)
-    with tracker.during(Phase.EVALUATION):
-        tracker.peer_saves()
-        bench.after(1.0)
-        tracker.waits()
-        bench.after(5.0).check()
-        tracker.resumes()
-        tracker.moved()
-        bench.check()
-    bench.step(1, waited=2.0)
-    assert bench.page() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 6.0, Phase.TRAINING: 3.0}
-
-
 def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
     """Afterwards the worker does what it did before, and waits no more."""
     tracker = placed(bench)
@@ -216,30 +188,6 @@ def test_a_step_is_timed_with_and_without_the_wait_for_others(bench: Bench) -> N
     placed(bench, 2)
     bench.step(4, 50.0)
     assert bench.read().pulse.step_s == pytest.approx(5.0)
-
-
-def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> None:
-    """An evaluation waits for others too, and none of its time is a step's."""
-    tracker = placed(bench)
-    bench.step(1)
-    bench.step(2)
-    with tracker.during(Phase.EVALUATION):
-        tracker.waits()
-        bench.after(60.0)
-        tracker.resumes()
-    bench.step(3, 1.0)
-    assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (1.0, 1.0)
-
-
-def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
-    """Between two steps the script waits for no rank."""
-    ends: list[Callable[[], None]] = [lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up]
-    for end in ends:
-        assert not bench.read().inside
-        bench.tracker.step_begins(1)
-        assert bench.read().inside
-        end()
-    assert not bench.read().inside
 
 
 def test_a_commit_counts_steps_and_samples(bench: Bench) -> None:
@@ -443,34 +391,3 @@ def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None
     tracker.close()
     assert tracker.pulse.steps == 1
     assert not list(tmp_path.rglob("*.page"))
-
-
-def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
-    """Each has a page; the agent buries the first when the second begins, and no second counts twice."""
-    environment = WorkerEnvironment(pages=tmp_path)
-    first = HeartbeatReporter.open(environment)
-    first.committed(1, 8)
-    first.close()
-    second = HeartbeatReporter.open(environment)
-    second.committed(2, 8)
-    readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
-    second.close()
-    assert [each is not None and each.lives for each in readings] == [False, True]
-    assert readings[0] is not None
-    assert readings[1] is not None
-    assert readings[1].born_at >= first.closed_at - 0.01
-    assert sum(readings[1].pulse.seconds) < sum(readings[0].pulse.seconds) + 60.0
-    assert [each.pulse.samples for each in readings if each is not None] == [8, 8]
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
-
-
-def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
-    bench.clock.advance(2.0)
-    bench.tracker.committed(1, 4)
-    assert bench.read().pulse.threads >= 1
-    bench.tracker.pulse.threads = -1
-    bench.tracker.committed(2, 4)
-    assert bench.read().pulse.threads == -1

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,6 @@ def test_a_damaged_state_in_memory_counts_for_nothing(tmp_path: Path) -> None:
             assert [value for _, value in everywhere([directory, None], {0: left})] == [wanted] * 2
 
 
-def test_a_state_in_memory_is_better_than_an_older_checkpoint_behind_a_damaged_one(tmp_path: Path) -> None:
-    saved(tmp_path, 3, 1)
-    saved(tmp_path, 9, 1)
-    damage(tmp_path, 9)
-    assert [value for _, value in everywhere([tmp_path, None], {0: in_memory(tmp_path, 5, 1)})] == [5.0] * 2
-
-
-def test_a_fresh_job_begins_with_rank_0s_state_everywhere(tmp_path: Path) -> None:
-    """Different initial states are made equal by the same path that resumes."""
-    results = everywhere([tmp_path, None, None])
-    assert results == [(Origin(), -1.0)] * 3
-
-
 def test_the_newest_checkpoint_of_any_node_reaches_all_ranks(tmp_path: Path) -> None:
     """Rank 1's node has a later round, rank 2's a higher step of an older one."""
     nodes = [saved(tmp_path / "a", 10, 1), saved(tmp_path / "b", 11, 2), saved(tmp_path / "c", 99, 1)]
@@ -163,18 +149,6 @@ def test_checkpoints_of_which_none_is_good_stop_the_job(tmp_path: Path) -> None:
     first, second = run_ranks(2, body)
     assert first.startswith("CheckpointError: rank 1: no checkpoint in")
     assert second.startswith("CheckpointError: no checkpoint in")
-
-
-def test_a_state_that_one_rank_refuses_stops_all(tmp_path: Path) -> None:
-    saved(tmp_path, 5, 1)
-
-    def body(control: Control) -> str:
-        rank = Rank(control, tmp_path if control.rank == 0 else None)
-        if control.rank == 2:
-            rank.apply = lambda tree: (_ for _ in ()).throw(CheckpointError("does not fit"))  # type: ignore[method-assign]
-        return outcome(rank.restored)
-
-    assert run_ranks(3, body) == ["CheckpointError: rank 2: does not fit"] * 2 + ["CheckpointError: does not fit"]
 
 
 def test_ranks_that_differ_after_resuming_are_found(tmp_path: Path) -> None:
@@ -213,15 +187,6 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
     assert torch.equal(results[0][1]["a"], state["a"])  # type: ignore[arg-type]
 
 
-def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
-    def body(control: Control) -> str:
-        return outcome(lambda: transfer.transfer(control, 0, lambda: {"x": object()}))
-
-    first, second = run_ranks(2, body)
-    assert "cannot save state['x']" in first
-    assert second.startswith("CheckpointError: rank 0: cannot save state['x']")
-
-
 def test_what_all_ranks_have_in_memory_each_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 3, 1)
     monkeypatch.setattr(transfer, "pass_on", lambda *_: pytest.fail("it was sent"))
@@ -242,22 +207,6 @@ def restored(control: Control, directory: Path, left: StateSnapshot | None = Non
     origin = restore(control, Control(), stored, lambda: rank.state, rank.apply, lambda origin: None, live=live)
     assert bool((rank.state["value"] == rank.state["value"][0]).all())
     return origin, float(rank.state["value"][0])
-
-
-def broken(left: StateSnapshot) -> StateSnapshot:
-    begin = left._begin("tensors.safetensors") + left.manifest.file("tensors.safetensors").size - 1
-    (byte,) = os.pread(descriptor_of(left), 1, begin)
-    os.pwrite(descriptor_of(left), bytes([byte ^ 1]), begin)
-    return left
-
-
-def test_where_a_state_in_memory_is_damaged_the_checkpoint_of_the_same_step_is_loaded(tmp_path: Path) -> None:
-    saved(saved(tmp_path, OLD, 1), NEW, 1)
-    entry, left = CheckpointManager(tmp_path).newest(), broken(in_memory(tmp_path, NEW, 1))
-    assert entry is not None
-    left = replace(left, manifest=left.manifest.model_copy(update={"name": entry.name}))
-    found = run_ranks(2, lambda control: restored(control, tmp_path, left))
-    assert [value for _, value in found] == [NEW, NEW]
 
 
 class EndsTheRound(PosixStorage):
@@ -441,19 +390,3 @@ def test_a_part_that_one_rank_cannot_read_now_is_read_by_others(
     for directories in (["a", "b", "a"], ["b", "a", "b"]):
         assert equal(all_load([tmp_path / name for name in directories]), state)
     assert not [*tmp_path.glob("*/corrupt-*")]
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_what_one_node_holds_in_memory_reaches_the_others_from_there(tmp_path: Path) -> None:
-    """It is newer than what all of them see in storage; nobody reads that."""
-    kept(tmp_path / "a", 7)
-    manager, arena, info, state = CheckpointManager(tmp_path / "a"), Arena(), SaveInfo(9, 1), large_state(9)
-    held = arena.hold(manager.encode(state, info))
-    arena.seal(held, manager.draft(info).with_files(records(held.image)), manager.location, None)
-    left = arena.newest()
-    assert left is not None
-    with capture_logs() as logs:
-        results = all_load([tmp_path / "a"] * 4, {2: left})
-    assert equal(results, state)
-    assert {origin.stored for origin, _ in results} == {False}
-    assert "checkpoint.loaded" not in [line["event"] for line in logs]

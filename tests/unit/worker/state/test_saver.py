@@ -20,7 +20,6 @@ from elastic_trainer.worker.state.saver import (
     FIRST_S,
     LONGEST_S,
     MOST_WRITERS,
-    PRIOR_S,
     SHARED_FROM,
     SHORTEST_S,
     Cadence,
@@ -31,7 +30,6 @@ from elastic_trainer.worker.state.saver import (
     best_interval_s,
     following,
 )
-from elastic_trainer.worker.steps.options import SavingOptions
 
 
 def lost(interval_s: float, seen: Experience) -> float:
@@ -51,17 +49,6 @@ def test_no_other_interval_loses_noticeably_less(cost_s: float, trained_s: float
     assert lost(best_s, seen) <= 1.001 * min(lost(each, seen) for each in others)
 
 
-@given(cost_s=st.floats(0.01, 600.0), trained_s=st.floats(0.0, 1e6), failures=st.integers(0, 200))
-def test_saves_come_more_often_with_failures_and_less_often_with_their_cost(
-    cost_s: float, trained_s: float, failures: int
-) -> None:
-    interval_s = best_interval_s(Experience(cost_s, trained_s, failures))
-    assert best_interval_s(Experience(cost_s, trained_s, failures + 1)) <= interval_s
-    assert best_interval_s(Experience(cost_s, trained_s + 3600.0, failures)) >= interval_s
-    if cost_s < PRIOR_S / (1 + failures) / 2:
-        assert best_interval_s(Experience(1.5 * cost_s, trained_s, failures)) >= interval_s
-
-
 def test_known_intervals() -> None:
     """Before a save is measured; for a cheap one; for a dear one; and where a failure comes every half minute."""
     assert best_interval_s(Experience()) == FIRST_S
@@ -70,16 +57,6 @@ def test_known_intervals() -> None:
     assert best_interval_s(Experience(2.0, trained_s=2 * 86400.0)) == pytest.approx(880.0, rel=0.02)
     assert best_interval_s(Experience(600.0)) == LONGEST_S
     assert best_interval_s(Experience(0.1, trained_s=3000.0, failures=800)) == SHORTEST_S
-
-
-def test_the_cost_follows_the_saves_and_outlives_no_life() -> None:
-    """The first is taken as it is, later ones move it; a resumed life measures anew."""
-    seen = Experience().saved(1.0)
-    assert seen.cost_s == 1.0
-    for _ in range(20):
-        seen = seen.saved(3.0)
-    assert seen.cost_s == pytest.approx(3.0, rel=0.01)
-    assert Experience.resumed({FIELD: seen.kept(settled=False)}).cost_s is None
 
 
 def test_a_life_that_resumes_behind_its_last_save_has_failed() -> None:
@@ -129,12 +106,6 @@ def test_rank_0_writes_alone_if_it_is_to_or_the_model_is_small() -> None:
     assert not Shares(4).worthwhile(small)
     assert Shares(4).worthwhile(large)
     assert not Shares().worthwhile(large)
-
-
-def test_other_writers_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="writers is 'all'") as caught:
-        SavingOptions(writers="all")
-    assert "'auto', 'rank0'" in str(caught.value.hint)
 
 
 def test_copies_go_to_the_next_node() -> None:

@@ -25,7 +25,6 @@ from elastic_trainer.worker.state.training_state import (
     Position,
     SchedulerSet,
     TrainingState,
-    kind_of,
     load_exactly,
 )
 from elastic_trainer.worker.steps.engine import Before
@@ -208,14 +207,6 @@ def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
     assert same(dict(new.module.state_dict()), before)
 
 
-def test_other_ranks_keep_their_own_random_numbers() -> None:
-    tree, other = trained().collect(), make(small)
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    other.apply(tree, first_rank=False)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
@@ -368,29 +359,6 @@ def test_the_state_is_that_of_one_optimizer_with_all_groups() -> None:
     assert set(map(id, optimizers.state)) == set(map(id, model.parameters()))
 
 
-def test_what_belongs_to_a_whole_optimizer_stays_its_own() -> None:
-    key: Any = "seen"
-    _, optimizers = optimized(1)
-    for number, each in enumerate(optimizers.members):
-        each.state[key] = number
-    _, loaded = optimized(1)
-    loaded.load_state_dict(copy.deepcopy(optimizers.state_dict()))
-    assert [each.state[key] for each in loaded.members] == [0, 1]
-
-
-def test_a_loaded_state_goes_on_as_the_one_that_was_saved() -> None:
-    model, optimizers = optimized(2)
-    other, loaded = optimized(1, seed=1)
-    loaded.load_state_dict(copy.deepcopy(optimizers.state_dict()))
-    other.load_state_dict(model.state_dict())
-    for module, each in ((model, optimizers), (other, loaded)):
-        each.zero_grad()
-        module(torch.full((2, 3), 0.5)).square().sum().backward()
-        for member in each.members:
-            member.step()
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
 class Loads(torch.optim.NAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -440,11 +408,6 @@ def test_what_a_closure_changed_comes_back_in_its_types() -> None:
     before.restore()
     assert all(map(torch.equal, known(optimizer).values(), expected.values()))
     assert [each.dtype for each in known(optimizer).values()] == [each.dtype for each in expected.values()]
-
-
-def test_the_kind_names_all_types_in_their_order() -> None:
-    assert kind_of(optimized(0)[1]) == "SGD + AdamW"
-    assert kind_of(torch.optim.SGD([torch.ones(1, requires_grad=True)])) == "SGD"
 
 
 def test_what_cannot_be_trained_together_is_refused() -> None:

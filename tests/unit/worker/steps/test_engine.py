@@ -11,8 +11,6 @@ from typing import Any, cast
 import pytest
 import structlog
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.data.sampler import Batch
@@ -23,7 +21,6 @@ from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import (
-    EVERY_S,
     LONGEST_INTERVAL,
     Consensus,
     EveryStep,
@@ -31,13 +28,12 @@ from elastic_trainer.worker.steps.engine import (
     Scaling,
     Step,
     StepBoundaries,
-    interval,
     smoothed,
 )
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.support.memory_backend import ManualClock
 from tests.unit.worker.ranks import run_ranks
-from tests.unit.worker.toys import Job, data, linear, loss_of, model
+from tests.unit.worker.toys import Job, data, linear, loss_of
 
 
 @pytest.fixture
@@ -61,22 +57,6 @@ def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
         assert (step.committed, job.session.step_number, job.session.cursor) == (True, 1, Cursor(0, 16))
     assert step.loss == pytest.approx(float(loss.detach()))
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
-
-
-def test_a_step_without_a_commit_has_the_loss_that_was_known_last(job: Job) -> None:
-    """A number that can be formatted, NaN where there was none; the log says once that it is not the step's own."""
-    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
-    seen = []
-    with structlog.testing.capture_logs() as logs:
-        for commit in (False, True, False):
-            batch, step = next(batches), job.session.step()
-            with pytest.raises(RuntimeError, match="user"):
-                failing(job, step, batch, commit=commit)
-            assert step.committed is commit
-            seen.append(f"{step.loss:.4f}")
-    assert seen[0] == "nan"
-    assert seen[1] == seen[2] != "nan"
-    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
 
 
 def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
@@ -116,12 +96,6 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
             results.append(wrapped.weight.detach().clone())
     assert torch.allclose(results[0], results[1], atol=1e-6)
     assert torch.equal(results[0], results[2])
-
-
-def test_a_whole_batch_can_be_used_at_once_although_it_has_micro_batches(job: Job) -> None:
-    """The simple form works with any micro_batch_size: the batch has the weight of all its parts."""
-    batch = batch_of(job, micro_batch_size=5)
-    assert (len(batch), len(batch.micro_batches), batch.weight) == (16, 4, pytest.approx(1.0))
 
 
 def two_updates(job: Job, step: Any, batch: Any) -> None:
@@ -227,23 +201,6 @@ def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -
         job.session.step()
 
 
-def test_random_numbers_of_a_step_depend_on_the_step_alone(job: Job) -> None:
-    """Whatever was drawn before, a repeated step draws the same; the next one draws others."""
-
-    def drawn(before: int) -> torch.Tensor:
-        torch.rand(before)
-        values = torch.zeros(3)
-        with suppress(InterruptedError), job.session.step():
-            values = torch.rand(3)
-            raise InterruptedError
-        return values
-
-    first = drawn(0)
-    assert torch.equal(first, drawn(5))
-    job.train(1, stop_at=1)
-    assert not torch.equal(first, drawn(0))
-
-
 def scaled(overflow_at: int, *, by_scaler: bool, update: bool = False) -> tuple[list[float], list[torch.Tensor], int]:
     """Five steps with a scaler, one of which overflows: scales, weights, committed steps."""
     with Session(device="cpu", checkpoint_every_s=None) as session:
@@ -319,18 +276,6 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
 
 
-def test_a_loader_of_the_script_works_without_a_cursor() -> None:
-    with Session(device="cpu") as session:
-        module = model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
-        for _ in range(3):
-            with session.step() as step:
-                step.backward(wrapped(torch.randn(8, 4)).square().mean())
-                optimizer.step()
-        assert (session.step_number, session.cursor) == (3, Cursor())
-
-
 def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
     """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as given."""
     with Session(device="cpu") as session:
@@ -346,13 +291,6 @@ def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[to
             gradient = module.weight.grad.clone()
             optimizer.step()
         return gradient, step.loss
-
-
-def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() -> None:
-    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none."""
-    gradient, loss = counted([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)])
-    assert torch.allclose(gradient, torch.full((1, 4), (1.0 + 3.0) * 4 / 12.0))
-    assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -461,13 +399,6 @@ def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
         assert step.local_mean() == pytest.approx(step.loss)
 
 
-def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
-    """Neither a division by zero nor a loss that is not a number."""
-    gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
-    assert (gradient == 0).all()
-    assert loss == 0.0
-
-
 def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:
     """Not on how many micro-batches a rank has before it; two places draw different numbers."""
 
@@ -540,14 +471,6 @@ class SteppedClock(ManualClock):
         return super().monotonic()
 
 
-@given(boundary_s=st.floats(0.0, 1000.0))
-def test_sums_are_about_four_a_second_and_at_every_boundary_when_steps_are_slow(boundary_s: float) -> None:
-    """Never rarer than every fiftieth boundary, never more often than each."""
-    count = interval(boundary_s)
-    assert 1 <= count <= LONGEST_INTERVAL
-    assert count == 1 or count * boundary_s <= EVERY_S * 1.001
-
-
 def test_one_long_pause_moves_the_average_little_and_a_lasting_change_soon() -> None:
     """A checkpoint between two steps must not make the sums more frequent; steps that stay ten times longer must."""
     assert smoothed(0.0, 0.02) == 0.02
@@ -583,39 +506,6 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> N
     assert 61 <= stops[0] <= 61 + LONGEST_INTERVAL
     assert not any(flags.save for _, flags in first[1:])
     assert all(flags.copy for _, flags in first[1:])
-
-
-def test_a_new_phase_does_not_inherit_the_pace_of_the_old_one() -> None:
-    def body(control: Control) -> int:
-        clock = SteppedClock(0.001)
-        consensus = Consensus(control, clock)
-        for _ in range(120):
-            consensus.boundary(Flags)
-        consensus.reset()
-        clock.step_s = 10.0
-        for boundary in range(1, 60):
-            agreed = consensus.boundary(lambda: Flags(stop=control.rank == 0))
-            if agreed is not None and agreed.stop:
-                consensus.drain()
-                return boundary
-        return 0
-
-    assert set(run_ranks(2, body)) <= {2, 3}
-    assert len(set(run_ranks(2, body))) == 1
-
-
-def test_a_single_process_acts_at_once_when_urgent() -> None:
-    """A signal is acted on at the next boundary; other wishes are asked for four times a second."""
-    consensus, asked = Consensus(Control(), SteppedClock(0.01)), []
-
-    def wishes() -> Flags:
-        asked.append(True)
-        return Flags(save=True)
-
-    for _ in range(100):
-        consensus.boundary(wishes)
-    assert 3 <= len(asked) <= 8
-    assert consensus.boundary(lambda: Flags(stop=True), urgent=True) == Flags(stop=True)
 
 
 def context(
@@ -712,10 +602,3 @@ def test_a_signal_saves_once_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch
     two.signals.save_requested = True
     two.steps(3)
     assert two.saves == [5, 9]
-
-
-def test_a_save_by_time_is_made_once_though_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum that begins at the boundary of the save was asked before it."""
-    two = Two(monkeypatch, due=True)
-    two.steps(6)
-    assert two.saves == [2]

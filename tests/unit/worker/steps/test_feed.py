@@ -18,7 +18,6 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.engine import Consensus, Flags
 from elastic_trainer.worker.steps.feed import DataFeed, DataPlanCheck, RankDataPlan, mark, refusals
 from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.toys import data
@@ -140,33 +139,6 @@ def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> No
     assert "'shuffle' is False on rank 2 (node n2) and True on rank 0 (node n0)" in third[0]
 
 
-def test_they_compare_again_in_the_first_epoch_for_which_one_rank_has_promised_no_plan() -> None:
-    """Rank 0 has said epochs=5, the others epochs=3: a plan that one of them changes before is found elsewhere."""
-
-    def body(control: Control) -> list[str]:
-        plan, until = [PLAN], 3 if control.rank else 5
-        check = DataPlanCheck(f"n{control.rank}", lambda: (asdict(plan[0]), until))
-        check.bind(control, {})
-        check.at_step(1)
-        if control.rank == 1:
-            plan[0] = replace(PLAN, seed=9)
-        return [outcome(lambda epoch=epoch: check.at_step(epoch)) for epoch in (2, 3)]  # type: ignore[misc]
-
-    said = run_ranks(3, body)
-    assert [each[0] for each in said] == ["", "", ""]
-    assert [each[1] for each in said][::2] == ["", ""]
-    assert "'seed' is 9 on rank 1 (node n1) and 3 on rank 0" in said[1][1]
-
-
-def test_a_newcomer_is_refused_before_its_first_batch() -> None:
-    """It may have no step at all: then it would end while the others wait for it."""
-    check = DataPlanCheck("n2", nothing)
-    check.bind(Control(None, 2, 3), asdict(PLAN))
-    check.check(asdict(PLAN))
-    with pytest.raises(ConfigError, match=r"'length' is 7 on rank 2 \(node n2\) and 320 on the ranks that train"):
-        check.check(asdict(replace(PLAN, length=7)))
-
-
 def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
     """One opens its first step while the other saves."""
 
@@ -176,20 +148,3 @@ def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
         return outcome(lambda: check.at_step(0) if control.rank else control.sum(Purpose.SAVE))
 
     assert all("another rank did something else" in said for said in run_ranks(2, body))
-
-
-def test_all_ranks_learn_at_the_same_boundary_that_their_plans_differ() -> None:
-    """A plan that one rank alone has changed; until then nothing is said."""
-
-    def body(control: Control) -> list[int]:
-        consensus, heard = Consensus(control), []
-        for boundary in range(200):
-            number = mark(asdict(replace(PLAN, seed=int(control.rank == 2 and boundary >= 60))))
-            agreed = consensus.boundary(lambda number=number: Flags(mark=number))  # type: ignore[misc]
-            if agreed is not None and agreed.differ:
-                heard.append(boundary)
-        return heard
-
-    found = run_ranks(3, body)
-    assert found[0] == found[1] == found[2]
-    assert 60 < found[0][0] < 120
