@@ -1,4 +1,4 @@
-"""Buffers that a step changes, and batch normalization over the samples of all ranks."""
+"""Batch normalization over several ranks is that of one process with all their samples."""
 
 from __future__ import annotations
 
