@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.drills.inplace.leading import SCRIPTS, Lead
-from tests.drills.inplace.scripts.changing import Trained, plain_loop, refusal
+from tests.drills.inplace.scripts.changing import plain_loop, refusal, trained
 from tests.integration.worker.launch import run, standalone
 
 SENTENCES = {
@@ -46,8 +46,8 @@ def test_alone_a_change_of_what_is_trained_is_followed(reduction: str) -> None:
 
     What is not followed is refused here too, since the job may go on with more ranks.
     """
-    assert_like_the_plain_loop(Trained(reduction).parameters)
-    assert_like_the_plain_loop(Trained(reduction, scaled=True).parameters)
+    assert_like_the_plain_loop(trained(reduction)[1])
+    assert_like_the_plain_loop(trained(reduction, scaled=True)[1])
     assert SENTENCES["tree:replaced"] in refusal(reduction, "replaced")
 
 

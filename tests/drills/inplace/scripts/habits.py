@@ -265,18 +265,19 @@ class Job:
         """Each is used in two steps, before the commit or behind the block."""
         free, known = nn.Linear(2, 1), nn.Linear(2, 1)
         self.session.register("known", known)
-        inner = torch.optim.SGD(self.module.layer.parameters(), lr=0.01)
-        self.optimizer = Outer(inner)
+        self.optimizer = Outer(torch.optim.SGD(self.module.layer.parameters(), lr=0.01))
         self.wrap()
-        trained = torch.optim.SGD([self.module.layer.bias], lr=1.0)
-        kept = torch.optim.SGD(known.parameters(), lr=1.0)
-        lasting = torch.optim.SGD(free.parameters(), lr=1.0)
-        self.tried("wrapped, inside", trained)
-        self.tried("wrapped, behind", trained, behind=True)
-        self.tried("registered, inside", kept)
-        self.tried("registered, behind", kept, behind=True)
-        self.tried("lasting, inside", lasting)
-        self.tried("of one step, inside", None)
+        parameters = ([self.module.layer.bias], known.parameters(), free.parameters())
+        trained, kept, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
+        for name, optimizer in (
+            ("wrapped", trained),
+            ("registered", kept),
+            ("lasting", lasting),
+            ("of one step", None),
+        ):
+            self.tried(f"{name}, inside", optimizer)
+            if name in ("wrapped", "registered"):
+                self.tried(f"{name}, behind", optimizer, behind=True)
         for batch in self.batches:
             with self.session.step() as step:
                 step.backward(loss_of(self.model, batch))
