@@ -68,8 +68,8 @@ def plain_loop() -> list[torch.Tensor]:
 
 
 def trained(reduction: str, wrong: str = "", *, scaled: bool = False) -> tuple[str, list[torch.Tensor]]:
-    """What is said of a call of the bare model in one more step (``wrong`` is ``bypass``), and the parameters behind one
-    session of this job. ``wrong`` may also be what nobody can follow, done in its third step."""
+    """What is said of a call of the bare model in one more step (``wrong`` is ``bypass``), and the parameters at the
+    end of one session of this job. ``wrong`` may also be what nobody can follow, done in its third step."""
     (model, optimizer), said = build(), ""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     with Session(device="cpu", checkpoint_every_s=None) as session:
