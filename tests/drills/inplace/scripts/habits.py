@@ -269,15 +269,11 @@ class Job:
         self.wrap()
         parameters = ([self.module.layer.bias], known.parameters(), free.parameters())
         trained, kept, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
-        for name, optimizer in (
-            ("wrapped", trained),
-            ("registered", kept),
-            ("lasting", lasting),
-            ("of one step", None),
-        ):
+        for name, optimizer in (("wrapped", trained), ("registered", kept)):
             self.tried(f"{name}, inside", optimizer)
-            if name in ("wrapped", "registered"):
-                self.tried(f"{name}, behind", optimizer, behind=True)
+            self.tried(f"{name}, behind", optimizer, behind=True)
+        self.tried("lasting, inside", lasting)
+        self.tried("of one step, inside", None)
         for batch in self.batches:
             with self.session.step() as step:
                 step.backward(loss_of(self.model, batch))
