@@ -1,4 +1,4 @@
-"""One source job-wide, and equal bits on all ranks, whoever finds a checkpoint damaged."""
+"""Which state continues: one source job-wide, and equal bits on all ranks, whoever finds a checkpoint damaged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,58 @@ from elastic_trainer.checkpoint.memory import DATA
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.storage.posix import PosixSource, PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
+from elastic_trainer.model import StateIdentity
 from elastic_trainer.worker.comm.abort import InterruptibleWaits
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state import restore as transfer
+from elastic_trainer.worker.state.elect import Election, elect, elect_copies
 from elastic_trainer.worker.state.restore import Origin, StoredStates, restore, state_digest
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
+
+EARLIER, NEWER, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, "a"), (4, 1, "a"), (3, 8, "b")))
+
+
+@pytest.mark.parametrize(
+    ("states", "size", "sources", "behind"),
+    [
+        ([EARLIER, NEWER, None], 1, (1,), (0, 2)),
+        ([NEWER, LATER, LATER], 1, (1,), (0,)),
+        ([EARLIER, EARLIER, NEWER, NEWER], 2, (2, 3), (0, 1)),
+        ([NEWER, EARLIER, EARLIER, NEWER], 2, (0, 3), (1, 2)),
+        ([None, None, NEWER, NEWER, NEWER, NEWER], 2, (2, 3), (0, 1)),
+        ([EARLIER, EARLIER, NEWER, None], 2, (0, 1), (2, 3)),
+        ([OTHER, NEWER, NEWER], 1, (1,), (0,)),
+        ([NEWER, OTHER], 1, (0,), (1,)),
+        ([OTHER, EARLIER, EARLIER, None], 1, (0,), (1, 2, 3)),
+        ([OTHER, NEWER, NEWER, OTHER, NEWER, NEWER], 2, (2, 1), (0, 3)),
+    ],
+    ids=[
+        "newest", "a round beats a step", "of both shards", "wherever", "newcomers", "newer but incomplete",
+        "most common", "a tie", "one alone is newest", "most common of each shard",
+    ],
+)  # fmt: skip
+def test_the_newest_complete_state_of_most_ranks_continues(
+    states: list[StateIdentity | None], size: int, sources: tuple[int, ...], behind: tuple[int, ...]
+) -> None:
+    assert elect(states, size) == Election(sources, behind)
+
+
+def test_without_a_complete_state_none_continues() -> None:
+    assert elect([None, None]) is None
+    assert elect([EARLIER, NEWER], 2) is None
+    assert elect([NEWER, None, NEWER, None], 2) is None
+
+
+def test_the_newest_state_of_which_all_shards_are_in_memory_is_chosen() -> None:
+    """Each copy is read from the first rank that has it; one of another number of shards is no part of it."""
+    own = [[(1, 7, 0, 3), (1, 8, 0, 3)], [(1, 7, 1, 3), (1, 7, 2, 3)], [(1, 8, 1, 2), (1, 7, 2, 3)]]
+    assert elect_copies(own) == {(1, 7, 0, 3): 0, (1, 7, 1, 3): 1, (1, 7, 2, 3): 1}
+    assert elect_copies([*own, [(1, 8, 1, 3), (1, 8, 2, 3)]]) == {(1, 8, 0, 3): 0, (1, 8, 1, 3): 3, (1, 8, 2, 3): 3}
+    assert elect_copies([*own, [(2, 3, 0, 2), (2, 3, 1, 2)]]) == {(2, 3, 0, 2): 3, (2, 3, 1, 2): 3}
+    assert elect_copies([[(1, 7, 0, 3)], [(1, 7, 1, 3)], []]) == {}
 
 
 def saved(directory: Path, step: int, round: int) -> Path:
