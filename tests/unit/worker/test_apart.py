@@ -43,7 +43,7 @@ def test_options_of_a_session_that_need_one_state_in_each_step_are_refused() -> 
         ({"checkpoint_every_steps": 4}, "checkpoint_every_steps is 4"),
         ({"checks": CheckOptions(out_of_memory="skip")}, "out_of_memory does not go with reduction='diloco'"),
     ):
-        with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):  # type: ignore[arg-type]
+        with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):
             linear(session, **DILOCO)
 
 

@@ -25,7 +25,7 @@ from elastic_trainer.worker.report import Ledger
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.state.saver import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
-from tests.unit.worker.toys import Counter, Job, data, loss_of, model
+from tests.unit.worker.toys import Counter, Job, data, loss_of, model, steps
 
 
 def uninterrupted(epochs: int) -> list[torch.Tensor]:
@@ -101,10 +101,7 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(
         with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
             job = Job(session)
             for epoch in session.epochs(2):
-                for batch in session.batches(data(), global_batch_size=30):
-                    with session.step() as step:
-                        step.backward(job.wrapped(batch.x).square().mean())
-                        job.optimizer.step()
+                list(steps(session, job.optimizer, job.wrapped, 30))
                 seen.append((epoch, session.step_number))
                 if closes:
                     session.save()

@@ -127,7 +127,7 @@ def test_a_stage_of_another_group_or_model_is_refused(session: Session) -> None:
         ({"stage": foreign, "average": 0.9}, "average does not go with stages"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            wrapped(session, module, **options)  # type: ignore[arg-type]
+            wrapped(session, module, **options)
 
 
 def test_stages_are_trained_by_schedules(session: Session) -> None:
