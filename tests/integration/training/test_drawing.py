@@ -7,13 +7,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
 from elastic_trainer.jobs.files import STEPS_FILE
-from elastic_trainer.jobs.loggers import TENSORBOARD_DIRECTORY, Loggers, Opening, TensorBoard
-from elastic_trainer.jobs.task import Exhibits
+from elastic_trainer.jobs.loggers import TENSORBOARD_DIRECTORY, Opening, TensorBoard
 
 RUN = [
     {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are present"},
@@ -82,23 +80,3 @@ def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path:
     second.scalars("train", {"loss": 1.0}, 20)
     second.close(True)
     assert points(tmp_path)[0]["train/loss"] == [(10, 3.0), (20, 1.0)]
-
-
-def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / TENSORBOARD_DIRECTORY).touch()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    refused = Loggers(["tensorboard"], Opening(tmp_path / "refused", 0))
-    assert not refused.any
-    later = Loggers(["tensorboard"], Opening(tmp_path, 0))
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
-    with capture_logs() as told:
-        for board in (refused, later):
-            board.scalars("train", {"loss": 0.5}, 10)
-            board.exhibits(Exhibits(texts={"sample": "so it goes"}), 10)
-            board.close(True)
-    assert [line["event"] for line in told] == ["logger.given_up"]

@@ -82,22 +82,6 @@ def test_an_error_in_the_body_neither_repeats_nor_loses_a_step(job: Job, commit:
     assert (following.ids.tolist() == first.ids.tolist()) is not commit
 
 
-def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
-    """Accumulated in uneven parts or computed at once: the same parameters to rounding."""
-    results = []
-    for micro in (None, 3, 16):
-        with Session(device="cpu") as session:
-            optimizer, wrapped = linear(session)
-            for batch in session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1):
-                with session.step() as step:
-                    for part in step.micro_batches(batch):
-                        step.backward(loss_of(wrapped, part))
-                    optimizer.step()
-            results.append(wrapped.weight.detach().clone())
-    assert torch.allclose(results[0], results[1], atol=1e-6)
-    assert torch.equal(results[0], results[2])
-
-
 def two_updates(job: Job, step: Any, batch: Any) -> None:
     step.backward(loss_of(job.wrapped, batch))
     job.optimizer.step()
