@@ -362,14 +362,10 @@ class LargeRank(Rank):
         return LoadInto({"model": self.tensors})
 
 
-def all_load(
-    directories: list[Path | None], left: Mapping[int, StateSnapshot] | None = None
-) -> list[tuple[Origin, dict[str, Any]]]:
-    snapshots = left or {}
-
+def all_load(directories: list[Path | None]) -> list[tuple[Origin, dict[str, Any]]]:
     def body(control: Control) -> tuple[Origin, dict[str, Any]]:
         rank = LargeRank(control, directories[control.rank])
-        origin = rank.loaded(snapshots.get(control.rank))
+        origin = rank.loaded()
         for name, tensor in rank.tensors.items():
             assert rank.state["model"][name] is tensor, f"{name} was not read into the live tensor"
         return origin, rank.state
