@@ -11,6 +11,7 @@ from torch import nn
 
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.engine import Step
 from tests.unit.worker.toys import data, loss_of
 
 
@@ -137,44 +138,33 @@ def test_names_that_a_module_cannot_have_are_refused() -> None:
             session.wrap(dict.fromkeys(names, layer), optimizer=torch.optim.SGD(layer.parameters()))
 
 
-def test_steps_that_would_train_wrongly_are_refused() -> None:
-    def counted(session: Session, gan: Gan, batch: Any) -> None:
-        with session.step() as step:
-            step.backward(loss_of(gan.critic, batch), 3)
+def train_wrongly(step: Step, gan: Gan, loss: torch.Tensor, how: str) -> None:
+    if how != "blind":
+        step.backward(loss, *([3] if how == "counted" else []))
+    if how == "closure":
+        gan.critics.step(lambda: 0.0)
+    if how in ("blind", "late skip"):
+        gan.critics.step()
+    if how == "late skip":
+        step.skip()
 
-    def closure(session: Session, gan: Gan, batch: Any) -> None:
-        with session.step() as step:
-            step.backward(loss_of(gan.critic, batch))
-            gan.critics.step(lambda: 0.0)
 
-    def unused(session: Session, gan: Gan, batch: Any) -> None:
-        with session.step() as step:
-            step.backward(loss_of(gan.critic, batch))
-
-    def blind(session: Session, gan: Gan, batch: Any) -> None:
-        with session.step():
-            gan.critics.step()
-
-    def late_skip(session: Session, gan: Gan, batch: Any) -> None:
-        with session.step() as step:
-            step.backward(loss_of(gan.critic, batch))
-            gan.critics.step()
-            step.skip()
-
-    def driven(session: Session, gan: Gan, batch: Any) -> None:
-        session.begin_step()
-
-    for wrong, sentence in (
-        (counted, "passes have no common count"),
-        (closure, "one of several optimizers does not go with a closure"),
-        (unused, "the step ended without optimizer.step()"),
-        (blind, "without step.backward"),
-        (late_skip, "after optimizer.step()"),
-        (driven, "begin_step.. with several models or optimizers"),
-    ):
-        with Session(device="cpu") as session:
-            gan = Gan(session)
-            batch = next(session.batches(data(), global_batch_size=16, epochs=1))
-            with pytest.raises(ConfigError, match=sentence):
-                wrong(session, gan, batch)
-            assert session.step_number == 0
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("counted", "passes have no common count"),
+        ("closure", "one of several optimizers does not go with a closure"),
+        ("unused", "the step ended without optimizer.step()"),
+        ("blind", "without step.backward"),
+        ("late skip", "after optimizer.step()"),
+    ],
+)
+def test_steps_that_would_train_wrongly_are_refused(how: str, sentence: str) -> None:
+    with Session(device="cpu") as session:
+        gan = Gan(session)
+        with pytest.raises(ConfigError, match="begin_step.. with several models or optimizers"):
+            session.begin_step()
+        batch = next(session.batches(data(), global_batch_size=16, epochs=1))
+        with pytest.raises(ConfigError, match=sentence), session.step() as step:
+            train_wrongly(step, gan, loss_of(gan.critic, batch), how)
+        assert session.step_number == 0
