@@ -162,7 +162,7 @@ def train_wrongly(step: Step, gan: Gan, loss: torch.Tensor, how: str) -> None:
 def test_steps_that_would_train_wrongly_are_refused(how: str, sentence: str) -> None:
     with Session(device="cpu") as session:
         gan = Gan(session)
-        with pytest.raises(ConfigError, match="begin_step.. with several models or optimizers"):
+        with pytest.raises(ConfigError, match=r"begin_step\(\) with several models or optimizers"):
             session.begin_step()
         batch = next(session.batches(data(), global_batch_size=16, epochs=1))
         with pytest.raises(ConfigError, match=sentence), session.step() as step:
