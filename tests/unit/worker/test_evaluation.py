@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.collectives import evaluate, predict
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.replica import DataPart
+from elastic_trainer.worker.state.saver import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
 
 ALL = DataPart(0, 1)
@@ -61,3 +65,15 @@ def test_a_prediction_without_a_row_for_each_sample_is_refused() -> None:
     fetch = Fetcher(TensorDataset(torch.arange(6.0)), torch.device("cpu"))
     error = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), _nothing, ALL))
     assert error.startswith("ConfigError: the prediction for 4 samples is ()")
+
+
+def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def body(control: Control) -> str:
+        directory = tmp_path / ("file" if control.rank == 0 else "fine") / "runs"
+        return outcome(lambda: check_storage(CheckpointManager(directory), control, WorkerEnvironment()))
+
+    first, second = run_ranks(2, body)
+    assert first.startswith("StorageError: ")
+    assert second.startswith("StorageError: rank 0: ")

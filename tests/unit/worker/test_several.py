@@ -168,3 +168,11 @@ def test_steps_that_would_train_wrongly_are_refused(how: str, sentence: str) -> 
         with pytest.raises(ConfigError, match=sentence), session.step() as step:
             train_wrongly(step, gan, loss_of(gan.critic, batch), how)
         assert session.step_number == 0
+
+
+def test_the_wrapped_models_are_found_by_name() -> None:
+    with Session(device="cpu") as session:
+        gan = Gan(session)
+        assert gan.wrapped["maker"] is gan.maker
+        assert set(gan.wrapped.keys()) == {"critic", "maker"}
+        assert "maker.weight" in gan.wrapped.state_dict()

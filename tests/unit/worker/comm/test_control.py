@@ -21,6 +21,7 @@ from elastic_trainer.worker.comm.abort import (
     trail,
     tried,
 )
+from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.whereabouts import Stand, Whereabouts
 
 
@@ -172,3 +173,11 @@ def test_a_rank_inside_a_later_step_that_has_made_fewer_calls_has_gone_another_w
     assert outside.look(4, Stand(False, 6, 26, "evaluates")) == ""
     assert inside.look(collectives, Stand(True, begun, 26, "")) == found
     assert outside.look(4, Stand(False, 6, 26, "evaluates")) == found
+
+
+def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
+    """1 + 3 = 2 + 2: the squares distinguish different purposes with the same sum."""
+    control = Control(None, 0, 2)
+    with pytest.raises(ConfigError):
+        control.checked([4.0, 10.0, 0.0], Purpose.LOSS)
+    assert control.checked([4.0, 8.0, 7.0], Purpose.LOSS) == [7.0]

@@ -28,11 +28,12 @@ from elastic_trainer.worker.model.tree import (
     TreeReduction,
     arithmetic,
     blocks_of,
+    check_ranks,
     check_resumed,
     fold,
 )
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.ranks import run_ranks
+from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.toys import data, linear, loss_of, model
 
 
@@ -280,3 +281,16 @@ def test_a_checkpoint_computed_otherwise_is_refused_unless_allowed(
     train(4)  # nothing was promised in between
     monkeypatch.setattr(tree, "arithmetic", lambda device: MINE | {"threads": "18"})
     train(5, allow=("arithmetic",))
+
+
+def test_only_ranks_that_differ_from_the_first_refuse() -> None:
+    """The others can go on without them; the sentence names the difference and what to set."""
+
+    def body(control: Control) -> str:
+        mine = MINE | ({"threads": "17"} if control.rank == 1 else {})
+        return outcome(lambda: check_ranks(control, mine))
+
+    first, second, third = run_ranks(3, body)
+    assert first == third == ""
+    assert f"'threads' is 17 here and {MINE['threads']} on rank 0" in second
+    assert "OMP_NUM_THREADS" in second

@@ -391,3 +391,34 @@ def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None
     tracker.close()
     assert tracker.pulse.steps == 1
     assert not list(tmp_path.rglob("*.page"))
+
+
+def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
+    """Each has a page; the agent buries the first when the second begins, and no second counts twice."""
+    environment = WorkerEnvironment(pages=tmp_path)
+    first = HeartbeatReporter.open(environment)
+    first.committed(1, 8)
+    first.close()
+    second = HeartbeatReporter.open(environment)
+    second.committed(2, 8)
+    readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
+    second.close()
+    assert [each is not None and each.lives for each in readings] == [False, True]
+    assert readings[0] is not None
+    assert readings[1] is not None
+    assert readings[1].born_at >= first.closed_at - 0.01
+    assert sum(readings[1].pulse.seconds) < sum(readings[0].pulse.seconds) + 60.0
+    assert [each.pulse.samples for each in readings if each is not None] == [8, 8]
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
+    bench.clock.advance(2.0)
+    bench.tracker.committed(1, 4)
+    assert bench.read().pulse.threads >= 1
+    bench.tracker.pulse.threads = -1
+    bench.tracker.committed(2, 4)
+    assert bench.read().pulse.threads == -1

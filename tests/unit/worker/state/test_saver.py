@@ -192,3 +192,13 @@ def test_a_save_that_makes_room_for_a_newer_one_leaves_the_request_to_that(side:
     side.worker.covered(3)
     side.worker.settled(3, "step-3", None)
     assert side.answer == {"id": "a", "name": "step-3"}
+
+
+def test_the_cost_follows_the_saves_and_outlives_no_life() -> None:
+    """The first is taken as it is, later ones move it; a resumed life measures anew."""
+    seen = Experience().saved(1.0)
+    assert seen.cost_s == 1.0
+    for _ in range(20):
+        seen = seen.saved(3.0)
+    assert seen.cost_s == pytest.approx(3.0, rel=0.01)
+    assert Experience.resumed({FIELD: seen.kept(settled=False)}).cost_s is None

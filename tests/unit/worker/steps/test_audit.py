@@ -165,3 +165,8 @@ def test_findings_are_shown_on_the_page_with_their_numbers() -> None:
     shown = tracker._notes["audits"]
     assert [each["number"] for each in shown] == list(range(3, 11))
     assert shown[-1] == {"number": 10, "step": 9, "ranks": [2], "nodes": ["c"], "reason": "it differs"}
+
+
+def test_each_node_checks_each_other_in_turn() -> None:
+    nodes = ["a", "b", "c", "d"]
+    assert {each.checker for turn in range(3) for each in trials(nodes, turn) if each.rank == 0} == {1, 2, 3}

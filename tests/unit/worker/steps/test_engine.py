@@ -59,6 +59,22 @@ def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
 
 
+def test_a_step_without_a_commit_has_the_loss_that_was_known_last(job: Job) -> None:
+    """A number that can be formatted, NaN where there was none; the log says once that it is not the step's own."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    seen = []
+    with structlog.testing.capture_logs() as logs:
+        for commit in (False, True, False):
+            batch, step = next(batches), job.session.step()
+            with pytest.raises(RuntimeError, match="user"):
+                failing(job, step, batch, commit=commit)
+            assert step.committed is commit
+            seen.append(f"{step.loss:.4f}")
+    assert seen[0] == "nan"
+    assert seen[1] == seen[2] != "nan"
+    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
+
+
 def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
     with step:
         step.backward(loss_of(job.wrapped, batch))
@@ -250,6 +266,28 @@ def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[to
             gradient = module.weight.grad.clone()
             optimizer.step()
         return gradient, step.loss
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)], 4.0 / 12.0), ([(0.0, 0.0), (0.0, 0.0)], 0.0)]
+)
+def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count(
+    parts: list[tuple[float, float]], expected: float
+) -> None:
+    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none, or all of them."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
+                step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
+            assert module.weight.grad is not None
+            assert torch.allclose(module.weight.grad, torch.full((1, 4), 4 * expected))
+            optimizer.step()
+        assert step.loss == pytest.approx(-4 * expected)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -561,3 +599,10 @@ def test_a_signal_saves_once_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch
     two.signals.save_requested = True
     two.steps(3)
     assert two.saves == [5, 9]
+
+
+def test_a_save_by_time_is_made_once_though_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum that begins at the boundary of the save was asked before it."""
+    two = Two(monkeypatch, due=True)
+    two.steps(6)
+    assert two.saves == [2]
