@@ -89,7 +89,6 @@ def test_a_program_of_a_framework_goes_on_in_place(
 
 
 def needs_framework(name: str) -> None:
-    """Skip on a laptop that does not have it."""
     package = {"fabric": "lightning"}.get(name, name)
     try:
         __import__(package)

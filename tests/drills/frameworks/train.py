@@ -43,8 +43,6 @@ class Points(Dataset[Any]):
 
 
 class Net(nn.Module):
-    """A small network."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -159,8 +157,6 @@ def lightning(session: Session, directory: Path, steps: int, pace_s: float) -> n
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     class Counting(L.Callback):
-        """Counts all steps of the run, also in a process that joined later."""
-
         made = 0
 
         def state_dict(self) -> dict[str, Any]:
@@ -214,8 +210,6 @@ def transformers(session: Session, directory: Path, steps: int, pace_s: float) -
     )
 
     class Watch(TrainerCallback, ExportableState):
-        """Counts all steps of the run, also in a process that joined later."""
-
         made = 0
 
         def state(self) -> dict[str, Any]:

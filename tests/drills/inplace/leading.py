@@ -6,14 +6,17 @@ node with one device. What workers say is kept, and can be waited for.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -35,6 +38,7 @@ from elastic_trainer.ipc.channel import (
     Welcome,
     read_from_worker,
 )
+from elastic_trainer.local.ledger import LedgerTail, Line, audit
 from elastic_trainer.variables import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
 from tests.integration.worker.launch import environment, tail
 from tests.support.forked import Forked
@@ -43,6 +47,10 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 180.0
 FOLLOW_S = 5.0
+SAMPLES = 60
+"""Of the jobs that most scripts run: two epochs of eight steps in all."""
+Fault = tuple[str, int, str, str]
+"""Node, step, where in it, and what happens there; see job.py."""
 Said = TypeVar("Said", bound=Message)
 
 
@@ -71,7 +79,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process."""
         return self.process.pid
 
     def _serve(self, connection: Connection) -> None:
@@ -115,12 +122,10 @@ class Worker:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and the end of it."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Nothing of it stays."""
         self.kill()
         self._listener.close()
 
@@ -146,10 +151,14 @@ class Lead:
             worker.close()
 
     def start(self, name: str, script: str, *arguments: object) -> Worker:
-        """A worker that runs one of the scripts."""
         worker = Worker(self, name, [str(SCRIPTS / script), *map(str, arguments)])
         self.workers.append(worker)
         return worker
+
+    def begin(self, script: str, names: Sequence[str], faults: Sequence[Fault] = (), **values: Any) -> list[Worker]:
+        """Workers that run a script with a scenario, and are in no round yet."""
+        listed = [dict(zip(("node", "step", "where", "what"), each, strict=True)) for each in faults]
+        return [self.start(name, script, json.dumps({"faults": listed, **values})) for name in names]
 
     # ---- leading
 
@@ -173,9 +182,21 @@ class Lead:
             worker.tell(self.place(members, number, worker, store))
         return number
 
-    def end(self, reason: str = "the test says so", also: Sequence[Worker] = ()) -> None:
+    def regroup(
+        self, workers: Sequence[Worker], failing: Sequence[Worker], following: Sequence[Worker] = ()
+    ) -> list[int | None]:
+        """A collective has failed on ``failing``: end the round, and form the next of ``workers``; the steps of the
+        states that they held then."""
+        self.await_failed(failing)
+        self.let_follow(following)
+        self.end()
+        states = self.await_ready(workers)
+        self.form(workers)
+        return [state[1] if state is not None else None for state in states]
+
+    def end(self, reason: str = "the test says so") -> None:
         """The present round is broken."""
-        for worker in [*self.members, *also]:
+        for worker in self.members:
             worker.tell(Over(number=self.number, reason=reason))
 
     def change(self, members: Sequence[Worker], *, waits: bool = False) -> None:
@@ -243,24 +264,37 @@ class Lead:
             found.append((state.round, state.step) if state is not None else None)
         return found
 
-    def await_steps(self, count: int) -> None:
-        """Wait until the first member says that ``count`` steps are committed."""
-        self.wait(lambda: self.members[0].step >= count, f"{count} steps")
-
     def await_file(self, name: str) -> None:
-        """Wait until a script has written ``name``."""
         self.wait(lambda: (self.directory / name).exists(), name)
 
     def open(self, gate: str) -> None:
-        """Let the workers that wait at ``gate`` go on."""
         (self.directory / f"{gate}.open").touch()
 
     def await_done(self, workers: Sequence[Worker]) -> None:
-        """Wait until ``workers`` have ended with success."""
         for worker in workers:
             self.wait(lambda worker=worker: worker.process.poll() is not None, f"{worker.name} to end")  # type: ignore[misc]
             left = worker.last(Leaving)
             assert (worker.process.returncode, left and left.status) == (0, "done"), tail(worker.log)
+
+    # ---- what came of it
+
+    def lines(self) -> list[Line]:
+        return LedgerTail(self.ledger).read()
+
+    def results(
+        self, workers: Sequence[Worker], samples: int = SAMPLES, *, unrecorded: int = 0, exact: bool = True
+    ) -> list[dict[str, Any]]:
+        """What the workers wrote at their end: in the processes that they began in, with one state, and each sample was
+        used exactly once (unless not ``exact``). ``unrecorded`` samples were used in a step that the others committed,
+        by a rank that died before it could say so."""
+        self.await_done(workers)
+        ended = [json.loads((self.directory / f"{worker.name}.result").read_text()) for worker in workers]
+        assert [result["pid"] for result in ended] == [worker.pid for worker in workers]
+        assert all(result["state"] == ended[0]["state"] for result in ended)
+        found = audit(self.lines(), samples)
+        assert found.exact == exact, found.reason
+        assert found.unrecorded == unrecorded
+        return ended
 
 
 @contextmanager
@@ -268,3 +302,12 @@ def leading(directory: Path) -> Iterator[Lead]:
     """A lead for one test."""
     with Lead(directory) as lead:
         yield lead
+
+
+def played(story: Callable[[Path], None], directory: Path, limit_s: float) -> None:
+    """``story(directory)`` in a process of its own: threads that were started before would stay in the old network."""
+    code = f"from {story.__module__} import {story.__name__} as story; from pathlib import Path; import sys"
+    code += "; from elastic_trainer.local import agents; agents.preload(); story(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.drills.inplace.leading import SCRIPTS, leading
-from tests.drills.inplace.scripts.changing import Trained, plain_loop, refusal
+from tests.drills.inplace.leading import SCRIPTS, Lead
+from tests.drills.inplace.scripts.changing import plain_loop, refusal, trained
 from tests.integration.worker.launch import run, standalone
 
 SENTENCES = {
@@ -27,7 +27,6 @@ def assert_like_the_plain_loop(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def ended(directory: Path) -> list[list[str]]:
-    """What two ranks refused; they hold the same bits, and up to rounding those of a loop without a session."""
     (refused, parameters), (others_refused, others) = (
         torch.load(each, weights_only=True) for each in directory.glob("result-*")
     )
@@ -47,18 +46,17 @@ def test_alone_a_change_of_what_is_trained_is_followed(reduction: str) -> None:
 
     What is not followed is refused here too, since the job may go on with more ranks.
     """
-    assert_like_the_plain_loop(Trained(reduction).parameters)
-    assert_like_the_plain_loop(Trained(reduction, scaled=True).parameters)
+    assert_like_the_plain_loop(trained(reduction)[1])
+    assert_like_the_plain_loop(trained(reduction, scaled=True)[1])
     assert SENTENCES["tree:replaced"] in refusal(reduction, "replaced")
 
 
-def test_in_place_a_change_is_followed(tmp_path: Path) -> None:
+def test_in_place_a_change_is_followed(lead: Lead) -> None:
     """What is unfrozen is averaged over the ranks from its first step on, and no step is made without."""
-    with leading(tmp_path) as lead:
-        workers = [lead.start(name, "changing.py", tmp_path / "result", "ddp:bypass") for name in "ab"]
-        lead.form(workers)
-        lead.await_done(workers)
-    assert_said(ended(tmp_path), ["ddp:bypass"])
+    workers = [lead.start(name, "changing.py", lead.directory / "result", "ddp:bypass") for name in "ab"]
+    lead.form(workers)
+    lead.await_done(workers)
+    assert_said(ended(lead.directory), ["ddp:bypass"])
 
 
 def test_under_torchrun_the_tree_follows_it(tmp_path: Path) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.drills.inplace.leading import ROOT, SCRIPTS, leading
+from tests.drills.inplace.leading import ROOT, SCRIPTS, Lead, Worker, leading
 from tests.integration.worker.launch import run, standalone, tail
 
 JOB = "differing.py"
 
 
 def ended(directory: Path) -> list[Any]:
-    """What came of each case, on each rank."""
     return [torch.load(each, weights_only=True) for each in sorted(directory.glob("result-*"))]
 
 
@@ -42,18 +43,28 @@ def test_under_torchrun_a_difference_stops_the_training_or_is_mended(tmp_path: P
     assert '"event": "ranks.differed"' in tail(tmp_path / "log")
 
 
-def test_in_place_a_difference_is_mended_within_the_round(tmp_path: Path) -> None:
+def test_in_place_a_difference_is_mended_within_the_round(lead: Lead) -> None:
     """Of two ranks the state of the first counts."""
-    with leading(tmp_path) as lead:
-        workers = [lead.start(name, JOB, tmp_path / "result", "2:heal:3") for name in "ab"]
-        lead.form(workers)
-        lead.await_done(workers)
-        lines = [json.loads(line) for line in workers[0].log.read_text().splitlines() if '"ranks.' in line]
-        assert [(each["event"], each["ranks"]) for each in lines] == [("ranks.differed", [1]), ("ranks.healed", [1])]
-        assert lines[0]["nodes"] == ["b"]
-    ranks = ended(tmp_path)
+    workers = [lead.start(name, JOB, lead.directory / "result", "2:heal:3") for name in "ab"]
+    lead.form(workers)
+    lead.await_done(workers)
+    lines = [json.loads(line) for line in workers[0].log.read_text().splitlines() if '"ranks.' in line]
+    assert [(each["event"], each["ranks"]) for each in lines] == [("ranks.differed", [1]), ("ranks.healed", [1])]
+    assert lines[0]["nodes"] == ["b"]
+    ranks = ended(lead.directory)
     assert [each[0][0] for each in ranks] == ["", ""]
     assert alike([each[0][1] for each in ranks])
+
+
+@contextmanager
+def audited(place: Path, names: Sequence[str], faults: Sequence[str]) -> Iterator[tuple[Lead, list[Worker]]]:
+    """Workers in their first round, which audit each other in each of twelve steps."""
+    place.mkdir()
+    with leading(place) as lead:
+        words = [place / "result", "dies", 12, 0, *faults]
+        workers = [lead.start(name, "auditing.py", *words) for name in names]
+        lead.form(workers)
+        yield lead, workers
 
 
 def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(tmp_path: Path) -> None:
@@ -62,14 +73,8 @@ def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(
     With the tree, since DistributedDataParallel rounds otherwise in the first step of a round.
     """
     states: list[list[torch.Tensor]] = []
-    for place, faults in (
-        (tmp_path / "clean", ()),
-        (tmp_path / "faulty", ("3:activation:1", "5:gradient:2", "8:weight:0")),
-    ):
-        place.mkdir()
-        with leading(place) as lead:
-            workers = [lead.start(name, "auditing.py", place / "result", *faults) for name in "abc"]
-            lead.form(workers)
+    for name, faults in (("clean", ()), ("faulty", ("3:activation:1", "5:gradient:2", "8:weight:0"))):
+        with audited(tmp_path / name, "abc", faults) as (lead, workers):
             for _ in faults:
                 lead.await_failed(workers)
                 assert lead.gave_up(workers) == ["a", "b", "c"]
@@ -79,7 +84,7 @@ def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(
             lines = workers[0].log.read_text().splitlines()
             named = [json.loads(line)["nodes"] for line in lines if '"audit.mismatch"' in line]
             assert named == [["abc"[int(each[-1])]] for each in faults]
-        states += ended(place)
+        states += ended(tmp_path / name)
     assert len(states) == 6
     assert alike(states)
 
@@ -90,12 +95,8 @@ def test_in_place_a_rank_that_is_killed_in_an_audit_is_lost_as_in_any_step(tmp_p
     All bits are those of two ranks that met no fault.
     """
     states: list[list[torch.Tensor]] = []
-    for names, faults in (("ab", ()), (("a", "b", "dying"), ("8:activation:1",))):
-        place = tmp_path / names[-1]
-        place.mkdir()
-        with leading(place) as lead:
-            workers = [lead.start(name, "auditing.py", place / "result", *faults) for name in names]
-            lead.form(workers)
+    for names, faults in (("ab", ()), (("a", "b", "dies"), ("8:activation:1",))):
+        with audited(tmp_path / names[-1], names, faults) as (lead, workers):
             if faults:
                 lead.wait(lambda dying=workers[2]: dying.process.poll() == -signal.SIGKILL, "the kill")  # type: ignore[misc]
                 lead.end()
@@ -105,6 +106,6 @@ def test_in_place_a_rank_that_is_killed_in_an_audit_is_lost_as_in_any_step(tmp_p
                 lead.form(workers[:2])
             lead.await_done(workers[:2])
             assert ('"audit.mismatch"' in workers[0].log.read_text()) == bool(faults)
-        states += ended(place)
+        states += ended(tmp_path / names[-1])
     assert len(states) == 4
     assert alike(states)

@@ -10,11 +10,11 @@ import torch
 
 from elastic_trainer.cli.main import main
 from tests.drills.endings.job import LASTING, Job
-from tests.drills.inplace.leading import ROOT
+from tests.drills.inplace.leading import ROOT, SCRIPTS
 from tests.integration.training.launch import ran
 
-SCRIPT = Path(__file__).with_name("lying.py")
-LIES_AT, LYING_RANK = 8, 2
+SCRIPT = str(SCRIPTS / "auditing.py")
+STEPS, LYING_RANK = "240", 2
 
 
 def test_a_node_that_an_audit_names_is_let_go_and_the_others_train_on_as_if_it_had_never_lied(
@@ -23,7 +23,7 @@ def test_a_node_that_an_audit_names_is_let_go_and_the_others_train_on_as_if_it_h
     """It leaves by a planned change: the others keep their processes, no step is lost, and none of its bits stays."""
     (directory := tmp_path / "job").mkdir()
     options = LASTING | {"evict_mismatched": "true"}
-    words = [str(SCRIPT), str(directory), "0.05", str(LIES_AT), str(LYING_RANK)]
+    words = [SCRIPT, str(directory / "result"), "deaf", STEPS, "0.05", f"8:activation:{LYING_RANK}"]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with Job(directory, etcd_endpoint, run_id, entry=words, options=options, environment=environment) as job:
         job.start(3)
@@ -45,7 +45,7 @@ def test_a_node_that_an_audit_names_is_let_go_and_the_others_train_on_as_if_it_h
         job.check_lossless()
         assert {line.rank for line in job.steps(gone.name)} == {LYING_RANK}
         assert len({line.pid for name in before for line in job.steps(name)}) == 2
-    assert ran([str(SCRIPT), str(tmp_path), "0"], ROOT).code == 0
+    assert ran([SCRIPT, str(tmp_path / "result"), "alone", STEPS, "0"], ROOT).code == 0
     (honest,) = (torch.load(each) for each in tmp_path.glob("result-*"))
     results = list(directory.glob("result-*"))
     assert len({each.name.split("-")[1] for each in results}) == hosts, "a fork gives the name of another host"

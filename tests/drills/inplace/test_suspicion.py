@@ -5,21 +5,20 @@ Leases and limits are longer than the test waits: what is found at all was found
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.drills.strikes import busy_machine, node_freeze, worker_freeze
+from elastic_trainer.drills.strikes import busy_machine, node_freeze, node_partition, pair_partition, worker_freeze
+from elastic_trainer.local.hosts import Segment
 from elastic_trainer.membership.documents import RoundDocument, RoundState
+from tests.drills.inplace.leading import played
 from tests.support.requirements import needs_hosts
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
-SCRIPT = "tests.drills.inplace.scripts.silent"
 BUSY_S = 6.0
 LIMIT_S = 240.0
 UNTOLD = {"ttl": "500", "hang_timeout": "500", "sever_timeout": "500", "regroup_grace": "500", "form_timeout": "500"}
@@ -60,6 +59,21 @@ def test_who_cannot_be_reached_is_found_by_asking(tmp_path: Path) -> None:
     """What one node sends to another vanishes, though both reach all others: one of the two is left out, in the first
     round that follows. A node whose whole network falls silent. Both come back when they can be reached."""
     needs_hosts()
-    command = [sys.executable, "-m", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    played(fall_silent, tmp_path, 800.0)
+
+
+def fall_silent(directory: Path) -> None:
+    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
+    with Segment(), staged(setting, directory) as stage:
+        before = stage.settled()
+        effect = pair_partition(stage, 0)
+        assert (effect.steps_lost, effect.problems) == (0, ()), effect
+        assert "does not answer its peer" in broken_after(stage, before.round).reason
+        without = next(each for each in stage.history if each.left_out)
+        assert without.number == before.round + 1, "a round was formed in vain"
+        assert without.left_out == before.nodes[1], "the more junior one of two equals"
+        before = stage.settled()
+        effect = node_partition(stage, 0)
+        assert (effect.steps_lost, effect.problems) == (0, ()), effect
+        assert "does not answer its peer" in broken_after(stage, before.round).reason
+        assert conclusions(stage) == []

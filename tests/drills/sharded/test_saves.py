@@ -17,7 +17,6 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.cli.main import main
 from elastic_trainer.local.cluster import Node
-from elastic_trainer.local.ledger import LineKind
 from tests.drills.sharded.test_sharded import CLOSE, PLACES, SCRIPT, Sharded
 from tests.drills.sharded.train import Net, named_tensors
 from tests.integration.training.launch import ran
@@ -144,24 +143,3 @@ def loads_anywhere(tmp_path: Path, directory: Path, checkpoints: Path) -> None:
     bare = Net()
     bare.load_state_dict(load_file(goal))
     assert all(torch.equal(each, whole[name]) for name, each in bare.state_dict().items())
-
-
-@pytest.mark.timeout(300)
-def test_a_job_whose_workers_all_die_goes_on_from_what_they_had_in_memory(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
-) -> None:
-    """Also in restart mode, where any fault is that: nothing was saved before, and few steps are repeated."""
-    job = Saved(
-        tmp_path, etcd_endpoint, run_id, pace_s=0.05, save_every=100_000, snapshot_every_s=0.1, recovery="restart"
-    )
-    with job.job as cluster:
-        cluster.start(2)
-        job.await_together()
-        cluster.await_steps(30)
-        reached, killed_in = cluster.newest(), cluster.document().number
-        assert cluster.running[1].kill_worker(1) is not None
-        job.await_together()
-        opened = [line for line in cluster.lines() if line.event is LineKind.OPENED and line.round > killed_in]
-        first = min(line.step for line in opened)
-        assert reached - 30 < first
-        assert job.ended(tmp_path, restarted=True) < CLOSE

@@ -244,7 +244,6 @@ def test_kernels_that_hang_are_aborted_and_what_they_leave_is_not_committed(
 def test_a_node_of_another_size_is_refused_and_the_others_go_on(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """It says why; survivors keep their processes."""
     sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S)
     with sharded.job as job:
         (first,) = job.start(1)

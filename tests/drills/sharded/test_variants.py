@@ -57,6 +57,7 @@ def test_tensor_parallel_within_sharding_and_replicas_do_too(tmp_path: Path) -> 
 @pytest.mark.parametrize("more", ["forward", "step"])
 def test_ranks_that_call_the_model_unequally_often_get_a_sentence(tmp_path: Path, more: str) -> None:
     """A rank calls it once more before its backward pass, or makes one more pass of both kinds. No rank hangs."""
-    log, script = tmp_path / "log", str(Path(__file__).with_name("unequal.py"))
-    run(standalone(2, script, more), log, {"PYTHONPATH": str(Path.cwd())}, expected=1)
+    log, script = tmp_path / "log", str(SCRIPT.with_name("train.py"))
+    words = standalone(2, script, tmp_path, json.dumps({"more": more, "steps": 2}))
+    run(words, log, {"PYTHONPATH": str(Path.cwd())}, expected=1)
     assert "all ranks that share a sharded model must call it, and step.backward(), equally often" in log.read_text()

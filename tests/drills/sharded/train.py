@@ -1,11 +1,12 @@
 """A sharded training: ``train.py DIRECTORY OPTIONS``, a JSON object. It leaves whole parameters and digests of shards.
 
-Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``width``, ``mesh`` and ``names`` ("tp": tensor
-parallel too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of
-micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to
-the CPU), ``activations`` (recomputed), ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at
-a save), ``shows`` (a directory of checkpoints: show what is resumed there, and end), ``whole_job`` (the mesh covers all
-nodes), ``like_nccl`` (over groups that behave like NCCL's).
+Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names`` ("tp": tensor parallel
+too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches),
+``more`` (rank 0 calls the model once more: "forward" alone, or in a "step" of both), ``policy`` ("fp32", "bf16" or
+"reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
+``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
+checkpoints: show what is resumed there, and end), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups
+that behave like NCCL's).
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    """Two layers, the second of which tensor parallel cuts by rows."""
+def data() -> torch.utils.data.TensorDataset:
+    source = torch.Generator().manual_seed(3)
+    return torch.utils.data.TensorDataset(
+        torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
+    )
 
-    def __init__(self, width: int) -> None:
+
+class Block(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
@@ -61,10 +67,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The head stays with the root: its gradient waits unsharded through the backward pass."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
-        self.head = nn.Linear(width, 7)  # does not divide by two
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 7)  # does not divide by two
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -86,7 +92,6 @@ class Net(nn.Module):
 
 
 def built(session: Session, options: dict[str, Any]) -> nn.Module:
-    """The model, sharded over the mesh of the session."""
     names = tuple(options.get("names", ["dp_shard"]))
     whole_job = bool(options.get("whole_job"))
     mesh = session.init_device_mesh(options.get("mesh", [-1]), mesh_dim_names=names, whole_job=whole_job)
@@ -94,7 +99,7 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     offload = CPUOffloadPolicy(pin_memory=False) if options.get("offload") else OffloadPolicy()
     torch.manual_seed(int(options.get("seed", 0)))
     with torch.device("meta" if options.get("meta") else "cpu"):
-        model = Net(options.get("width", WIDTH))
+        model = Net()
     with session.parallelizing():
         for place, block in enumerate(model.blocks):
             if "tp" in names:
@@ -175,7 +180,6 @@ class Faults:
         return self._directory / f"{what}-{due['id']}"
 
     def _strike(self, replica: ShardedReplica) -> None:
-        """Here, if this is the node."""
         due, self._due = self._due, {}
         if due["node"] != self._node:
             self._mark(due, "came").touch()
@@ -299,10 +303,6 @@ def main() -> None:
     if "save_every" in options:
         SaveFaults(directory)
     commit.SHARDS_LEAST_PATIENCE_S = options.get("patience_s", commit.SHARDS_LEAST_PATIENCE_S)
-    source = torch.Generator().manual_seed(3)
-    data = torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, options.get("width", WIDTH), generator=source), torch.randn(SAMPLES, 7, generator=source)
-    )
     checkpoints = options.get("shows") or (directory / "checkpoints" if options.get("save_every") else None)
     with Session(
         checkpoints,
@@ -320,9 +320,9 @@ def main() -> None:
         if "shows" in options:
             show(directory, session, optimizer)
             return
-        seen = -1
+        seen, stop = -1, directory / "stop"
         batches = session.batches(
-            data, global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=1_000_000
+            data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=1_000_000
         )
         for batch in batches:
             faults.look(session.step_number + 1)
@@ -330,9 +330,13 @@ def main() -> None:
                 if stage is not None:
                     step.pipeline(lambda out, part: ((out - part.y) ** 2).mean(), schedule=options.get("schedule"))
                 else:
+                    more = options.get("more") if session.rank == 0 else None
                     for micro in step.micro_batches(batch):
-                        step.backward(((model(micro.x) - micro.y) ** 2).mean())
-                (ended,) = session.all_reduce(torch.tensor([float((directory / "stop").exists())])).tolist()
+                        again = model(micro.x).mean() if more == "forward" else 0.0
+                        step.backward(((model(micro.x) - micro.y) ** 2).mean() + again)
+                        if more == "step":
+                            step.backward(model(micro.x).mean())
+                ended = "more" not in options and session.all_reduce(torch.tensor(float(stop.exists()))).item()
                 step.clip(1.0)
                 scaler.step(optimizer) if scaler is not None else optimizer.step()
             if not step.committed:
@@ -344,7 +348,7 @@ def main() -> None:
                 break
             time.sleep(options.get("pace_s", 0.0))
         note(directory, session, whole_job=bool(options.get("whole_job")))
-        result(directory, session, options, data, step.loss)
+        result(directory, session, options, step.loss)
 
 
 def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) -> None:
@@ -365,7 +369,7 @@ def note(directory: Path, session: Session, *, whole_job: bool) -> None:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")
 
 
-def result(directory: Path, session: Session, options: dict[str, Any], data: Any, loss: float) -> None:
+def result(directory: Path, session: Session, options: dict[str, Any], loss: float) -> None:
     """Whole parameters, the last ``loss``, and a metric of the model (and of its average)."""
     whole = {
         name: getattr(each, "full_tensor", lambda each=each: each)().detach()
@@ -377,8 +381,8 @@ def result(directory: Path, session: Session, options: dict[str, Any], data: Any
         return {"error": (float(((model(batch.x) - batch.y) ** 2).sum()), float(len(batch)))}
 
     models = [session.module, *([session.average] if options.get("average") else [])]
-    metrics = [loss, *(session.evaluate(each, data, 10, measure)["error"] for each in models)]
-    rows = session.predict(session.module, data, 10, lambda model, batch: model(batch.x))
+    metrics = [loss, *(session.evaluate(each, data(), 10, measure)["error"] for each in models)]
+    rows = session.predict(session.module, data(), 10, lambda model, batch: model(batch.x))
     torch.save(
         {"step": session.step_number, "parameters": whole, "metrics": metrics, "rows": rows},
         directory / f"result-{session.rank}-{os.getpid()}",

@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch
-from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized, staged
+from tests.drills.sharded.train import BATCH, SAMPLES, Net, built, data, optimized, staged
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
 STAGED: dict[str, Any] = {"names": ["pp", "dp_shard"]}
@@ -50,13 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 OVERFLOW = 1e38
 """Times the first scale of 64, this is infinite."""
-
-
-def data() -> torch.utils.data.TensorDataset:
-    source = torch.Generator().manual_seed(3)
-    return torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
-    )
 
 
 def plain(model: nn.Module, options: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
@@ -104,7 +97,6 @@ def overflowing(output: torch.Tensor, part: Batch) -> torch.Tensor:
 def trained(
     session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: list[PipelineStage] | None = None
 ) -> nn.Module:
-    """The loop with the session."""
     optimizer = optimized(model, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if options.get("scaler") else None
     model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"), stage=stage)
@@ -151,7 +143,6 @@ def whole_of_shards(model: nn.Module) -> list[torch.Tensor]:
 
 
 def checked(name: str, directory: Path) -> dict[str, float]:
-    """One variant; how far it is from the plain loop."""
     options = KINDS[name]
     found: dict[str, float] = {}
     checkpoints = directory / "checkpoints" if options.get("save") else None

@@ -19,7 +19,8 @@ import torch
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, SaveInfo
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.ledger import LedgerTail
-from tests.integration.training.launch import LIMIT_S, QUICK, environment, train
+from tests.integration.training.launch import LIMIT_S, QUICK, train
+from tests.integration.worker.launch import environment
 
 DEVICE = os.environ.get("ELASTIC_TRAINER_TEST_DEVICE", "cuda")
 REHEARSAL = DEVICE == "cpu"
@@ -38,7 +39,6 @@ GPT = ("options.max_tokens=null", "model.layers=1", "model.width=32", "model.hea
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """The training losses of a run, by step."""
     lines = [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "loss"}
 
@@ -93,7 +93,6 @@ def test_two_ranks_on_one_device_recover_in_place(reduction: str, tmp_path: Path
 
 
 def run_local(directory: Path, faults: list[str], words: list[str]) -> dict[str, Any]:
-    """A run on two nodes of this machine; its summary."""
     options = ["--nodes", "1:2", "--start", "2", "--recovery", "in_place", "--run-dir", str(directory / "run")]
     done = subprocess.run(
         [sys.executable, "-m", "elastic_trainer.cli.main", "local", *options, *faults, "--", *words],

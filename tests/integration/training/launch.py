@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration.worker.launch import environment
 from tests.support.forked import Forked
 
 LIMIT_S = 600.0
@@ -27,7 +27,6 @@ class Outcome:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The final report of rank 0."""
         reports = [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
         assert len(reports) == 1, f"one report was expected: {self.out!r}\n{self.err}"
         report: dict[str, Any] = reports[0]
@@ -35,36 +34,25 @@ class Outcome:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines that tell a user's mistake."""
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The log lines of one event."""
         lines = [json.loads(line) for line in self.err.splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == name]
 
 
 def command(world: int = 1) -> list[str]:
-    """What python is given to start a job: by torchrun, or alone."""
     module = ["-m", "elastic_trainer.training"]
     if world == 1:
         return module
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
 
 
-def environment() -> dict[str, str]:
-    """This process's, with one thread per rank and no launcher's variables."""
-    unset = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return {**{name: value for name, value in os.environ.items() if name not in unset}, "OMP_NUM_THREADS": "1"}
-
-
 def train(*arguments: str, world: int = 1, cwd: Path | None = None) -> Outcome:
-    """Run a job to its end."""
     return ran([*command(world), *arguments], cwd)
 
 
 def ran(words: Sequence[str], cwd: Path | None = None, limit_s: float = LIMIT_S) -> Outcome:
-    """Run a program to its end: what python is given."""
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
         process = Forked(words, environment(), out, err, cwd)

@@ -7,68 +7,12 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.jobs.config import load_job
-from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
+from tests.integration.training.launch import LIMIT_S, QUICK, command, records, train
+from tests.integration.worker.launch import environment
 from tests.support.forked import Forked
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
-
-USER_TASK = '''
-"""A task of a user's own: fits a plane."""
-import torch
-from elastic_trainer import Task
-from elastic_trainer.jobs.config import Section
-from elastic_trainer.jobs.task import Datasets
-
-
-class Plane(Task):
-    """Fits a plane through exact points."""
-
-    class Data(Section):
-        points: int = 64
-
-    def datasets(self):
-        generator = torch.Generator().manual_seed(1)
-        x = torch.rand(self.data_options.points, 2, generator=generator)
-        data = torch.utils.data.TensorDataset(x, x @ torch.tensor([[2.0], [-1.0]]) + 0.5)
-        return Datasets(train=data, test=data)
-
-    def model(self):
-        return torch.nn.Linear(2, 1)
-
-    def loss(self, model, batch):
-        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
-
-    def metrics(self, model, batch):
-        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch.x))}
-'''
-
-USER_JOB = """
-task: plane:Plane
-epochs: 60
-global_batch: 16
-optimizer: {name: sgd, lr: 0.2, momentum: 0.9}
-scheduler: {name: step, every_epochs: 40, gamma: 0.1}
-evaluation: {every_epochs: 20}
-checkpoint: {directory: out, metric: error, mode: min}
-"""
-
-
-def test_a_users_own_task_runs_from_its_own_directory(tmp_path: Path) -> None:
-    """module:Class and a YAML file are all that a user writes; the plane is found, config and metrics are kept."""
-    (tmp_path / "plane.py").write_text(USER_TASK)
-    (tmp_path / "job.yaml").write_text(USER_JOB)
-    outcome = train("job.yaml", "data.points=40", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    report = outcome.report
-    assert report["step"] == 60 * 3
-    assert report["metrics"]["error"] < 1e-6
-    assert report["best"]["error"] == min(record["metrics"]["error"] for record in records(tmp_path / "out"))
-    assert [record["epoch"] for record in records(tmp_path / "out")] == [20, 40, 60]
-    kept = load_job(str(tmp_path / "out" / "config.yaml"))
-    assert kept.data == {"points": 40}
-    assert kept.task == "plane:Plane"
 
 
 def test_two_ranks_train_together_and_a_finished_job_stays_finished(tmp_path: Path) -> None:
@@ -87,24 +31,6 @@ def test_two_ranks_train_together_and_a_finished_job_stays_finished(tmp_path: Pa
     assert again.report["resumed_from"] is not None
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == names
-
-
-def test_with_the_tree_a_job_has_the_same_history_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """Losses and metrics of the averaged model, to the last bit, on one and three ranks.
-
-    997 samples in batches of 100 leave the ranks uneven parts to measure: each sample still counts exactly once.
-    """
-    job = ["mnist", *QUICK, "reduction=tree", "micro_batch=5", "average=0.9", "precision=bf16", "clip_norm=1.0"]
-    uneven = ["data.test_size=997", "evaluation.batch_size=100"]
-    histories = []
-    for world in (1, 3):
-        outcome = train(*job, *uneven, f"checkpoint.directory={tmp_path / str(world)}", world=world)
-        assert outcome.code == 0, outcome.err
-        histories.append(records(tmp_path / str(world)))
-    assert len(histories[0]) == 2
-    assert histories[0] == histories[1]
-    right = histories[0][-1]["metrics"]["accuracy"] * 997
-    assert right == pytest.approx(round(right), abs=1e-9)
 
 
 def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -126,52 +52,3 @@ def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path:
     assert resumed.report["resumed_from"] is not None
     assert resumed.report["metrics"] == whole.report["metrics"]
     assert records(interrupted) == records(tmp_path / "whole")
-
-
-NOISY_TASK = '''
-"""A task whose samples are drawn at random, and one of which is broken."""
-import torch
-from elastic_trainer import Task
-from elastic_trainer.jobs.task import Datasets
-
-
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        if index == 13:
-            raise OSError("torn")
-        x = torch.tensor([index / 64.0, 1.0]) + 0.1 * torch.randn(2)
-        return x, x.sum(0, keepdim=True)
-
-
-class Noisy(Task):
-    def datasets(self):
-        x = torch.rand(10, 2, generator=torch.Generator().manual_seed(1))
-        return Datasets(train=Points(), test=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
-
-    def model(self):
-        return torch.nn.Linear(2, 1)
-
-    def loss(self, model, batch):
-        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
-
-    def metrics(self, model, batch):
-        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch.x))}
-'''
-
-
-def test_a_job_with_data_workers_trains_on_the_same_samples_as_one_without(tmp_path: Path) -> None:
-    """On another number of ranks, with random augmentation, and a bad sample that both leave out and tell of."""
-    (tmp_path / "noisy.py").write_text(NOISY_TASK)
-    (tmp_path / "job.yaml").write_text("{task: 'noisy:Noisy', epochs: 3, global_batch: 16, bad_samples: skip}")
-    plain = train("job.yaml", "checkpoint.directory=plain", cwd=tmp_path)
-    ahead = train("job.yaml", "checkpoint.directory=ahead", "workers=1", "prefetch=3", world=2, cwd=tmp_path)
-    assert (plain.code, ahead.code) == (0, 0), plain.err + ahead.err
-    assert ahead.report["metrics"]["error"] == pytest.approx(plain.report["metrics"]["error"], rel=1e-4)
-    for outcome in (plain, ahead):
-        told = outcome.events("data.sample_skipped")
-        assert [(each["sample"], each["epoch"], each["error"]) for each in told] == [
-            (13, epoch, "OSError: torn") for epoch in range(3)
-        ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 
 from elastic_trainer.cli.main import main
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
 from elastic_trainer.jobs.config import load_job
+from elastic_trainer.jobs.files import STEPS_FILE
+from elastic_trainer.jobs.loggers import TENSORBOARD_DIRECTORY, Opening, TensorBoard
 from elastic_trainer.jobs.task import find_task
 from tests.integration.training.launch import train
 
@@ -51,24 +55,75 @@ def test_the_course_of_a_run_is_kept_through_its_lives(run: Path) -> None:
     assert [line["step"] for line in told if line["kind"] == "loss"] == [1, 2, 4, 6, 8]
     assert [line["step"] for line in told if line["kind"] == "evaluation"] == [4, 8]
     assert [(line["step"], line["round"]) for line in told if line["kind"] == "round"] == [(0, 0), (4, 1)]
-    assert main(["plot", str(run), "--output", str(run / "run.svg")]) == 0
+
+
+def events(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
+
+    found = EventAccumulator(str(directory / TENSORBOARD_DIRECTORY))
+    found.Reload()
+    return found
 
 
 def test_tensorboard_shows_scalars_and_pictures_with_points(run: Path) -> None:
     """Of both lives, each point once, and a picture of the first test samples after each evaluation."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    assert [each.step for each in events.Scalars("train/loss")] == [1, 2, 4, 6, 8]
-    assert [each.step for each in events.Scalars("test/pck")] == [4, 8]
-    pictures = events.Tags()["images"]
+    found = events(run)
+    assert [each.step for each in found.Scalars("train/loss")] == [1, 2, 4, 6, 8]
+    assert [each.step for each in found.Scalars("test/pck")] == [4, 8]
+    pictures = found.Tags()["images"]
     assert pictures == ["test 0", "test 1", "test 2", "test 3"]
-    assert [each.step for each in events.Images("test 0")] == [4, 8]
+    assert [each.step for each in found.Images("test 0")] == [4, 8]
+
+
+def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:
+    """A run that begins again at step 10 shows its second try of step 20 only."""
+    for begins, points in ((0, {10: 3.0, 20: 2.0}), (10, {20: 1.0})):
+        board = TensorBoard(Opening(tmp_path, begins))
+        for step, loss in points.items():
+            board.scalars("train", {"loss": loss}, step)
+        board.close(begins > 0)
+    assert [(each.step, each.value) for each in events(tmp_path).Scalars("train/loss")] == [(10, 3.0), (20, 1.0)]
+
+
+FAULTY = [
+    {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are present"},
+    {"kind": "loss", "step": 10, "loss": 2.0},
+    {"kind": "evaluation", "step": 10, "metrics": {"accuracy": 0.5}},
+    {"kind": "round", "step": 11, "round": 2, "world_size": 2, "reason": "node n2 was lost"},
+    {"kind": "loss", "step": 20, "loss": 0.05},
+]
+
+
+def test_a_run_is_drawn_with_its_faults_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the run if no other place is named."""
+    (tmp_path / STEPS_FILE).write_text("".join(json.dumps(line) + "\n" for line in FAULTY))
+    output = tmp_path / "run.svg"
+    assert main(["plot", str(tmp_path), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert "round 2: node n2 was lost (3 to 2 ranks)" in output.read_text()
+    ElementTree.parse(output)
+    assert main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["--output", "x.gif"], EXIT_CONFIG, "not .png, .svg or .pdf"),
+        (["--outptu", "x.svg"], EXIT_CONFIG, "unrecognized arguments"),
+        (["--output", "/no/such/x.svg"], EXIT_CANNOT_WRITE, "cannot be written"),
+    ],
+)
+def test_a_mistake_in_drawing_is_one_sentence(
+    run: Path, arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", str(run), *arguments]) == code
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
 
 
 def test_the_models_can_be_loaded_without_this_package(run: Path) -> None:
-    """The final one and the best one, with what is known about them."""
     task = find_task("keypoints")(load_job(str(run / "config.yaml")))
     task.datasets()
     for name, steps in (("final_state", {"8"}), ("best_model", {"4", "8"})):

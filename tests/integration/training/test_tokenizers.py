@@ -19,7 +19,6 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]
 
 
 def bpe_files(directory: Path, merges: list[str] = MERGES, drop: str | None = None) -> Path:
-    """A small vocabulary in the format of GPT-2's."""
     directory.mkdir(exist_ok=True)
     tokens = [*ByteLevel.alphabet(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
     vocabulary = {token: number for number, token in enumerate(token for token in tokens if token != drop)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,6 @@ def test_a_mistake_is_one_line_and_exit_code_78(arguments: list[str], sentence: 
     assert outcome.err.startswith(sentence)
     assert outcome.err.count("\n") == 1
     assert outcome.out == ""
-
-
-def test_damaged_data_are_named(tmp_path: Path) -> None:
-    """A truncated download is refused with the name of its file, before anything is written."""
-    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 900)[:-4])
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\0")
-    outcome = train("mnist", f"data.directory={tmp_path}", f"checkpoint.directory={tmp_path / 'run'}")
-    assert outcome.code == EXIT_CONFIG
-    assert f"{tmp_path / 'train-images-idx3-ubyte.gz'}: not a whole IDX file" in outcome.err
-    assert outcome.err.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_cannot_be_written_has_its_own_exit_code(tmp_path: Path) -> None:
@@ -89,7 +77,6 @@ def test_the_effective_configuration_can_be_printed(tmp_path: Path) -> None:
 
 
 def test_help_shows_how_to_start() -> None:
-    """The help names both ways to start and the exit codes."""
     shown = train("--help")
     assert shown.code == 0
     for part in ("torchrun --standalone", "key=value", "78"):

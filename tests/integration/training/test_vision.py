@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.jobs.config import load_job
-from elastic_trainer.jobs.imagefolder import ImageClasses
+from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.jobs.pillow import Image
-from elastic_trainer.jobs.trainer import Trainer
 from tests.integration.training.launch import records, train
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,7 +28,6 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digits are written once."""
     return f"data.cache={tmp_path_factory.mktemp('cache')}"
 
 
@@ -88,46 +82,6 @@ def test_two_ranks_train_as_one(tmp_path: Path, job: str) -> None:
     assert two.report["world_size"] == 2
     assert two.report["train_loss"] == pytest.approx(alone.report["train_loss"], rel=1e-3)
     assert two.report["metrics"]["loss"] == pytest.approx(alone.report["metrics"]["loss"], rel=2e-3)
-
-
-def test_classes_that_changed_are_named_on_resuming(tmp_path: Path) -> None:
-    """Also where as many were added as removed, so that the network still fits; the run goes on with the old ones."""
-    root = pictures(tmp_path / "data")
-    parts = [root / "train", root / "val"]
-    job = [f"data.directory={root}", f"checkpoint.directory={tmp_path / 'run'}", *SMALL]
-
-    def trained(*more: str) -> dict[str, Any]:
-        return Trainer(ImageClasses, load_job("imagefolder", [*job, *more])).run()
-
-    trained("max_steps=3")
-    for part in parts:
-        shutil.copytree(part / "c", part / "d")
-    outcome = train("imagefolder", *job)
-    assert outcome.code == EXIT_CONFIG
-    (complaint,) = outcome.complaints
-    assert complaint.startswith("error: 'classes' changed since the run began: 'd' added (give the data")
-    assert "Traceback" not in outcome.err
-    for part in parts:
-        shutil.rmtree(part / "a")
-    with pytest.raises(ConfigError, match="changed since the run began: 'd' added, 'a' removed"):
-        trained()
-    for part in parts:
-        (part / "d").rename(part / "a")
-    assert trained()["step"] == 8
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_corrupt_image_ends_the_job_with_its_path(tmp_path: Path, world: int) -> None:
-    """In one sentence of the rank that met it, whichever it is, data workers or not."""
-    root = pictures(tmp_path / "data")
-    broken = root / "train" / "b" / "5.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    words = ("imagefolder", f"data.directory={root}", f"checkpoint.directory={tmp_path / 'run'}", *SMALL)
-    outcome = train(*words, f"workers={world - 1}", world=world)
-    assert outcome.code == (EXIT_CONFIG if world == 1 else 1)
-    (complaint,) = [line for line in outcome.complaints if str(broken) in line]
-    assert complaint.startswith(f"error: {broken}: cannot be read as an image")
-    assert "bad_samples=skip" in complaint
 
 
 def test_a_corrupt_image_is_left_out_on_request(tmp_path: Path) -> None:

@@ -33,17 +33,14 @@ def free_port() -> int:
 
 
 def plain(script: str, *arguments: object) -> list[str]:
-    """The command of a process without a launcher."""
     return [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
 
 
 def torchrun(options: Sequence[str], script: str, *arguments: object) -> list[str]:
-    """The command of a torchrun agent."""
     return [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPTS / script), *map(str, arguments)]
 
 
 def standalone(workers: int, script: str, *arguments: object, restarts: int = 0) -> list[str]:
-    """torchrun with ``workers`` on this machine."""
     return torchrun(["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"], script, *arguments)
 
 
@@ -92,7 +89,6 @@ def run(
 
 
 def tail(log: Path) -> str:
-    """The end of a log, for a failing test."""
     return log.read_text(errors="replace")[-6000:]
 
 

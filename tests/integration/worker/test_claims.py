@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG, EXIT_FAILURE
+from elastic_trainer.local.ledger import LedgerTail, LineKind
 from tests.integration.worker.launch import LIMIT_S, free_port, plain, run, standalone, started, torchrun
 from tests.support.waiting import eventually
 
@@ -15,21 +15,16 @@ SLOW = ["100", "--save-every", "2", "--step-s", "0.1"]
 
 
 def named(name: str, directory: Path, *arguments: str) -> Sequence[str]:
-    """A run of one node with a name."""
     options = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={name}"]
     return torchrun([*options, "--local-addr=127.0.0.1"], "train.py", directory, *arguments)
 
 
 def runs(directory: Path) -> set[str | None]:
-    """Who has saved the checkpoints that are there."""
     return {entry.manifest.run for entry in CheckpointManager(directory / "checkpoints").entries()}
 
 
 def opened(directory: Path) -> list[int]:
-    """The steps that lives of the job began from."""
-    texts = [path.read_text() for path in sorted(directory.glob("ledger/*"), key=lambda path: path.stat().st_mtime)]
-    found = [json.loads(line) for text in texts for line in text.splitlines()]
-    return [line["step"] for line in found if line["event"] == "opened"]
+    return [line.step for line in LedgerTail(directory / "ledger").read() if line.event is LineKind.OPENED]
 
 
 def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.variables import ENV_LEAVE_WITHIN as LEAVE_WITHIN
-from tests.integration.worker.launch import Started, finished, free_port, plain, standalone, started, tail
+from tests.integration.worker.launch import finished, free_port, plain, standalone, started, tail
 from tests.support.slowstorage import SLOW, SlowStorage
 from tests.support.waiting import eventually
 
@@ -48,7 +46,6 @@ def assert_stopped_together(directory: Path, world: int) -> None:
 
 
 def test_sigterm_to_a_plain_process_saves_and_exits_with_143(tmp_path: Path) -> None:
-    """Never 0, which would complete a Kubernetes Job."""
     log = tmp_path / "log"
     with started(plain("train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
         eventually(lambda: steps_of(tmp_path, 0) > 3, lambda: tail(log))
@@ -80,7 +77,6 @@ def test_a_save_that_outlasts_the_machine_is_given_up(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> None:
-    """They save before torchrun gives up on them."""
     log = tmp_path / "log"
     with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
         eventually(lambda: steps_of(tmp_path, 1) > 3, lambda: tail(log))
@@ -89,37 +85,17 @@ def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> No
     assert_stopped_together(tmp_path, 2)
 
 
-def test_sigterm_to_one_worker_stops_all_at_one_step(tmp_path: Path) -> None:
-    """The wish of one rank is the decision of all."""
-    log = tmp_path / "log"
-    with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
-        eventually(lambda: steps_of(tmp_path, 1) > 3, lambda: tail(log))
-        pid = next(line["pid"] for line in lines(tmp_path) if line["rank"] == 1)
-        psutil.Process(pid).send_signal(signal.SIGTERM)
-        assert finished(process, log) != 0
-    assert_stopped_together(tmp_path, 2)
-
-
-def by_hand(stack: ExitStack, directory: Path, log: Path, *options: str) -> list[Started]:
-    """Two ranks without any launcher: rank 0 hosts the store."""
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    return [
-        stack.enter_context(
-            started(
-                plain("train.py", directory, *LONG, *options),
-                log,
-                {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **ledger(directory)},
-            )
-        )
-        for rank in range(2)
-    ]
-
-
 def test_a_rank_that_waits_for_a_frozen_peer_leaves_in_time_when_told_to(tmp_path: Path) -> None:
-    """Blocked in a collective, it ends within its stop timeout, without a checkpoint that the peer lacks."""
-    log = tmp_path / "log"
+    """Blocked in a collective, it ends within its stop timeout, without a checkpoint that the peer lacks. There is no
+    launcher: rank 0 hosts the store."""
+    log, port = tmp_path / "log", str(free_port())
+    words = plain("train.py", tmp_path, *LONG, "--freeze-at", 5, "--die-rank", 1, "--stop-timeout-s", 1)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     with ExitStack() as stack:
-        survivor, _ = by_hand(stack, tmp_path, log, "--freeze-at", "5", "--die-rank", "1", "--stop-timeout-s", "1.0")
+        survivor, _ = (
+            stack.enter_context(started(words, log, {"RANK": rank, "LOCAL_RANK": rank, **common, **ledger(tmp_path)}))
+            for rank in "01"
+        )
         eventually(lambda: steps_of(tmp_path, 1) == 5, lambda: tail(log))
         pause(0.5)
         began = SYSTEM.monotonic()
@@ -127,15 +103,3 @@ def test_a_rank_that_waits_for_a_frozen_peer_leaves_in_time_when_told_to(tmp_pat
         assert finished(survivor, log) == 143, tail(log)
         assert SYSTEM.monotonic() - began < 30.0
     assert "the ranks did not agree to stop in time" in log.read_text()
-
-
-def test_a_rank_whose_peer_was_killed_ends_by_itself(tmp_path: Path) -> None:
-    """The lost connection ends it; nobody has to wait for a timeout."""
-    log = tmp_path / "log"
-    with ExitStack() as stack:
-        mark = str(tmp_path / "mark")
-        survivor, victim = by_hand(stack, tmp_path, log, "--die-at", "5", "--die-rank", "1", "--mark", mark)
-        assert finished(victim, log) == -signal.SIGKILL
-        began = SYSTEM.monotonic()
-        assert finished(survivor, log) == 1, tail(log)
-        assert SYSTEM.monotonic() - began < 60.0

@@ -20,7 +20,6 @@ def test_keys_differ_in_every_part_and_in_order() -> None:
 
 
 def test_all_generators_are_seeded() -> None:
-    """python's, numpy's and torch's."""
     drawn = []
     for _ in range(2):
         seeds.seeder(torch.device("cpu"))(seeds.key(3))

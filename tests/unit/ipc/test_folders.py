@@ -59,7 +59,6 @@ def test_a_folder_that_is_not_ready_yet_is_nobodys_leftover(tmp_path: Path) -> N
 
 
 def _others(path: Path) -> None:
-    """A folder that nobody locks, of the wrong name."""
     (path / "elastic-trainer-drill-1").mkdir()
     (path / "elastic-trainer-drill-1" / "lock").touch()
 
@@ -84,7 +83,6 @@ def _foreign(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [_others, _link, _foreign])
 def test_what_is_not_ours_stays(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """Other names, links, other users."""
     make(tmp_path)
     before = set(tmp_path.rglob("*"))
     sweep(PREFIX, tmp_path)
@@ -92,7 +90,6 @@ def test_what_is_not_ours_stays(tmp_path: Path, make: Callable[[Path], None]) ->
 
 
 def test_a_folder_that_is_closed_is_gone_and_can_be_closed_again(tmp_path: Path) -> None:
-    """And one that cannot be made is an OSError."""
     folder = PrivateFolder(PREFIX, tmp_path)
     assert folder.path.stat().st_mode & 0o077 == 0
     folder.close()

@@ -32,10 +32,16 @@ def test_a_line_is_a_message_or_refused(line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"kind":' * 10_000, b"[" * 10_000, b'{"kind": "ready", "number": ' + b"9" * 5000 + b"}"]
+    "line",
+    [
+        b'{"kind": "mystery"}',
+        b'{"kind":' * 10_000,
+        b"[" * 10_000,
+        b'{"kind": "ready", "number": ' + b"9" * 5000 + b"}",
+    ],
 )
-def test_lines_that_go_too_deep_or_far_are_refused(line: bytes) -> None:
-    """Not an error of recursion, nor of a conversion."""
+def test_lines_that_are_unknown_or_go_too_deep_or_far_are_refused(line: bytes) -> None:
+    """With the version of the channel; not by an error of recursion, nor of a conversion."""
     for read in (read_from_worker, read_from_agent):
-        with pytest.raises(MessageError):
+        with pytest.raises(MessageError, match="channel version"):
             read(line)

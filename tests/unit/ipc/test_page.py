@@ -38,7 +38,6 @@ pulses = st.builds(Heartbeat, **{each.name: BY_TYPE[each.type] for each in datac
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[PageWriter]:
-    """The page of a worker, with nothing in it."""
     writer = PageWriter.create(tmp_path / "0-1.page")
     yield writer
     assert not isinstance(writer.memory, bytearray)
@@ -114,7 +113,6 @@ def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
 
 @pytest.mark.parametrize("length", [0, pages._LONGEST_NOTES + 1, 2**64 - 1])
 def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int) -> None:
-    """Nothing behind the page is read."""
     writer.beat(Heartbeat())
     writer.note(NOTES)
     struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)

@@ -10,20 +10,12 @@ import torch
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, LocalSgd, OuterSGD
-from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.model.local import OuterSGD
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.unit.worker.toys import data, linear, loss_of
+from tests.unit.worker.toys import data, linear, steps
 
 DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
-
-
-def test_what_wrap_is_given_becomes_the_way_to_train_apart() -> None:
-    assert LocalSgd.of(Reduction.DDP, None, None, None) is None
-    assert LocalSgd.of(Reduction.LOCAL_SGD, 5, None, None) == LocalSgd(5)
-    assert LocalSgd.of(Reduction.DILOCO, 30, None, None) == LocalSgd(30, OUTER_LR, OUTER_MOMENTUM)
-    assert LocalSgd.of(Reduction.DILOCO, 30, 1.0, 0.0) == LocalSgd(30, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -46,24 +38,13 @@ def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], 
         linear(session, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_of_a_session_that_need_one_state_in_each_step_are_refused() -> None:
+    for options, sentence in (
         ({"checkpoint_every_steps": 4}, "checkpoint_every_steps is 4"),
         ({"checks": CheckOptions(out_of_memory="skip")}, "out_of_memory does not go with reduction='diloco'"),
-    ],
-)
-def test_options_of_a_session_that_need_one_state_in_each_step_are_refused(
-    options: dict[str, Any], sentence: str
-) -> None:
-    with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):
-        linear(session, **DILOCO)
-
-
-def test_several_models_are_refused() -> None:
-    module = nn.Linear(4, 1)
-    with Session(device="cpu") as session, pytest.raises(ConfigError, match="several models or optimizers does not go"):
-        session.wrap({"one": module}, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), **DILOCO)
+    ):
+        with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):
+            linear(session, **DILOCO)
 
 
 def test_steps_that_a_fault_could_not_undo_are_refused() -> None:
@@ -79,14 +60,10 @@ def test_steps_that_a_fault_could_not_undo_are_refused() -> None:
 
 
 def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -> None:
-    """At multiples of sync_every and at the end of an epoch."""
     may = []
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=2):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
+        for step in steps(session, optimizer, wrapped, 16, epochs=2):
             if step.number in (3, 4, 6, 8):
                 may.append(session.save())
                 continue
@@ -98,43 +75,24 @@ def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -
 def test_parameters_are_frozen_at_synchronisations_alone() -> None:
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=2):
-            if session.step_number == 3:
+        for step in steps(session, optimizer, wrapped, 16, epochs=2):
+            if step.number == 3:
                 wrapped.bias.requires_grad_(False)
                 frozen = wrapped.bias.detach().clone()
-            if session.step_number == 7:
+            if step.number == 7:
                 wrapped.bias.requires_grad_(True)
                 with pytest.raises(ConfigError, match="'bias' was unfrozen between two"), session.step():
                     pass
                 break
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
     assert torch.equal(wrapped.bias, frozen)
-
-
-def test_a_script_that_leaves_its_loop_ends_with_a_synchronisation() -> None:
-    """What it has trained counts: without it the outer optimizer would not know of it."""
-    with Session(device="cpu") as session:
-        optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=16, epochs=1):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
-            inner = wrapped.weight.detach().clone()
-            break
-    assert not torch.equal(wrapped.weight, inner)
 
 
 def left_and_undone(*, healed: bool) -> None:
     """A script leaves its loop two steps behind a synchronisation, and the round ends in the one that follows."""
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for batch in session.batches(data(), global_batch_size=8, epochs=1):
-            with session.step() as step:
-                step.backward(loss_of(wrapped, batch))
-                optimizer.step()
-            if session.step_number == 5:
+        for step in steps(session, optimizer, wrapped, 8, epochs=1):
+            if step.number == 5:
                 break
         training: Any = session._training
         training.steps.sync._take_over = lambda kept: None

@@ -24,8 +24,6 @@ from tests.unit.worker.toys import data, linear, loss_of
 
 
 class Speaker(nn.Module):
-    """A model with a method and a setting of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.words = nn.Linear(4, 1), 2
@@ -99,20 +97,6 @@ def test_an_update_may_be_skipped_on_purpose(scaled: bool) -> None:
             assert torch.equal(before, wrapped.weight) == (number == 1)
         assert (session.step_number, session.cursor) == (3, Cursor(1, 0))
         assert not session._trained.steps.nonfinite()
-
-
-def test_each_rank_makes_as_many_passes_as_one_alone_would() -> None:
-    """At any number of ranks, in the short last batch too; together they use each sample once, with equal weight."""
-    plan = EpochPlan(length=21, global_batch=8, passes=3, shuffle=False)
-    for world in (1, 2, 3, 8):
-        courses = [Course(plan, rank, world, 1) for rank in range(world)]
-        for start, passes in ((0, 3), (16, 2)):
-            whole = plan.global_batch_at(Cursor(0, start))
-            pieces = [course.pieces(whole) for course in courses]
-            assert {len(each) for each in pieces} == {passes}
-            used = _places(piece for each in pieces for piece in each)
-            assert sorted(used) == list(range(len(whole.ids)))
-            assert sum(piece.weight for each in pieces for piece in each) == pytest.approx(world)
 
 
 def pl_worker_init_function(worker: int, rank: int) -> None:

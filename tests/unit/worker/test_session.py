@@ -25,7 +25,7 @@ from elastic_trainer.worker.report import Ledger
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.state.saver import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
-from tests.unit.worker.toys import Counter, Job, data, loss_of, model
+from tests.unit.worker.toys import Counter, Job, data, loss_of, model, steps
 
 
 def uninterrupted(epochs: int) -> list[torch.Tensor]:
@@ -67,21 +67,6 @@ def test_a_script_with_two_loops_resumes_in_either(tmp_path: Path) -> None:
     assert all(map(torch.equal, life(tmp_path, None), life(None, None)))
 
 
-def test_a_run_may_end_after_steps_instead_of_epochs(tmp_path: Path) -> None:
-    """In mid-epoch, and with more of them when it is resumed; the steps of its lives count together."""
-    ended = []
-    for steps in (6, 6, 9):
-        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
-            job, made = Job(session), 0
-            for batch in session.batches(data(), global_batch_size=16, steps=steps):
-                with session.step() as step:
-                    step.backward(loss_of(job.wrapped, batch))
-                    job.optimizer.step()
-                made += 1
-            ended.append((made, session.step_number, session.cursor))
-    assert ended == [(6, 6, Cursor(1, 32)), (0, 6, Cursor(1, 32)), (3, 9, Cursor(2, 16))]
-
-
 def test_steps_and_epochs_are_not_both_asked_for() -> None:
     with Session(device="cpu") as session:
         Job(session)
@@ -93,7 +78,6 @@ def test_steps_and_epochs_are_not_both_asked_for() -> None:
 
 
 def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
-    """Started again it trains no step and writes no checkpoint."""
     with Session(tmp_path, device="cpu") as session:
         Job(session).train(2)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -117,10 +101,7 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(
         with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
             job = Job(session)
             for epoch in session.epochs(2):
-                for batch in session.batches(data(), global_batch_size=30):
-                    with session.step() as step:
-                        step.backward(job.wrapped(batch.x).square().mean())
-                        job.optimizer.step()
+                list(steps(session, job.optimizer, job.wrapped, 30))
                 seen.append((epoch, session.step_number))
                 if closes:
                     session.save()
@@ -136,7 +117,6 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(
 
 
 def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
-    """Steps are exact and old checkpoints are removed; a cadence of almost no time saves during the first steps."""
     first, second = tmp_path / "a", tmp_path / "b"
     with Session(first, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None, keep_last=2) as session:
         Job(session).train(2)
@@ -183,7 +163,6 @@ def test_an_automatic_interval_follows_the_cost_of_saves_and_the_failures(tmp_pa
 
 
 def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On schedule, at the end, and by the script; not while it trains."""
     seen, encode = list[bool](), CheckpointManager.encode
 
     def noted(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
@@ -202,7 +181,6 @@ def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, mo
 
 
 def test_save_takes_metrics_and_keeps_the_best(tmp_path: Path) -> None:
-    """The metrics are in the manifest, and known after resuming."""
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
         job = Job(session)
         job.train(1)
@@ -257,7 +235,6 @@ def test_a_life_that_saves_before_it_draws_keeps_how_the_data_was_cut(tmp_path: 
 
 
 def test_a_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
-    """Not after the first hour."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError), Session(tmp_path / "file" / "runs", device="cpu"):
         pass
@@ -388,32 +365,11 @@ def test_evaluation_counts_each_sample_once_and_leaves_the_model_as_it_was() -> 
 
 
 def test_a_measure_without_counts_is_refused() -> None:
-    """A mean of means would be wrong."""
     with Session(device="cpu") as session:
         with pytest.raises(ConfigError, match=r"'loss' is not a \(sum, count\) pair"):
             session.evaluate(model(), data(), 8, lambda module, batch: {"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
         with pytest.raises(DataError, match="empty"):
             session.evaluate(model(), [], 8, measured)
-
-
-def test_the_ledger_names_the_samples_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines in order: opened, steps, checkpoints, metrics, closed; the steps name every sample once."""
-    monkeypatch.setenv("ELASTIC_TRAINER_LEDGER_DIR", str(tmp_path / "ledger"))
-    with Session(tmp_path / "runs", device="cpu", checkpoint_every_s=None) as session:
-        Job(session).train(1)
-        session.save({"accuracy": 0.5})
-    (path,) = (tmp_path / "ledger").iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["opened", *["step"] * 4, "metric", "checkpoint", "closed"]
-    assert sorted(i for line in lines for i in line.get("samples", [])) == list(range(60))
-    steps = lines[1:5]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert [line["global_samples"] for line in steps] == [16, 16, 16, 12]
-    identity = {"t", "wall", "run", "node", "rank", "local_rank", "world", "round", "pid"}
-    assert all(identity <= line.keys() for line in lines)
-    assert (lines[0]["resumed_from"], lines[-1]["status"]) == (None, "done")
-    assert lines[5]["name"] == "accuracy"
-    assert lines[6]["name"] == CheckpointManager(tmp_path / "runs").entries()[0].name
 
 
 def test_a_step_is_in_the_ledger_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,13 +424,11 @@ def plateau(session: Session) -> None:
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(mistake: Any, says: str) -> None:
-    """At the wrong call."""
     with Session(device="cpu") as session, pytest.raises(ConfigError, match=says):
         mistake(session)
 
 
 def test_a_session_must_be_opened_and_its_options_make_sense() -> None:
-    """Also before anything is opened."""
     with pytest.raises(ConfigError, match="not open"):
         _ = Session().rank
     for options, says in (

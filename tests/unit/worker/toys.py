@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,9 +47,16 @@ def linear(session: Session, **options: Any) -> tuple[torch.optim.SGD, Any]:
     return optimizer, session.wrap(module, optimizer=optimizer, **options)
 
 
-class Job:
-    """A model in a session, and steps on it."""
+def steps(session: Session, optimizer: torch.optim.Optimizer, wrapped: Any, size: int, **length: Any) -> Iterator[Step]:
+    """Train on batches of ``size`` samples; each step, when it has ended."""
+    for batch in session.batches(data(), global_batch_size=size, **length):
+        with session.step() as step:
+            step.backward(loss_of(wrapped, batch))
+            optimizer.step()
+        yield step
 
+
+class Job:
     def __init__(self, session: Session, *, lr: float = 0.01, dropout: float = 0.2) -> None:
         self.session, self.counter = session, Counter()
         self.module = model(dropout)

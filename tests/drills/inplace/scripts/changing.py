@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,6 @@ def change(model: nn.Sequential, optimizer: torch.optim.Optimizer, done: int) ->
 
 
 def plain_loop() -> list[torch.Tensor]:
-    """The parameters at the end of the same training without a session."""
     model, optimizer = build()
     x, y = data()
     for step in range(SAMPLES // BATCH):
@@ -67,63 +67,45 @@ def plain_loop() -> list[torch.Tensor]:
     return [each.detach() for each in model.parameters()]
 
 
-class Trained:
-    """One session of this job. ``wrong``: what is done in its third step that nobody can follow."""
-
-    def __init__(self, reduction: str, wrong: str = "", *, scaled: bool = False) -> None:
-        self.model, self.optimizer = build()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-        self.said = ""
-        self._wrong = wrong
-        self.rank = 0
-        with Session(device="cpu", checkpoint_every_s=None) as session:
-            self._wrapped = session.wrap(self.model, optimizer=self.optimizer, scaler=scaler, reduction=reduction)
-            self.rank = session.rank
-            self._train(session)
-
-    def _train(self, session: Session) -> None:
-        for batch in self._batches(session, 1):
-            wrong = self._wrong if session.step_number == 2 else ""
-            if wrong == "replaced":
-                self.model[FIRST] = nn.Linear(4, 6).double()
-                self.optimizer.add_param_group({"params": list(self.model[FIRST].parameters())})
-            if wrong == "apart":
-                self.model[SECOND if session.rank else THIRD].requires_grad_(True)
+def trained(reduction: str, wrong: str = "", *, scaled: bool = False) -> tuple[str, list[torch.Tensor]]:
+    """What is said of a call of the bare model in one more step (``wrong`` is ``bypass``), and the parameters at the
+    end of one session of this job. ``wrong`` may also be what nobody can follow, done in its third step."""
+    (model, optimizer), said = build(), ""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    with Session(device="cpu", checkpoint_every_s=None) as session:
+        wrapped = session.wrap(model, optimizer=optimizer, scaler=scaler, reduction=reduction)
+        sizes: Any = {"global_batch_size": BATCH, "micro_batch_size": MICRO, "shuffle": False}
+        batches = partial(session.batches, TensorDataset(*data()), **sizes)
+        for batch in batches(epochs=1):
+            now = wrong if session.step_number == 2 else ""
+            if now == "replaced":
+                model[FIRST] = nn.Linear(4, 6).double()
+                optimizer.add_param_group({"params": list(model[FIRST].parameters())})
+            if now == "apart":
+                model[SECOND if session.rank else THIRD].requires_grad_(True)
             with session.step() as step:
-                if wrong == "inside":
-                    self.model[SECOND].requires_grad_(True)
+                if now == "inside":
+                    model[SECOND].requires_grad_(True)
                 for part in step.micro_batches(batch):
-                    step.backward(nn.functional.mse_loss(self._wrapped(part.x), part.y))
+                    step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))
                 step.clip(CLIP)
-                self.optimizer.step()
-            change(self.model, self.optimizer, session.step_number)
-        if self._wrong == "bypass":
-            self._bypass(session)
-
-    def _bypass(self, session: Session) -> None:
-        """Call the bare model in one more step."""
-        batch = next(self._batches(session, 2))
-        try:
-            with session.step() as step:
-                for part in step.micro_batches(batch):
-                    step.backward(nn.functional.mse_loss(self.model(part.x), part.y))
-                self.optimizer.step()
-        except ConfigError as error:
-            self.said = str(error)
-
-    def _batches(self, session: Session, epochs: int) -> Any:
-        dataset = TensorDataset(*data())
-        return session.batches(dataset, global_batch_size=BATCH, micro_batch_size=MICRO, shuffle=False, epochs=epochs)
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [each.detach() for each in self.model.parameters()]
+                optimizer.step()
+            change(model, optimizer, session.step_number)
+        if wrong == "bypass":
+            batch = next(batches(epochs=2))
+            try:
+                with session.step() as step:
+                    for part in step.micro_batches(batch):
+                        step.backward(nn.functional.mse_loss(model(part.x), part.y))
+                    optimizer.step()
+            except ConfigError as error:
+                said = str(error)
+    return said, [each.detach() for each in model.parameters()]
 
 
 def refusal(reduction: str, wrong: str) -> str:
-    """What is said of a mistake."""
     try:
-        Trained(reduction, wrong)
+        trained(reduction, wrong)
     except ConfigError as error:
         return str(error)
     return ""
@@ -132,8 +114,8 @@ def refusal(reduction: str, wrong: str) -> str:
 def main(result: Path, job: str, *mistakes: str) -> None:
     torch.set_num_threads(1)
     refused = [refusal(*each.split(":")) for each in mistakes]
-    trained = Trained(*job.split(":"))
-    torch.save([[*refused, trained.said], trained.parameters], f"{result}-{os.getpid()}")
+    said, parameters = trained(*job.split(":"))
+    torch.save([[*refused, said], parameters], f"{result}-{os.getpid()}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ ODD_ONE = 0
 
 
 def trained(every: int | None, on_difference: str, spoiled: int) -> tuple[str, list[torch.Tensor]]:
-    """What ended the training, or nothing, and the state at its end."""
     with Session(device="cpu", checks=CheckOptions(compare_every_steps=every, on_difference=on_difference)) as session:
         torch.manual_seed(4)
         module = model(dropout=0.0)

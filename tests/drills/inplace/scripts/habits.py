@@ -72,7 +72,6 @@ class Numbers(IterableDataset[Any]):
 
 
 def generator() -> nn.Module:
-    """Makes what the other model is to take for real."""
     torch.manual_seed(6)
     return nn.Linear(4, 4)
 
@@ -95,8 +94,6 @@ def squared(module: nn.Module, batch: Any) -> dict[str, tuple[Any, int]]:
 
 
 class Job:
-    """One habit."""
-
     def __init__(self, session: Session, scenario: Scenario) -> None:
         self.session, self.scenario = session, scenario
         self.module = Net()
@@ -106,8 +103,6 @@ class Job:
         self.generator: nn.Module = nn.Identity()
         """The second model, if there is one."""
         self.lines: list[str] = []
-        self.second: list[str] = []
-        """What became of each optimizer beside the session's."""
 
     def wrap(self) -> None:
         self.model = self.session.wrap(self.module, optimizer=self.optimizer)
@@ -266,20 +261,17 @@ class Job:
             if step.committed:
                 self.lines.append(f"{step.loss:.4f}")
 
-    def second_optimizers(self) -> None:
+    def second(self) -> None:
         """Each is used in two steps, before the commit or behind the block."""
         free, known = nn.Linear(2, 1), nn.Linear(2, 1)
         self.session.register("known", known)
-        inner = torch.optim.SGD(self.module.layer.parameters(), lr=0.01)
-        self.optimizer = Outer(inner)
+        self.optimizer = Outer(torch.optim.SGD(self.module.layer.parameters(), lr=0.01))
         self.wrap()
-        trained = torch.optim.SGD([self.module.layer.bias], lr=1.0)
-        kept = torch.optim.SGD(known.parameters(), lr=1.0)
-        lasting = torch.optim.SGD(free.parameters(), lr=1.0)
-        self.tried("wrapped, inside", trained)
-        self.tried("wrapped, behind", trained, behind=True)
-        self.tried("registered, inside", kept)
-        self.tried("registered, behind", kept, behind=True)
+        parameters = ([self.module.layer.bias], known.parameters(), free.parameters())
+        trained, kept, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
+        for name, optimizer in (("wrapped", trained), ("registered", kept)):
+            self.tried(f"{name}, inside", optimizer)
+            self.tried(f"{name}, behind", optimizer, behind=True)
         self.tried("lasting, inside", lasting)
         self.tried("of one step, inside", None)
         for batch in self.batches:
@@ -293,11 +285,11 @@ class Job:
             for _ in range(2):
                 self.with_second(optimizer, behind=behind)
         except ConfigError as error:
-            self.second.append(f"{name}: {error}")
+            self.lines.append(f"{name}: {error}")
             unchanged = all(map(torch.equal, before, self.module.parameters()))
             assert unchanged or behind or "lasting" in name
         else:
-            self.second.append(f"{name}: allowed")
+            self.lines.append(f"{name}: allowed")
 
     def with_second(self, optimizer: Any, *, behind: bool) -> None:
         batch = next(self.batches)
@@ -327,26 +319,12 @@ def main(scenario: Scenario) -> None:
     directory, checks = scenario.values.get("checkpoints"), CheckOptions(**scenario.values.get("checks", {}))
     with Session(directory, seed=3, device="cpu", checkpoint_every_s=None, checks=checks) as session:
         job = Job(session, scenario)
-        habits: dict[str, Callable[[], None]] = {
-            "naive": job.naive,
-            "retry": job.retry,
-            "hold": job.hold,
-            "closure": job.closure,
-            "second": job.second_optimizers,
-            "driven": job.driven,
-            "gan": job.gan,
-            "parts": job.parts,
-            "loader": job.loader,
-            "streams": job.streams,
-            "lora": job.lora,
-        }
-        habits[scenario.values["habit"]]()
+        getattr(job, scenario.values["habit"])()
     result = {
         "pid": os.getpid(),
-        "parameters": [each.flatten().tolist() for part in (job.module, job.generator) for each in part.parameters()],
+        "state": [each.flatten().tolist() for part in (job.module, job.generator) for each in part.parameters()],
         "passes": float(job.module.passes),
         "lines": job.lines,
-        "second": job.second,
         "step": session.step_number,
     }
     Path(f"{scenario.node}.result").write_text(json.dumps(result))

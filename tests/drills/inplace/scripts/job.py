@@ -3,9 +3,8 @@
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body), ``after_step`` or, at step 0, ``settling`` (before a last save). What:
 ``lose`` (as if a collective had lost a peer), ``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own),
-``raw`` (collectives of the script's own, of torch's), ``sum`` and ``barrier`` (the session's, on all nodes),
-``gate:NAME`` (waits until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned
-change).
+``raw`` (collectives of the script's own, of torch's), ``barrier`` (the session's, on all nodes), ``gate:NAME`` (waits
+until the file NAME.open is there), ``planned`` (waits until this worker has heard of a planned change).
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +27,18 @@ from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state import restore
-from tests.drills.inplace.scripts.neighbours import Neighbours
 from tests.unit.worker.toys import Counter, data, loss_of, model
 
 LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
 
 
 class Scenario:
-    """What is to happen on this node."""
-
     def __init__(self, text: str) -> None:
         self.values: dict[str, Any] = {"epochs": 2, "size": 16, "optimizer": "adamw", "pace_s": 0.0, **json.loads(text)}
         self.node = os.environ["ELASTIC_TRAINER_NODE"]
         self.faults = [each for each in self.values.get("faults", ()) if each["node"] in (self.node, "all")]
 
     def at(self, step: int, where: str, session: Session) -> None:
-        """Fail here if the scenario says so."""
         for fault in list(self.faults):
             if (fault["step"], fault["where"]) == (step, where):
                 self.faults.remove(fault)
@@ -59,8 +57,6 @@ def strike(what: str, session: Session) -> None:
         dist.all_reduce(torch.ones(3), async_op=True).wait()
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "sum":
-        session.all_reduce(torch.ones(3))
     if what == "barrier":
         session.barrier()
     if what == "planned":
@@ -87,11 +83,46 @@ def dying_source(after: int) -> None:
     Control.send = counted  # type: ignore[method-assign]
 
 
+class Neighbours:
+    """Connections of the script's own, whose ends are both here. A thread opens them again and again until torch's
+    process group is there, and then some more."""
+
+    KEPT, MORE = 60, 5
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[socket.socket, ...]] = deque()
+        self._thread = threading.Thread(target=self._open, daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        more = 0
+        while more < self.MORE:
+            more += dist.is_initialized()
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._pairs.append((listener, socket.create_connection(listener.getsockname()), listener.accept()[0]))
+            if len(self._pairs) > self.KEPT:
+                for each in self._pairs.popleft():
+                    each.close()
+
+    def broken(self) -> int:
+        """How many ends do not work any more."""
+        self._thread.join(30.0)
+        assert len(self._pairs) == self.KEPT
+        return sum(map(shut, (end for _, *ends in self._pairs for end in ends)))
+
+
+def shut(end: socket.socket) -> bool:
+    """Whether it was shut for reading: it says so as long as nothing has come."""
+    try:
+        return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
 def build(scenario: Scenario) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Any]:
     torch.manual_seed(len(scenario.node) + sum(map(ord, scenario.node)))  # nodes begin differently, and are made alike
     module = model()
-    kind = torch.optim.AdamW if scenario.values["optimizer"] == "adamw" else torch.optim.SGD
-    optimizer = kind(module.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     scaler = (
         torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if scenario.values.get("scaled") else None
@@ -158,7 +189,7 @@ def main(scenario: Scenario) -> None:
         committed = session._trained.state.committed()
     result = {
         "pid": os.getpid(),
-        "digest": f"{fingerprint(committed):016x}",
+        "state": f"{fingerprint(committed):016x}",
         "buffers": f"{fingerprint(dict(module.named_buffers())):016x}",
         "step": session.step_number,
         "counter": counter.values,

@@ -85,7 +85,6 @@ def test_each_group_has_its_own_address_also_those_of_the_script(monkeypatch: py
 
 
 def test_the_users_interface_wins() -> None:
-    """As in torch itself."""
     for said in pair(GLOO_SOCKET_IFNAME="lo"):
         assert said["default"] == said["explicit"] == ["127.0.0.1"]
 
@@ -99,7 +98,6 @@ def test_a_torch_without_devices_forms_groups_as_it_does(lacks: str, monkeypatch
 
 
 def test_an_address_of_another_machine_is_not_used() -> None:
-    """gloo refuses it; the group is formed nevertheless."""
     assert gloo.group(HashStore(), 0, 1, LIMIT, ["192.0.2.77"]).size() == 1
     second: Any = gloo.group(HashStore(), 0, 1, LIMIT, ["192.0.2.77", "127.0.0.1"])
     assert len(second.options._devices) == 1

@@ -131,7 +131,6 @@ def test_the_end_of_the_round_ends_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_peer_that_does_not_come_is_awaited_for_the_groups_time(tmp_path: Path, *, in_place: bool) -> None:
-    """As in a group of gloo's."""
     works = InterruptibleWaits(interruptible=in_place)
     control = NodeControl(alone(tmp_path), None, works, timedelta(seconds=0.2))
     with pytest.raises(RoundBrokenError, match="a rank of this node did not come in time"):
@@ -139,7 +138,6 @@ def test_a_peer_that_does_not_come_is_awaited_for_the_groups_time(tmp_path: Path
 
 
 def test_half_a_row_is_none(tmp_path: Path) -> None:
-    """Whatever byte is not written yet."""
     sums = alone(tmp_path)
     sums.write(1, [float(each) for each in range(WIDTH)])
     assert sums.read(0, 1) == tuple(map(float, range(WIDTH)))

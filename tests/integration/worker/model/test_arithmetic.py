@@ -17,9 +17,9 @@ def test_gradients_and_losses_are_those_of_one_process_at_two_and_three_ranks(tm
     So are parameters where those are averaged after each step (``local_sgd``).
     """
     log = tmp_path / "log"
-    run(plain("gradients.py", tmp_path), log)
+    run(plain("gradients.py", tmp_path, "gradients"), log)
     for world in (2, 3):
-        run(standalone(world, "gradients.py", tmp_path), log)
+        run(standalone(world, "gradients.py", tmp_path, "gradients"), log)
     expected = torch.load(tmp_path / "gradients-1-0.pt", weights_only=True)
     for world, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
         found = torch.load(tmp_path / f"gradients-{world}-{rank}.pt", weights_only=True)
@@ -30,7 +30,6 @@ def test_gradients_and_losses_are_those_of_one_process_at_two_and_three_ranks(tm
 
 
 def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of nested containers, with their places."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from leaves(value, f"{where}.{name}")
@@ -48,9 +47,9 @@ def test_with_the_tree_all_bits_are_those_of_one_process_at_two_three_and_four_r
     tails, and fewer micro-batches than ranks.
     """
     log = tmp_path / "log"
-    run(plain("bitwise.py", tmp_path), log)
+    run(plain("gradients.py", tmp_path, "bitwise"), log)
     for world in (2, 3, 4):
-        run(standalone(world, "bitwise.py", tmp_path), log)
+        run(standalone(world, "gradients.py", tmp_path, "bitwise"), log)
     expected = dict(leaves(torch.load(tmp_path / "bitwise-1-0.pt", weights_only=True)))
     assert len(expected) > 100
     for world, rank in ((2, 0), (2, 1), (3, 2), (4, 0), (4, 3)):
@@ -61,7 +60,6 @@ def test_with_the_tree_all_bits_are_those_of_one_process_at_two_three_and_four_r
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal to the last bit."""
     if isinstance(value, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value, other)
     return bool(value == other)

@@ -61,7 +61,6 @@ def test_a_process_of_its_own_is_scraped_with_its_token(tmp_path: Path) -> None:
 
 
 def status(port: int, token: str | None) -> int:
-    """What ``/metrics`` answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30.0) as answer:
             return int(answer.status)

@@ -28,7 +28,6 @@ stuck_in_this_very_function()
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A hung worker, and its page."""
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

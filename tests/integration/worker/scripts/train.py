@@ -18,8 +18,6 @@ from elastic_trainer.worker.steps.options import GroupOptions
 
 
 class Noisy(Dataset[Any]):
-    """Pairs with a random augmentation from the process's generator."""
-
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(length, 6, generator=generator)

@@ -39,6 +39,5 @@ def test_a_plan_that_one_rank_alone_changes_ends_the_training(tmp_path: Path) ->
 
 
 def test_ranks_that_call_batches_more_often_train_as_ever(tmp_path: Path) -> None:
-    """To look at the data first, say: no other rank waits for that."""
     run(standalone(2, "cut.py", 1, json.dumps({})), tmp_path / "log", PATH)
     assert (tmp_path / "log").read_text().count("trained to the end") == 2

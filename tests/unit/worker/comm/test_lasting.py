@@ -1,17 +1,20 @@
-"""The shape of a device mesh, from what a script asks for and what a node has."""
+"""The shape of a device mesh, which nodes it covers, and where there can be none."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.lasting import checked_shape
+from elastic_trainer.model import RecoveryMode
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.worker.comm.lasting import checked_shape, nodes_of_job
 
 TWO = ("dp_shard", "tp")
 
 
 def test_one_dimension_may_be_what_the_others_leave() -> None:
-    """And a process without a launcher is alone."""
     assert checked_shape((2, 2), TWO, 8, launched=True) == ((2, 2), TWO)
     assert checked_shape((-1, 2), TWO, 8, launched=True) == ((4, 2), TWO)
     assert checked_shape((-1,), ("dp_shard",), 1, launched=True) == ((1,), ("dp_shard",))
@@ -20,7 +23,6 @@ def test_one_dimension_may_be_what_the_others_leave() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (16,), (0,), (-2,), (-1, -1), (-1, 3), (-1, 16)])
 def test_a_mesh_that_does_not_divide_the_node_is_refused(shape: tuple[int, ...]) -> None:
-    """Nor one of several nodes, which are named then."""
     with pytest.raises(ConfigError, match="does not divide the 8 processes of this node"):
         checked_shape(shape, TWO[: len(shape)], 8, launched=True)
     with pytest.raises(ConfigError, match="does not divide the 8 processes of 2 nodes"):
@@ -29,7 +31,6 @@ def test_a_mesh_that_does_not_divide_the_node_is_refused(shape: tuple[int, ...])
 
 @pytest.mark.parametrize("shape", [(2,), (8,), (-1, 3), (0,)])
 def test_a_mesh_over_the_whole_job_covers_all_of_its_processes(shape: tuple[int, ...]) -> None:
-    """A smaller one would have replicas; a fixed one fits one number of nodes only."""
     assert checked_shape((-1,), ("a",), 2, 3, launched=True, whole_job=True) == ((6,), ("a",))
     assert checked_shape((2, 2), TWO, 2, 2, launched=True, whole_job=True) == ((2, 2), TWO)
     assert checked_shape((-1,), ("a",), 1, launched=False, whole_job=True) == ((1,), ("a",))
@@ -39,6 +40,28 @@ def test_a_mesh_over_the_whole_job_covers_all_of_its_processes(shape: tuple[int,
 
 @pytest.mark.parametrize("names", [None, ("a",), ("a", "a"), ()])
 def test_each_dimension_has_a_name(names: tuple[str, ...] | None) -> None:
-    """The session knows by it which ranks draw the same samples."""
     with pytest.raises(ConfigError, match="name each dimension"):
         checked_shape((2, 2), names, 4, launched=True)
+
+
+def launched(**changes: Any) -> WorkerEnvironment:
+    return WorkerEnvironment(**{"launched": True, "world_size": 6, "local_world_size": 2, **changes})
+
+
+def test_it_covers_all_nodes() -> None:
+    assert nodes_of_job(launched()) == 3
+    assert nodes_of_job(WorkerEnvironment()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"recovery": RecoveryMode.IN_PLACE, "channel": "/agent"}, "a lost node takes shards with it"),
+        ({"shard_nodes": 2}, "over the whole job, and shard_nodes=2"),
+        ({"world_size": 5}, "whose 5 processes are not 2 on each node"),
+    ],
+)
+def test_it_is_refused_where_it_does_not_fit(changes: dict[str, Any], sentence: str) -> None:
+    """In place survivors would hold no whole state; groups of nodes have replicas."""
+    with pytest.raises(ConfigError, match=sentence):
+        nodes_of_job(launched(**changes))

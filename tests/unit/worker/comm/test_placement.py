@@ -48,6 +48,5 @@ def test_each_process_gets_the_device_and_backend_that_fit(
 def test_a_missing_device_or_impossible_backend_is_refused(
     device: str, local_rank: int, world: int, hardware: Hardware, backend: str, says: str
 ) -> None:
-    """The sentence says what is missing."""
     with pytest.raises(ConfigError, match=says):
         choose(device, local_rank, world, hardware, backend)

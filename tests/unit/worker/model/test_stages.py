@@ -31,7 +31,6 @@ def test_a_schedule_is_taken_that_can_compute_the_micro_batches(
 
 @pytest.mark.parametrize(("name", "stages"), [("V", 4), ("LoopedBFS", 4), ("GPipe", 8)])
 def test_a_schedule_for_another_number_of_stages_is_refused(name: str, stages: int) -> None:
-    """Those for one stage on each rank know nothing of several."""
     has = "one stage" if stages == 4 else "several stages"
     with pytest.raises(
         ConfigError, match=rf"schedule='{name}'\), and each rank has {has} \(known are 1F1B, GPipe with"

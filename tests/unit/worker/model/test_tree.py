@@ -1,10 +1,11 @@
-"""The gradient of the tree: that of the whole batch, with equal bits at any number of ranks."""
+"""The gradient of the tree: that of the whole batch, with equal bits at any number of ranks that compute alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,20 @@ from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.tree import Block, Stack, TreeReduction, blocks_of, fold
+from elastic_trainer.worker.model import tree
+from elastic_trainer.worker.model.tree import (
+    Block,
+    Stack,
+    TreeReduction,
+    arithmetic,
+    blocks_of,
+    check_ranks,
+    check_resumed,
+    fold,
+)
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.ranks import run_ranks
-from tests.unit.worker.toys import data, loss_of, model
+from tests.unit.worker.ranks import outcome, run_ranks
+from tests.unit.worker.toys import data, linear, loss_of, model
 
 
 def formula(total: int, world: int) -> str:
@@ -64,7 +75,6 @@ def network() -> nn.Module:
 
 
 def combined(plan: EpochPlan, world: int) -> list[list[torch.Tensor]]:
-    """The gradients and the loss of the first global batch on each rank."""
     x, y = data(plan.length).tensors
     made = network()  # by one thread: all draw from one generator
 
@@ -117,7 +127,6 @@ def test_gradients_have_equal_bits_and_are_those_of_the_whole_batch(
 
 
 def test_segments_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models travel in several pieces."""
     plan = EpochPlan(23, 22, 3, 1)
     whole = combined(plan, 3)
     monkeypatch.setattr("elastic_trainer.worker.model.tree.SEGMENT_BYTES", 1)
@@ -192,13 +201,11 @@ def sparse(step: Any, wrapped: Any, batch: Any) -> None:
     ],
 )
 def test_what_has_no_place_in_the_tree_is_refused(body: Any, micro: int | None, options: Any, says: str) -> None:
-    """In one sentence that says what to do."""
     with pytest.raises(ConfigError, match=says):
         in_session(body, micro, **options)
 
 
 def test_a_batch_that_follows_the_ranks_is_refused() -> None:
-    """It would be another one at each number of ranks."""
     with Session(device="cpu") as session:
         module = model()
         session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="tree")
@@ -236,6 +243,54 @@ def moved_by(count: bool) -> torch.Tensor:
 
 
 def test_what_batchnorm_moves_does_not_depend_on_how_losses_are_counted() -> None:
-    """Its statistics are of samples, whatever the losses weigh."""
     assert moved_by(count=False).abs().max() > 0.01
     assert torch.equal(moved_by(count=True), moved_by(count=False))
+
+
+MINE = arithmetic(torch.device("cpu"))
+
+
+def test_every_difference_has_its_advice() -> None:
+    for name in MINE:
+        with pytest.raises(ConfigError, match=f"'{name}'"):
+            check_resumed(MINE, MINE | {name: "other"}, ())
+    check_resumed(MINE, MINE | {"torch": "other"}, ("arithmetic",))
+    check_resumed(MINE, None, ())
+
+
+def test_a_checkpoint_computed_otherwise_is_refused_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training with the tree on another number of threads; without the tree nothing was promised."""
+
+    def train(epochs: int, reduction: str = "tree", allow: tuple[str, ...] = ()) -> None:
+        with Session(tmp_path, device="cpu", allow_changed=allow) as session:
+            optimizer, wrapped = linear(session, reduction=reduction)
+            for batch in session.batches(data(), global_batch_size=20, micro_batch_size=5, epochs=epochs):
+                with session.step() as step:
+                    for part in step.micro_batches(batch):
+                        step.backward(loss_of(wrapped, part))
+                    optimizer.step()
+
+    train(1)
+    train(2)
+    monkeypatch.setattr(tree, "arithmetic", lambda device: MINE | {"threads": "17"})
+    with pytest.raises(ConfigError, match=r"'threads' is 17 here .* when the checkpoint was saved"):
+        train(3)
+    train(3, reduction="ddp")
+    train(4)  # nothing was promised in between
+    monkeypatch.setattr(tree, "arithmetic", lambda device: MINE | {"threads": "18"})
+    train(5, allow=("arithmetic",))
+
+
+def test_only_ranks_that_differ_from_the_first_refuse() -> None:
+    """The others can go on without them; the sentence names the difference and what to set."""
+
+    def body(control: Control) -> str:
+        mine = MINE | ({"threads": "17"} if control.rank == 1 else {})
+        return outcome(lambda: check_ranks(control, mine))
+
+    first, second, third = run_ranks(3, body)
+    assert first == third == ""
+    assert f"'threads' is 17 here and {MINE['threads']} on rank 0" in second
+    assert "OMP_NUM_THREADS" in second

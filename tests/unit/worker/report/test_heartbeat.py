@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,12 +48,10 @@ class Bench:
         return found
 
     def after(self, seconds: float) -> Bench:
-        """Let time pass."""
         self.clock.advance(seconds)
         return self
 
     def page(self) -> dict[Phase, float]:
-        """What the agent shows now."""
         return {phase: each for phase, each in self.read().seconds(self.clock.monotonic()).items() if each}
 
     def check(self) -> None:
@@ -67,7 +65,6 @@ class Bench:
         self.shown = seconds_now
 
     def step(self, number: int, seconds: float = 1.0, *, waited: float = 0.0) -> None:
-        """One step that is committed."""
         self.tracker.step_begins(number)
         self.clock.advance(seconds)
         if waited:
@@ -79,14 +76,12 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A worker that has just begun."""
     bench = Bench(tmp_path / "0-1.page")
     yield bench
     bench.close()
 
 
 def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
-    """In a round, and about to train."""
     bench.tracker.place(0, 2, round_, CPU)
     bench.tracker.change(Phase.TRAINING)
     return bench.tracker
@@ -109,19 +104,6 @@ def test_time_counts_for_the_phase_it_is_spent_in(bench: Bench) -> None:
         bench.after(3.0)
     assert bench.read().phase is Phase.TRAINING
     assert (bench.page()[Phase.EVALUATION], bench.page()[Phase.CHECKPOINT]) == (4.0, 2.0)
-
-
-def test_waiting_for_samples_is_a_part_of_a_step(bench: Bench) -> None:
-    """In an evaluation it is part of the evaluation."""
-    tracker = placed(bench)
-    for phase in (Phase.TRAINING, Phase.EVALUATION):
-        tracker.change(phase)
-        before = tracker.draws()
-        bench.after(2.0)
-        tracker.enter(before)
-    tracker.change(Phase.TRAINING)
-    bench.step(1)
-    assert bench.page() == {Phase.STARTING: AGE_S, Phase.DATA: 2.0, Phase.EVALUATION: 2.0, Phase.TRAINING: 1.0}
 
 
 def test_steps_that_were_made_before_are_repeated_work(bench: Bench) -> None:
@@ -177,21 +159,6 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     assert bench.page()[Phase.CHECKPOINT] == 30.0
 
 
-def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: Bench) -> None:
-    """The page has shown the evaluation's time meanwhile; the next step's wait is not one for the save either."""
-    tracker = placed(bench)
-    with tracker.during(Phase.EVALUATION):
-        tracker.peer_saves()
-        bench.after(1.0)
-        tracker.waits()
-        bench.after(5.0).check()
-        tracker.resumes()
-        tracker.moved()
-        bench.check()
-    bench.step(1, waited=2.0)
-    assert bench.page() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 6.0, Phase.TRAINING: 3.0}
-
-
 def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
     """Afterwards the worker does what it did before, and waits no more."""
     tracker = placed(bench)
@@ -221,30 +188,6 @@ def test_a_step_is_timed_with_and_without_the_wait_for_others(bench: Bench) -> N
     placed(bench, 2)
     bench.step(4, 50.0)
     assert bench.read().pulse.step_s == pytest.approx(5.0)
-
-
-def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> None:
-    """An evaluation waits for others too, and none of its time is a step's."""
-    tracker = placed(bench)
-    bench.step(1)
-    bench.step(2)
-    with tracker.during(Phase.EVALUATION):
-        tracker.waits()
-        bench.after(60.0)
-        tracker.resumes()
-    bench.step(3, 1.0)
-    assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (1.0, 1.0)
-
-
-def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
-    """Between two steps the script waits for no rank."""
-    ends: list[Callable[[], None]] = [lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up]
-    for end in ends:
-        assert not bench.read().inside
-        bench.tracker.step_begins(1)
-        assert bench.read().inside
-        end()
-    assert not bench.read().inside
 
 
 def test_a_commit_counts_steps_and_samples(bench: Bench) -> None:
@@ -332,7 +275,6 @@ class Life:
         self.number = 0
 
     def call(self, what: str, which: object, pause_s: float) -> None:
-        """One thing that happens, with pauses in between at which the page is looked at."""
         tracker = self.tracker
 
         def passes() -> None:
@@ -373,7 +315,6 @@ class Life:
         passes()
 
     def end(self, error: Exception | None) -> None:
-        """The innermost body ends."""
         if not self.bodies:
             return
         body = self.bodies.pop()
@@ -443,7 +384,6 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nowhere", None])
 def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None:
-    """It counts its steps all the same."""
     tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
     tracker.place(1, 2, 3, CPU)
     tracker.step_begins(1)
@@ -476,7 +416,6 @@ def _number(path: Path) -> int:
 
 
 def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
-    """With a committed step, and not again within a second: looking costs more than the step's own figures."""
     bench.clock.advance(2.0)
     bench.tracker.committed(1, 4)
     assert bench.read().pulse.threads >= 1

@@ -14,8 +14,6 @@ from torch.optim import lr_scheduler as schedules
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.state import training_state
-from elastic_trainer.worker.state.training_state import FACTS, Fact, Position, TrainingState
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.toys import data, loss_of
 
@@ -157,29 +155,3 @@ def test_a_layer_unfrozen_before_the_checkpoint_is_trained_by_the_next_life(tmp_
     assert [(each["before"], each["now"]) for each in logs if each["event"] == "setting.changed"] == [
         ("0.weight, 0.bias", "none")
     ]
-
-
-def test_a_fact_of_the_list_is_resumed_and_healed_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no other list: what a life needs to know beside tensors is named there once."""
-    known: dict[int, str] = {}
-    monkeypatch.setitem(
-        FACTS,
-        "mood",
-        Fact(lambda state: known.get(id(state), "new"), lambda state, mood: known.update({id(state): mood})),
-    )
-
-    def state() -> TrainingState:
-        module = nn.Linear(1, 1)
-        made = torch.optim.SGD(module.parameters(), lr=0.1)
-        return TrainingState(module, made, None, None, Position(), {}, {}, torch.device("cpu"))
-
-    source, healed = state(), state()
-    known[id(source)] = "good"
-    healed.apply(source.collect(), first_rank=False)
-    assert known[id(healed)] == "good"
-    with Life(tmp_path) as first:
-        known[id(first.session._trained.state)] = "well"
-        first.train(1)
-    with Life(tmp_path) as again:
-        assert known[id(again.session._trained.state)] == "well"
-    assert training_state.FACTS is FACTS

@@ -1,31 +1,83 @@
-"""One source job-wide, and equal states on all ranks."""
+"""Which state continues: one source job-wide, and equal bits on all ranks, whoever finds a checkpoint damaged."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot
+from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot, commit, manifest
 from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.checkpoint.memory import DATA
 from elastic_trainer.checkpoint.storage import ByteSource
-from elastic_trainer.checkpoint.storage.posix import PosixStorage
+from elastic_trainer.checkpoint.storage.posix import PosixSource, PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
+from elastic_trainer.model import StateIdentity
 from elastic_trainer.worker.comm.control import Control, InterruptibleWaits
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state import restore as transfer
-from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
+from elastic_trainer.worker.state.restore import (
+    Election,
+    Origin,
+    StoredStates,
+    elect,
+    elect_copies,
+    restore,
+    state_digest,
+)
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
+
+EARLIER, NEWER, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, "a"), (4, 1, "a"), (3, 8, "b")))
+
+
+@pytest.mark.parametrize(
+    ("states", "size", "sources", "behind"),
+    [
+        ([EARLIER, NEWER, None], 1, (1,), (0, 2)),
+        ([NEWER, LATER, LATER], 1, (1,), (0,)),
+        ([EARLIER, EARLIER, NEWER, NEWER], 2, (2, 3), (0, 1)),
+        ([NEWER, EARLIER, EARLIER, NEWER], 2, (0, 3), (1, 2)),
+        ([None, None, NEWER, NEWER, NEWER, NEWER], 2, (2, 3), (0, 1)),
+        ([EARLIER, EARLIER, NEWER, None], 2, (0, 1), (2, 3)),
+        ([OTHER, NEWER, NEWER], 1, (1,), (0,)),
+        ([NEWER, OTHER], 1, (0,), (1,)),
+        ([OTHER, EARLIER, EARLIER, None], 1, (0,), (1, 2, 3)),
+        ([OTHER, NEWER, NEWER, OTHER, NEWER, NEWER], 2, (2, 1), (0, 3)),
+    ],
+    ids=[
+        "newest", "a round beats a step", "of both shards", "wherever", "newcomers", "newer but incomplete",
+        "most common", "a tie", "one alone is newest", "most common of each shard",
+    ],
+)  # fmt: skip
+def test_the_newest_complete_state_of_most_ranks_continues(
+    states: list[StateIdentity | None], size: int, sources: tuple[int, ...], behind: tuple[int, ...]
+) -> None:
+    assert elect(states, size) == Election(sources, behind)
+
+
+def test_without_a_complete_state_none_continues() -> None:
+    assert elect([None, None]) is None
+    assert elect([EARLIER, NEWER], 2) is None
+    assert elect([NEWER, None, NEWER, None], 2) is None
+
+
+def test_the_newest_state_of_which_all_shards_are_in_memory_is_chosen() -> None:
+    """Each copy is read from the first rank that has it; one of another number of shards is no part of it."""
+    own = [[(1, 7, 0, 3), (1, 8, 0, 3)], [(1, 7, 1, 3), (1, 7, 2, 3)], [(1, 8, 1, 2), (1, 7, 2, 3)]]
+    assert elect_copies(own) == {(1, 7, 0, 3): 0, (1, 7, 1, 3): 1, (1, 7, 2, 3): 1}
+    assert elect_copies([*own, [(1, 8, 1, 3), (1, 8, 2, 3)]]) == {(1, 8, 0, 3): 0, (1, 8, 1, 3): 3, (1, 8, 2, 3): 3}
+    assert elect_copies([*own, [(2, 3, 0, 2), (2, 3, 1, 2)]]) == {(2, 3, 0, 2): 3, (2, 3, 1, 2): 3}
+    assert elect_copies([[(1, 7, 0, 3)], [(1, 7, 1, 3)], []]) == {}
 
 
 def saved(directory: Path, step: int, round: int) -> Path:
@@ -68,7 +120,6 @@ class Rank:
 def everywhere(
     directories: list[Path | None], left: Mapping[int, StateSnapshot] | None = None
 ) -> list[tuple[Origin, float]]:
-    """``left``: the snapshots in the memory of some ranks' nodes."""
     snapshots = left or {}
 
     def body(control: Control) -> tuple[Origin, float]:
@@ -78,7 +129,6 @@ def everywhere(
 
 
 def in_memory(directory: Path, step: int, round: int) -> StateSnapshot:
-    """What a worker that is gone has left."""
     manager, arena, info = CheckpointManager(directory), Arena(), SaveInfo(step, round, fields={"length": step})
     held = arena.hold(manager.encode({"value": torch.full((1000,), float(step)), "round": round}, info))
     manifest = manager.draft(info).with_files(records(held.image))
@@ -120,19 +170,6 @@ def test_a_damaged_state_in_memory_counts_for_nothing(tmp_path: Path) -> None:
             assert [value for _, value in everywhere([directory, None], {0: left})] == [wanted] * 2
 
 
-def test_a_state_in_memory_is_better_than_an_older_checkpoint_behind_a_damaged_one(tmp_path: Path) -> None:
-    saved(tmp_path, 3, 1)
-    saved(tmp_path, 9, 1)
-    damage(tmp_path, 9)
-    assert [value for _, value in everywhere([tmp_path, None], {0: in_memory(tmp_path, 5, 1)})] == [5.0] * 2
-
-
-def test_a_fresh_job_begins_with_rank_0s_state_everywhere(tmp_path: Path) -> None:
-    """Different initial states are made equal by the same path that resumes."""
-    results = everywhere([tmp_path, None, None])
-    assert results == [(Origin(), -1.0)] * 3
-
-
 def test_the_newest_checkpoint_of_any_node_reaches_all_ranks(tmp_path: Path) -> None:
     """Rank 1's node has a later round, rank 2's a higher step of an older one."""
     nodes = [saved(tmp_path / "a", 10, 1), saved(tmp_path / "b", 11, 2), saved(tmp_path / "c", 99, 1)]
@@ -162,19 +199,6 @@ def test_checkpoints_of_which_none_is_good_stop_the_job(tmp_path: Path) -> None:
     first, second = run_ranks(2, body)
     assert first.startswith("CheckpointError: rank 1: no checkpoint in")
     assert second.startswith("CheckpointError: no checkpoint in")
-
-
-def test_a_state_that_one_rank_refuses_stops_all(tmp_path: Path) -> None:
-    """No rank trains on alone."""
-    saved(tmp_path, 5, 1)
-
-    def body(control: Control) -> str:
-        rank = Rank(control, tmp_path if control.rank == 0 else None)
-        if control.rank == 2:
-            rank.apply = lambda tree: (_ for _ in ()).throw(CheckpointError("does not fit"))  # type: ignore[method-assign]
-        return outcome(rank.restored)
-
-    assert run_ranks(3, body) == ["CheckpointError: rank 2: does not fit"] * 2 + ["CheckpointError: does not fit"]
 
 
 def test_ranks_that_differ_after_resuming_are_found(tmp_path: Path) -> None:
@@ -213,19 +237,7 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
     assert torch.equal(results[0][1]["a"], state["a"])  # type: ignore[arg-type]
 
 
-def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
-    """Before anything is sent, so that no rank waits for it."""
-
-    def body(control: Control) -> str:
-        return outcome(lambda: transfer.transfer(control, 0, lambda: {"x": object()}))
-
-    first, second = run_ranks(2, body)
-    assert "cannot save state['x']" in first
-    assert second.startswith("CheckpointError: rank 0: cannot save state['x']")
-
-
 def test_what_all_ranks_have_in_memory_each_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network is slower than that."""
     saved(tmp_path, 3, 1)
     monkeypatch.setattr(transfer, "pass_on", lambda *_: pytest.fail("it was sent"))
     left = in_memory(tmp_path, 5, 1)
@@ -245,25 +257,6 @@ def restored(control: Control, directory: Path, left: StateSnapshot | None = Non
     origin = restore(control, Control(), stored, lambda: rank.state, rank.apply, lambda origin: None, live=live)
     assert bool((rank.state["value"] == rank.state["value"][0]).all())
     return origin, float(rank.state["value"][0])
-
-
-def broken(left: StateSnapshot) -> StateSnapshot:
-    """One bit of it has changed in memory."""
-
-    begin = left._begin("tensors.safetensors") + left.manifest.file("tensors.safetensors").size - 1
-    (byte,) = os.pread(descriptor_of(left), 1, begin)
-    os.pwrite(descriptor_of(left), bytes([byte ^ 1]), begin)
-    return left
-
-
-def test_where_a_state_in_memory_is_damaged_the_checkpoint_of_the_same_step_is_loaded(tmp_path: Path) -> None:
-    """It was saved, too: nothing is lost."""
-    saved(saved(tmp_path, OLD, 1), NEW, 1)
-    entry, left = CheckpointManager(tmp_path).newest(), broken(in_memory(tmp_path, NEW, 1))
-    assert entry is not None
-    left = replace(left, manifest=left.manifest.model_copy(update={"name": entry.name}))
-    found = run_ranks(2, lambda control: restored(control, tmp_path, left))
-    assert [value for _, value in found] == [NEW, NEW]
 
 
 class EndsTheRound(PosixStorage):
@@ -290,7 +283,6 @@ def test_what_is_read_when_the_round_breaks_is_read_no_further(tmp_path: Path) -
 
 
 def test_a_state_in_memory_is_loaded_though_storage_has_nothing_good(tmp_path: Path) -> None:
-    """The only checkpoint was quarantined before."""
     saved(tmp_path, OLD, 1)
     damage(tmp_path, OLD)
     with pytest.raises(CheckpointError):
@@ -341,3 +333,106 @@ def test_a_state_of_which_one_rank_cannot_read_its_shard_is_passed_over_by_all(t
     shutil.rmtree(nodes[1])
     ends = run_ranks(2, lambda control: outcome(lambda: restored(control, nodes[control.rank])))
     assert all("not all shards of step-000000003-" in each for each in ends)
+
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a few hundred KB has as many parts as a large one."""
+    for module, name in ((manifest, "CHUNK"), (manifest, "PIECE"), (commit, "CHUNK")):
+        monkeypatch.setattr(module, name, CHUNK)
+
+
+def large_state(seed: int = 0) -> dict[str, Any]:
+    """Tensors that parts cut anywhere; strided ones, which take a way round; those of no and of one element."""
+    made = torch.Generator().manual_seed(seed)
+    many = {f"t{index}": torch.randn(17 * index, generator=made) for index in range(60)}
+    return {
+        "model": many | {"strided": torch.randn(300, 100, generator=made).t(), "half": torch.randn(5001).bfloat16()},
+        "step": torch.tensor(float(seed)),
+        "raw": b"bytes" * 3000,
+    }
+
+
+class LargeRank(Rank):
+    """Its live tensors have other values than those that are stored."""
+
+    def __init__(self, control: Control, directory: Path | None) -> None:
+        super().__init__(control, directory)
+        self.tensors = large_state(seed=100 + control.rank)["model"]
+        self.state = {"model": self.tensors, "random": control.rank}
+
+    def live(self) -> LoadInto:
+        return LoadInto({"model": self.tensors})
+
+
+def all_load(directories: list[Path | None]) -> list[tuple[Origin, dict[str, Any]]]:
+    def body(control: Control) -> tuple[Origin, dict[str, Any]]:
+        rank = LargeRank(control, directories[control.rank])
+        origin = rank.loaded()
+        for name, tensor in rank.tensors.items():
+            assert rank.state["model"][name] is tensor, f"{name} was not read into the live tensor"
+        return origin, rank.state
+
+    return run_ranks(len(directories), body)
+
+
+def kept(directory: Path, step: int, parts: int = 1) -> dict[str, Any]:
+    manager, info = CheckpointManager(directory), SaveInfo(step, 1)
+    state = large_state(step)
+    manager.commit(manager.encode(state, info, parts=parts), manager.draft(info))
+    return state
+
+
+def equal(results: list[tuple[Origin, dict[str, Any]]], state: Mapping[str, Any]) -> bool:
+    return all(state_digest(found) == state_digest(dict(state)) for _, found in results)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("seeing", [1, 2, 4], ids=lambda count: f"{count}_of_4_see_it")
+def test_what_all_load_together_is_what_was_saved_in_the_tensors_that_were_there(
+    tmp_path: Path, seeing: int, parts: int
+) -> None:
+    """With one reader and with several, which read in turns."""
+    state = kept(tmp_path / "a", 7, parts=parts)
+    with capture_logs() as logs:
+        assert equal(all_load([tmp_path / "a"] * seeing + [None] * (4 - seeing)), state)
+    assert [line["readers"] for line in logs if line["event"] == "checkpoint.loaded"] == [seeing]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_part_that_one_rank_finds_damaged_makes_all_choose_again(tmp_path: Path) -> None:
+    """Its node's copy alone is damaged: the others' is loaded. All see the damaged one: the one before it is."""
+    before, state = kept(tmp_path / "a", 6), kept(tmp_path / "a", 7)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    damage(tmp_path / "b", 7)
+    results = all_load([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
+    assert equal(results, state)
+    assert [len(list(node.glob("corrupt-*"))) for node in (tmp_path / "a", tmp_path / "b")] == [0, 1]
+    damage(tmp_path / "a", 7)
+    assert equal(all_load([tmp_path / "a"] * 3), before)
+    assert len(list((tmp_path / "a").glob("corrupt-*"))) == 1
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_part_that_one_rank_cannot_read_now_is_read_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is quarantined; a rank that cannot read at all still gets the state."""
+    state = kept(tmp_path / "a", 7)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    reading = PosixSource.read_into
+
+    def failing(source: PosixSource, buffer: memoryview, offset: int) -> bool:
+        path = os.readlink(f"/proc/self/fd/{source._descriptor}")
+        if "/b/" in path and "tensors" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return reading(source, buffer, offset)
+
+    monkeypatch.setattr(PosixSource, "read_into", failing)
+    for directories in (["a", "b", "a"], ["b", "a", "b"]):
+        assert equal(all_load([tmp_path / name for name in directories]), state)
+    assert not [*tmp_path.glob("*/corrupt-*")]

@@ -1,4 +1,4 @@
-"""The whole state comes back, or nothing changes."""
+"""The whole state comes back, or nothing changes; that of several optimizers is the state of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import shards
 from elastic_trainer.worker.state.restore import identity, state_digest
-from elastic_trainer.worker.state.training_state import Position, TrainingState
+from elastic_trainer.worker.state.training_state import (
+    OptimizerSet,
+    Position,
+    SchedulerSet,
+    TrainingState,
+    load_exactly,
+)
+from elastic_trainer.worker.steps.engine import Before
 from tests.unit.checkpoint.states import same
 from tests.unit.worker.toys import Counter, data
 
@@ -120,8 +127,6 @@ SEEN: Any = "seen"
 
 
 class Counting(torch.optim.SGD):
-    """Has a value of its own in its state, beside those of the parameters."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.state[SEEN] = self.state.get(SEEN, 0) + 1
@@ -173,8 +178,6 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
 
 
 class Particular(Counter):
-    """Knows a state that is not for it."""
-
     def check_state(self, state: dict[str, Any]) -> None:
         if state["values"] == [1, 2]:
             raise ConfigError("not mine")
@@ -204,15 +207,6 @@ def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
     assert same(dict(new.module.state_dict()), before)
 
 
-def test_other_ranks_keep_their_own_random_numbers() -> None:
-    """Only rank 0 continues the saved generators."""
-    tree, other = trained().collect(), make(small)
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    other.apply(tree, first_rank=False)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
@@ -237,7 +231,6 @@ def doubled() -> nn.Module:
     ],
 )
 def test_a_state_of_another_job_is_refused_and_nothing_changes(other: Any, says: str) -> None:
-    """The first tensor that does not fit is named."""
     tree, state = trained().collect(), other()
     before = {name: value.clone() for name, value in state.module.state_dict().items()}
     with pytest.raises(CheckpointError, match=says):
@@ -247,7 +240,6 @@ def test_a_state_of_another_job_is_refused_and_nothing_changes(other: Any, says:
 
 
 def test_an_optimizer_with_other_parameter_groups_is_refused() -> None:
-    """Same model, other grouping or order: the moments would go to the wrong parameters."""
     tree = trained().collect()
     regrouped = make(small)
     names = list(regrouped.module.parameters())
@@ -296,8 +288,6 @@ def test_a_layer_may_be_wrapped_or_unwrapped_between_two_lives(
 
 
 class Refusing(Counter):
-    """Cannot be loaded with what it does not know."""
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["values"] == [1, 2]:
             raise KeyError("what is this?")
@@ -305,7 +295,6 @@ class Refusing(Counter):
 
 
 def test_a_registered_part_that_refuses_its_state_undoes_the_others() -> None:
-    """All or nothing, also among registered parts."""
     tree = trained().collect()
     tree["user"]["second"] = {"values": [9]}
     state = make(small)
@@ -326,7 +315,6 @@ def test_a_part_that_checks_its_state_is_asked_before_the_model_is_compared() ->
 
 
 def test_a_part_registered_after_resuming_gets_its_state_then() -> None:
-    """Until then its state is kept and saved again."""
     state = make(small)
     state.user = {}
     state.apply(trained().collect(), first_rank=True)
@@ -338,3 +326,113 @@ def test_a_part_registered_after_resuming_gets_its_state_then() -> None:
         state.register("counter", late)
     with pytest.raises(ConfigError, match=r"has no state_dict\(\)"):
         state.register("number", 3)  # type: ignore[arg-type]
+
+
+def optimized(steps: int, seed: int = 0) -> tuple[nn.Module, OptimizerSet]:
+    """Two layers with an optimizer each, the second one with two groups."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    groups: list[dict[str, Any]] = [{"params": [model[1].weight]}, {"params": [model[1].bias], "lr": 0.5}]
+    second = torch.optim.AdamW(groups, lr=0.01)
+    optimizers = OptimizerSet({"first": first, "second": second})
+    for _ in range(steps):
+        optimizers.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        for each in optimizers.members:
+            each.step()
+    return model, optimizers
+
+
+def test_the_state_is_that_of_one_optimizer_with_all_groups() -> None:
+    """Numbered as torch numbers it: one optimizer of the same groups has the same numbers."""
+    model, optimizers = optimized(1)
+    one = torch.optim.SGD([{"params": list(group["params"])} for group in optimizers.param_groups], lr=0.1)
+    found = optimizers.state_dict()
+    assert [group["params"] for group in found["param_groups"]] == [
+        group["params"] for group in one.state_dict()["param_groups"]
+    ]
+    assert [group["lr"] for group in found["param_groups"]] == [0.1, 0.01, 0.5]
+    assert sorted(found["state"]) == [0, 1, 2, 3]
+    assert set(found["state"][1]) == {"momentum_buffer"}
+    assert {"exp_avg", "exp_avg_sq"} <= set(found["state"][2])
+    assert set(map(id, optimizers.state)) == set(map(id, model.parameters()))
+
+
+class Loads(torch.optim.NAdam):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+def stepped(kind: type[torch.optim.Optimizer] = torch.optim.NAdam) -> torch.optim.Optimizer:
+    parameter = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = kind([parameter])  # type: ignore[call-arg]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def known(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return next(iter(optimizer.state.values()))
+
+
+def test_a_loaded_state_keeps_the_types_that_torch_would_cast() -> None:
+    """The tensors are the optimizer's own, where torch casts nothing as they were given."""
+    optimizer, state = stepped(), copy.deepcopy(stepped().state_dict())
+    given = dict(state["state"][0])
+    OptimizerSet({"first": optimized(0)[1].members[0], "second": optimizer}).load_state_dict(
+        {
+            "state": {2: state["state"][0]},
+            "param_groups": [{"params": [0, 1]}, {**state["param_groups"][0], "params": [2]}],
+        }
+    )
+    found = known(optimizer)
+    assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in given.items()}
+    assert found["mu_product"].dtype is torch.float32
+    assert found["mu_product"] is not given["mu_product"]
+    assert all(found[name] is given[name] for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_an_optimizer_that_loads_in_a_way_of_its_own_is_left_to_that() -> None:
+    hooked, own = stepped(), stepped(Loads)
+    hooked.register_load_state_dict_pre_hook(lambda _, state: state)
+    for each in (hooked, own):
+        load_exactly(each, copy.deepcopy(each.state_dict()))
+        assert known(each)["mu_product"].dtype is torch.bfloat16
+
+
+def test_what_a_closure_changed_comes_back_in_its_types() -> None:
+    optimizer = stepped()
+    before, expected = Before(optimizer), copy.deepcopy(known(optimizer))
+    optimizer.step()
+    before.restore()
+    assert all(map(torch.equal, known(optimizer).values(), expected.values()))
+    assert [each.dtype for each in known(optimizer).values()] == [each.dtype for each in expected.values()]
+
+
+def test_what_cannot_be_trained_together_is_refused() -> None:
+    shared = nn.Linear(2, 1)
+    one, other = torch.optim.SGD(shared.parameters()), torch.optim.SGD([shared.bias])
+    with pytest.raises(ConfigError, match="optimizers 'a' and 'b' hold the same parameter"):
+        OptimizerSet({"a": one, "b": other})
+    with pytest.raises(ConfigError, match="empty dictionary"):
+        OptimizerSet({})
+
+
+def test_schedulers_advance_together_and_keep_their_states() -> None:
+    def made() -> tuple[SchedulerSet, list[Any]]:
+        first, second = optimized(0)[1].members
+        schedule = torch.optim.lr_scheduler.ExponentialLR
+        schedulers = SchedulerSet({"a": schedule(first, 0.5), "b": schedule(second, 0.1)})
+        for each in (first, second):
+            each.step()
+        return schedulers, [first, second]
+
+    (ahead, _), (behind, optimizers) = made(), made()
+    ahead.step()
+    behind.load_state_dict(ahead.state_dict())
+    assert behind._step_count == ahead._step_count
+    behind.step()
+    assert [group["lr"] for each in optimizers for group in each.param_groups] == pytest.approx([0.05, 0.001, 0.05])
+    with pytest.raises(ValueError, match=r"schedulers \['c'\], this job \['a', 'b'\]"):
+        behind.load_state_dict({"c": {}})

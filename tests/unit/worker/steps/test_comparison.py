@@ -33,8 +33,6 @@ def test_the_state_of_most_ranks_counts(rows: list[list[int]], found: Difference
 
 @pytest.mark.parametrize("numbers", [(7, 7, 7), (7, 8, 7), (0, 1 << 59, 0), (1 << 19, 1 << 20, 1 << 21)])
 def test_one_sum_says_whether_all_ranks_have_the_same_number(numbers: tuple[int, ...]) -> None:
-    """All ranks get the same answer."""
-
     def ask(control: Control) -> bool:
         return EqualityCheck(control, Purpose.COMPARE, numbers[control.rank]).wait()
 

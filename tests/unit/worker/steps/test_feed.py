@@ -1,24 +1,25 @@
-"""A script with several loops over batches: a rank that begins later passes through those that are over."""
+"""What a rank draws: several loops, and plans that ranks compare."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 
-from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.workers import Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.feed import DataFeed
-from tests.unit.worker.ranks import run_ranks
+from elastic_trainer.worker.steps.feed import DataFeed, DataPlanCheck, RankDataPlan, mark, refusals
+from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.toys import data
 
 FIRST, SECOND = EpochPlan(60, 16, seed=3), EpochPlan(60, 30, seed=3)
@@ -62,3 +63,88 @@ def test_only_a_loop_that_is_over_may_differ(names: str) -> None:
         drawn(feed, FIRST, epochs=4)
     drawn(feed, SECOND, epochs=4)
     assert feed.fields["global_batch"] == 30
+
+
+PLAN = EpochPlan(320, 32, 4, seed=3)
+OTHERS: dict[str, dict[str, Any]] = {
+    "length": {"length": 319},
+    "global_batch": {"global_batch": 64},
+    "micro_batch": {"micro_batch": 8},
+    "seed": {"seed": 4},
+    "shuffle": {"shuffle": False},
+    "scale_from": {"scale_from": 4},
+    "lr_rule": {"scale_from": 4, "lr_rule": LrRule.SQRT},
+    "passes": {"passes": 2},
+    "drop_last": {"drop_last": True},
+}
+
+
+def nothing() -> tuple[dict[str, Any], int]:
+    return {}, 0
+
+
+def cuts(*plans: EpochPlan, trained: tuple[int, ...] = ()) -> list[RankDataPlan]:
+    return [RankDataPlan(rank, f"n{rank}", asdict(plan), rank in trained) for rank, plan in enumerate(plans)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_field_of_a_plan_is_compared_and_named(name: str) -> None:
+    """So that no field can be added to the plan and forgotten here; both values and both ranks are in the sentence."""
+    assert set(OTHERS) == set(asdict(PLAN))
+    plan = replace(PLAN, micro_batch=None) if name == "passes" else PLAN
+    other = replace(plan, **OTHERS[name])
+    same = plan if name != "lr_rule" else replace(PLAN, scale_from=4, lr_rule=LrRule.LINEAR)
+    sentence = refusals(cuts(same, other))[1]
+    mine, theirs = asdict(other)[name], asdict(same)[name]
+    assert f"'{name}' is {mine} on rank 1 (node n1) and {theirs} on rank 0 (node n0)" in sentence
+    assert mark(asdict(same)) != mark(asdict(other))
+
+
+def test_where_nobody_has_trained_nobody_knows_who_is_right() -> None:
+    """All are refused, with the first difference; ranks that are alike go on."""
+    other = replace(PLAN, seed=4)
+    found = refusals(cuts(PLAN, PLAN, other))
+    assert sorted(found) == [0, 1, 2]
+    assert len(set(found.values())) == 1
+    assert refusals(cuts(PLAN, PLAN)) == {}
+
+
+def test_newcomers_are_wrong_where_they_differ_from_those_who_have_trained() -> None:
+    """Whatever their number and rank; one without a plan at all differs, too."""
+    other = replace(PLAN, seed=4)
+    assert list(refusals(cuts(other, other, PLAN, trained=(2,)))) == [0, 1]
+    without = RankDataPlan(1, "n1", {}, trained=False)
+    assert "'drop_last' is not set on rank 1" in refusals([*cuts(PLAN, trained=(0,)), without])[1]
+
+
+def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> None:
+    """In the second round ranks 0 and 1 have trained, and go on without the newcomer."""
+
+    def body(control: Control) -> list[str]:
+        newcomer = control.rank == 2
+        plan = [replace(PLAN, shuffle=False) if newcomer else PLAN]
+        check = DataPlanCheck(f"n{control.rank}", lambda: (asdict(plan[0]), 1))
+        if not newcomer:
+            check.bind(Control(), {})
+            check.at_step(0)
+        check.bind(control, {})
+        said = [outcome(lambda: check.at_step(0))]
+        if not newcomer:
+            plan[0] = replace(PLAN, seed=9)
+            said.append(outcome(lambda: check.at_step(0)))  # no collective: the newcomer takes part in none
+        return said
+
+    first, second, third = run_ranks(3, body)
+    assert first == second == ["", ""]
+    assert "'shuffle' is False on rank 2 (node n2) and True on rank 0 (node n0)" in third[0]
+
+
+def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
+    """One opens its first step while the other saves."""
+
+    def body(control: Control) -> str:
+        check = DataPlanCheck("n", nothing)
+        check.bind(control, {})
+        return outcome(lambda: check.at_step(0) if control.rank else control.sum(Purpose.SAVE))
+
+    assert all("another rank did something else" in said for said in run_ranks(2, body))

@@ -15,15 +15,12 @@ class Left(Exception):
 
 
 class Watched(Signals):
-    """Signals as their thread sees them, after SIGTERM, with a patience of ten seconds."""
-
     def __init__(self) -> None:
         self.time, self.saves, self.problem = ManualClock(), False, ""
         super().__init__(lambda: 10.0, lambda: self.problem or None, lambda: self.saves, clock=self.time)
         self._note(signal.SIGTERM)
 
     def look(self, seconds: float) -> None:
-        """Let time pass, and look as often as the thread does."""
         for _ in range(int(seconds / 0.5)):
             self.time.advance(0.5)
             if self._deadline is not None:

@@ -1,24 +1,39 @@
-"""One step counts exactly once, or not at all, whatever the script does."""
+"""One step counts exactly once, or not at all; and what all ranks do between steps, at the same one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
 import torch
 
+from elastic_trainer.clock import SystemClock
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.recovery import Recovery
+from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import Scaling, Step
+from elastic_trainer.worker.steps.engine import (
+    LONGEST_INTERVAL,
+    Consensus,
+    EveryStep,
+    Flags,
+    Scaling,
+    Step,
+    StepBoundaries,
+    smoothed,
+)
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.unit.worker.toys import Job, data, linear, loss_of, model
+from tests.support.memory_backend import ManualClock
+from tests.unit.worker.ranks import run_ranks
+from tests.unit.worker.toys import Job, data, linear, loss_of
 
 
 @pytest.fixture
@@ -83,148 +98,82 @@ def test_an_error_in_the_body_neither_repeats_nor_loses_a_step(job: Job, commit:
     assert (following.ids.tolist() == first.ids.tolist()) is not commit
 
 
-def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
-    """Accumulated in uneven parts or computed at once: the same parameters to rounding."""
-    results = []
-    for micro in (None, 3, 16):
-        with Session(device="cpu") as session:
-            optimizer, wrapped = linear(session)
-            for batch in session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1):
-                with session.step() as step:
-                    for part in step.micro_batches(batch):
-                        step.backward(loss_of(wrapped, part))
-                    optimizer.step()
-            results.append(wrapped.weight.detach().clone())
-    assert torch.allclose(results[0], results[1], atol=1e-6)
-    assert torch.equal(results[0], results[2])
+def train_wrongly(job: Job, step: Step, batch: Batch, how: str) -> None:
+    def backward(part: Batch, **counted: Any) -> None:
+        step.backward(loss_of(job.wrapped, part), **counted)
 
-
-def test_a_whole_batch_can_be_used_at_once_although_it_has_micro_batches(job: Job) -> None:
-    """The simple form works with any micro_batch_size: the batch has the weight of all its parts."""
-    batch = batch_of(job, micro_batch_size=5)
-    assert (len(batch), len(batch.micro_batches), batch.weight) == (16, 4, pytest.approx(1.0))
-
-
-def two_updates(job: Job, step: Any, batch: Any) -> None:
-    step.backward(loss_of(job.wrapped, batch))
-    job.optimizer.step()
-    job.optimizer.step()
-
-
-def no_update(job: Job, step: Any, batch: Any) -> None:
-    step.backward(loss_of(job.wrapped, batch))
-
-
-def plain_backward(job: Job, step: Any, batch: Any) -> None:
-    loss_of(job.wrapped, batch).backward()  # type: ignore[no-untyped-call]
-    job.optimizer.step()
-
-
-def left_early(job: Job, step: Any, batch: Any) -> None:
-    for part in step.micro_batches(batch):
-        step.backward(loss_of(job.wrapped, part))
-        break
-    job.optimizer.step()
-
-
-def nested(job: Job, step: Any, batch: Any) -> None:
-    with job.session.step():
-        pass
-
-
-def saved_inside(job: Job, step: Any, batch: Any) -> None:
-    job.session.save()
-
-
-def evaluated_inside(job: Job, step: Any, batch: Any) -> None:
-    job.session.evaluate(job.wrapped, data(), 4, lambda module, batch: {"count": (len(batch), 1)})
-
-
-def schedule_twice(job: Job, step: Any, batch: Any) -> None:
-    job.optimizer.zero_grad()
-    step.backward(loss_of(job.wrapped, batch))
-    job.scheduler._step_count += 1
-    job.optimizer.step()
-
-
-def some_counted(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        step.backward(loss_of(job.wrapped, part), count=None if part.start else 3)
-
-
-def no_number(job: Job, step: Step, batch: Batch) -> None:
-    step.backward(loss_of(job.wrapped, batch), count=float("nan"))
-
-
-def counted_twice(job: Job, step: Step, batch: Batch) -> None:
-    step.backward(loss_of(job.wrapped, batch), count=3)
-    step.backward(loss_of(job.wrapped, batch), count=3)
-
-
-def one_left_out(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        if part.start:
-            step.backward(loss_of(job.wrapped, part))
-    job.optimizer.step()
-
-
-def last_left_out(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        if not part.start:
-            step.backward(loss_of(job.wrapped, part))
-    job.optimizer.step()
+    match how:
+        case "two updates":
+            backward(batch)
+            job.optimizer.step()
+            job.optimizer.step()
+        case "no update":
+            backward(batch)
+        case "plain backward":
+            loss_of(job.wrapped, batch).backward()  # type: ignore[no-untyped-call]
+            job.optimizer.step()
+        case "left early":
+            for part in step.micro_batches(batch):
+                backward(part)
+                break
+            job.optimizer.step()
+        case "nested":
+            job.session.step().__enter__()
+        case "saved inside":
+            job.session.save()
+        case "evaluated inside":
+            job.session.evaluate(job.wrapped, data(), 4, lambda module, batch: {"count": (len(batch), 1)})
+        case "schedule twice":
+            job.optimizer.zero_grad()
+            backward(batch)
+            job.scheduler._step_count += 1
+            job.optimizer.step()
+        case "first left out" | "last left out":
+            for part in step.micro_batches(batch):
+                if bool(part.start) == (how == "first left out"):
+                    backward(part)
+            job.optimizer.step()
+        case "some counted":
+            for part in step.micro_batches(batch):
+                backward(part, count=None if part.start else 3)
+        case "no number":
+            backward(batch, count=math.nan)
+        case "counted twice":
+            backward(batch, count=3)
+            backward(batch, count=3)
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("how", "says"),
     [
-        (two_updates, "a second optimizer step"),
-        (no_update, "without optimizer.step"),
-        (plain_backward, "without step.backward"),
-        (left_early, "not all micro-batches"),
-        (nested, "inside another one"),
-        (saved_inside, "inside a step"),
-        (evaluated_inside, "inside a step"),
-        (schedule_twice, "remove scheduler.step"),
-        (one_left_out, "had no backward pass"),
-        (last_left_out, "had no backward pass"),
-        (some_counted, "for all or none"),
-        (no_number, "a count of nan"),
-        (counted_twice, "add the losses up"),
+        ("two updates", "a second optimizer step"),
+        ("no update", "without optimizer.step"),
+        ("plain backward", "without step.backward"),
+        ("left early", "not all micro-batches"),
+        ("nested", "inside another one"),
+        ("saved inside", "inside a step"),
+        ("evaluated inside", "inside a step"),
+        ("schedule twice", "remove scheduler.step"),
+        ("first left out", "had no backward pass"),
+        ("last left out", "had no backward pass"),
+        ("some counted", "for all or none"),
+        ("no number", "a count of nan"),
+        ("counted twice", "add the losses up"),
     ],
 )
-def test_a_step_that_would_train_wrongly_is_refused(job: Job, body: Any, says: str) -> None:
-    """The sentence says what to do instead."""
+def test_a_step_that_would_train_wrongly_is_refused(job: Job, how: str, says: str) -> None:
     batch = batch_of(job, micro_batch_size=8)
     with pytest.raises(ConfigError, match=says), job.session.step() as step:
-        body(job, step, batch)
+        train_wrongly(job, step, batch, how)
 
 
 def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -> None:
-    """Neither would be counted."""
     with pytest.raises(ConfigError, match=r"outside session\.step"):
         job.optimizer.step()
     batch = batch_of(job)
     job.step(batch)
     with pytest.raises(ConfigError, match="has been committed already"):
         job.session.step()
-
-
-def test_random_numbers_of_a_step_depend_on_the_step_alone(job: Job) -> None:
-    """Whatever was drawn before, a repeated step draws the same; the next one draws others."""
-
-    def drawn(before: int) -> torch.Tensor:
-        torch.rand(before)
-        values = torch.zeros(3)
-        with suppress(InterruptedError), job.session.step():
-            values = torch.rand(3)
-            raise InterruptedError
-        return values
-
-    first = drawn(0)
-    assert torch.equal(first, drawn(5))
-    job.train(1, stop_at=1)
-    assert not torch.equal(first, drawn(0))
 
 
 def scaled(overflow_at: int, *, by_scaler: bool, update: bool = False) -> tuple[list[float], list[torch.Tensor], int]:
@@ -284,7 +233,6 @@ def test_an_overflow_in_the_shard_of_another_rank_skips_the_update_here_too(else
 
 
 def diverged(nonfinite: str, spoiled: float) -> tuple[int, int]:
-    """Steps of a training whose second loss is ``spoiled``, and how often that was counted."""
     with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
         job = Job(session)
         for batch in session.batches(data(), global_batch_size=16, epochs=40):
@@ -301,19 +249,6 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     assert steps == 160
     assert 1 <= counted <= 2  # what was on its way when it was found may count once more
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
-
-
-def test_a_loader_of_the_script_works_without_a_cursor() -> None:
-    """Steps about no batch count, and the position in the data stays."""
-    with Session(device="cpu") as session:
-        module = model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
-        for _ in range(3):
-            with session.step() as step:
-                step.backward(wrapped(torch.randn(8, 4)).square().mean())
-                optimizer.step()
-        assert (session.step_number, session.cursor) == (3, Cursor())
 
 
 def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
@@ -333,11 +268,26 @@ def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[to
         return gradient, step.loss
 
 
-def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() -> None:
-    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none."""
-    gradient, loss = counted([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)])
-    assert torch.allclose(gradient, torch.full((1, 4), (1.0 + 3.0) * 4 / 12.0))
-    assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)], 4.0 / 12.0), ([(0.0, 0.0), (0.0, 0.0)], 0.0)]
+)
+def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count(
+    parts: list[tuple[float, float]], expected: float
+) -> None:
+    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none, or all of them."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
+                step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
+            assert module.weight.grad is not None
+            assert torch.allclose(module.weight.grad, torch.full((1, 4), 4 * expected))
+            optimizer.step()
+        assert step.loss == pytest.approx(-4 * expected)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -446,13 +396,6 @@ def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
         assert step.local_mean() == pytest.approx(step.loss)
 
 
-def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
-    """Neither a division by zero nor a loss that is not a number."""
-    gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
-    assert (gradient == 0).all()
-    assert loss == 0.0
-
-
 def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:
     """Not on how many micro-batches a rank has before it; two places draw different numbers."""
 
@@ -513,3 +456,153 @@ def test_an_optimizer_that_repeats_its_closure_takes_no_scaler() -> None:
         session.wrap(module, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu"))
         with pytest.raises(ConfigError, match="does not go with LBFGS"), session.step():
             optimizer.step(lambda: module(torch.ones(1, 4)).sum())
+
+
+class SteppedClock(ManualClock):
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+
+    def monotonic(self) -> float:
+        self.advance(self.step_s)
+        return super().monotonic()
+
+
+def test_one_long_pause_moves_the_average_little_and_a_lasting_change_soon() -> None:
+    """A checkpoint between two steps must not make the sums more frequent; steps that stay ten times longer must."""
+    assert smoothed(0.0, 0.02) == 0.02
+    assert smoothed(0.02, 5.0) <= 0.02 * 1.61
+    average = 0.02
+    for _ in range(12):
+        average = smoothed(average, 0.2)
+    assert average == pytest.approx(0.2, rel=0.1)
+    for _ in range(12):
+        average = smoothed(average, 0.02)
+    assert average == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.02, 0.1, 3.0])
+def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> None:
+    """Rank 1 wants to stop at boundary 60; all learn it at one and the same later boundary, soon after."""
+
+    def body(control: Control) -> list[tuple[int, Flags]]:
+        consensus, heard = Consensus(control, SteppedClock(step_s * (1 + control.rank))), []
+        for boundary in range(1, 200):
+            late, early = control.rank == 1 and boundary >= 60, control.rank == 0 and boundary == 1
+            wishes = Flags(stop=late, save=early, copy=control.rank > 0 and boundary >= 60)
+            agreed = consensus.boundary(lambda wishes=wishes: wishes)  # type: ignore[misc]
+            if agreed is not None and agreed != Flags():
+                heard.append((boundary, agreed))
+        consensus.drain()
+        return heard
+
+    first, *others = run_ranks(3, body)
+    assert all(other == first for other in others)
+    assert first[0] == (2, Flags(save=True))
+    stops = [boundary for boundary, flags in first if flags.stop]
+    assert 61 <= stops[0] <= 61 + LONGEST_INTERVAL
+    assert not any(flags.save for _, flags in first[1:])
+    assert all(flags.copy for _, flags in first[1:])
+
+
+def context(
+    tracker: HeartbeatReporter, *, nonfinite: str = "raise", plan_check: Any = None, signals: Any = None
+) -> Any:
+    return SimpleNamespace(
+        tracker=tracker,
+        signals=signals,
+        feed=SimpleNamespace(plan_check=plan_check),
+        options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite)),
+    )
+
+
+def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
+    steps: Any = SimpleNamespace(
+        nonfinite=lambda: not finite, position=SimpleNamespace(step=7), sync=EveryStep(), forgive=lambda: None
+    )
+    none: Any = None
+    where = context(tracker, nonfinite="raise" if fatal else "warn")
+    return StepBoundaries(Control(), where, none, steps, none, Recovery(cast("Any", None)))
+
+
+def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:
+    """Also where the round ended before the ranks had agreed on that; it is counted. With 'warn' it goes on."""
+    tracker = HeartbeatReporter()
+    with pytest.raises(NonFiniteError, match="by step 7"):
+        boundaries(tracker, finite=False, fatal=True).refuse_nonfinite()
+    assert tracker.pulse.nonfinite == 1
+    boundaries(tracker, finite=True, fatal=True).refuse_nonfinite()
+    boundaries(tracker, finite=False, fatal=False).refuse_nonfinite()
+    assert tracker.pulse.nonfinite == 1
+
+
+class Both:
+    """A sum over this rank and another one, which wishes the same."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = [2.0 * value for value in values]
+
+    def wait(self) -> list[float]:
+        return self._values
+
+
+class Two:
+    """Boundaries of rank 0 of two, with steps of a second: a sum begins at each boundary."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, due: bool = False) -> None:
+        self.clock, self.saves, self.wishes = ManualClock(), list[int](), list[bool]()
+        monkeypatch.setattr(SystemClock, "monotonic", lambda _: self.clock.monotonic())
+        control: Any = SimpleNamespace(rank=0, world_size=2, alone=False, start=self._start)
+        self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
+        self.position = SimpleNamespace(step=0)
+        self.due = due
+        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep())
+        saver: Any = SimpleNamespace(
+            look=lambda: None,
+            refused=lambda: False,
+            copy_if_due=lambda: None,
+            prepare=lambda: None,
+            due_by_step=lambda step: False,
+            due_by_time=lambda: self.due,
+            due_on_demand=lambda: False,
+            possible=True,
+            attempt=self._attempt,
+            wants_copy=lambda: False,
+        )
+        quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
+        where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
+        self.boundaries = StepBoundaries(control, where, saver, steps, quiet, Recovery(cast("Any", None)))
+
+    def _start(self, purpose: object, values: list[float]) -> Both:
+        self.wishes.append(bool(values[1]))
+        return Both(values)
+
+    def _attempt(self) -> None:
+        self.saves.append(self.position.step)
+        self.due = False
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.clock.advance(1.0)
+            self.position.step += 1
+            self.boundaries.after_step(self.position.step)
+
+
+def test_a_signal_saves_once_at_a_later_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the next sum has begun by then; one that comes afterwards saves again."""
+    two = Two(monkeypatch)
+    two.steps(3)
+    two.signals.save_requested = True
+    two.steps(4)
+    assert two.saves == [5]
+    assert two.wishes.count(True) == 2
+    two.signals.save_requested = True
+    two.steps(3)
+    assert two.saves == [5, 9]
+
+
+def test_a_save_by_time_is_made_once_though_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum that begins at the boundary of the save was asked before it."""
+    two = Two(monkeypatch, due=True)
+    two.steps(6)
+    assert two.saves == [2]

@@ -1,4 +1,4 @@
-"""Process groups: what they compute, and that they leave nothing behind."""
+"""Process groups: how they form, what they say, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,15 +23,8 @@ from elastic_trainer.worker.comm.control import InterruptibleWaits, Purpose
 from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import GroupOptions
-from tests.integration.worker.launch import free_port, run, standalone
+from tests.integration.worker.launch import free_port
 from tests.support.waiting import eventually
-
-
-def test_gradients_summed_by_the_hook_are_those_of_ddp(tmp_path: Path) -> None:
-    """In several buckets; in one pass, accumulated over passes, and summed in each of several passes."""
-    log = tmp_path / "log"
-    run(standalone(2, "hook.py"), log)
-    assert log.read_text().count("equal") == 10
 
 
 def test_a_form_that_failed_leaves_no_number_behind() -> None:
@@ -129,6 +122,88 @@ def leave_a_group_behind() -> None:
 
 def test_a_process_that_left_a_group_behind_ends_well() -> None:
     """The thread that makes it comes back to an interpreter that is still there: else C++ aborts (exit code 134)."""
-    script = "from tests.integration.worker.test_groups import leave_a_group_behind; leave_a_group_behind()"
+    script = "from tests.integration.worker.comm.test_groups import leave_a_group_behind; leave_a_group_behind()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60.0, check=False)
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
+
+
+FORMING = """
+import sys, threading, time
+import torch
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.comm import groups
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
+from elastic_trainer.worker.comm.abort import InterruptibleWaits
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+works = InterruptibleWaits(interruptible=True)
+
+def form():
+    place = RankAssignment(1, rank, 2, 0, 1, StoreAddress("127.0.0.1", port, False, "1"))
+    placement = Placement(torch.device("cpu"), "gloo")
+    groups.form_in_place(place, placement, groups.FormTimeouts(60.0, 600.0), lambda: None, lambda: None, works)
+
+if rank == 1:
+    groups._listening = lambda *arguments: time.sleep(600)  # it is in both groups, and does not answer
+    form()
+listening = groups._listening
+
+def until_over(*arguments):
+    threading.Timer(0.5, works.end, ("a node was lost",)).start()
+    return listening(*arguments)
+
+groups._listening = until_over
+try:
+    form()
+except RoundBrokenError as error:
+    print(error, flush=True)
+print("left", flush=True)
+"""
+
+
+def test_a_round_that_ends_in_the_last_collective_of_forming_is_left_at_once() -> None:
+    """The collective stays pending for as long as the group's timeout; the main thread does not wait for it."""
+    server = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    words = [sys.executable, "-c", FORMING]
+    with subprocess.Popen([*words, "1", str(server.port)]) as other:
+        try:
+            ended = subprocess.run(
+                [*words, "0", str(server.port)], capture_output=True, text=True, check=False, timeout=240
+            )
+        finally:
+            other.kill()
+    assert ended.stdout.splitlines() == ["a node was lost", "left"], ended.stderr
+    assert ended.returncode == 0, ended.stderr
+
+
+HOOK = """
+import sys
+import torch.distributed as dist
+from elastic_trainer.worker.comm.groups import ExceptionHook
+
+hook = ExceptionHook()
+
+def rounds():
+    for _ in range(3):
+        with hook.replaced():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+
+def said_by_the_script(*error):
+    print("the script's", file=sys.stderr)
+    torchs(*error)
+
+rounds()
+torchs, sys.excepthook = sys.excepthook, said_by_the_script
+rounds()
+raise ValueError("at last")
+"""
+
+
+def test_a_traceback_has_its_rank_once_whatever_rounds_came_before_and_a_hook_of_the_scripts_stays() -> None:
+    """torch's hook would otherwise call that of each earlier round, and after 1,000 rounds print nothing at all."""
+    ended = subprocess.run([sys.executable, "-c", HOOK], capture_output=True, text=True, check=False, timeout=300)
+    lines = ended.stderr.splitlines()
+    assert lines[0] == "[rank0]: the script's", ended.stderr
+    assert lines[-1] == "[rank0]: [rank0]: ValueError: at last", ended.stderr

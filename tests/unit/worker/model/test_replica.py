@@ -123,13 +123,3 @@ def test_alone_and_in_evaluation_it_is_torchs_own() -> None:
     assert (one(torch.randn(1, 4)) == 0).all()
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         one(torch.randn(4))
-
-
-def test_names_parameters_and_modes_stay() -> None:
-    """A checkpoint of the one fits the other, and the optimizer's parameters are the same objects."""
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), layer(), nn.Sequential(layer().eval()))
-    before, parameters = model.state_dict(), list(model.parameters())
-    changed = share_batchnorm(model, SyncContext())
-    assert changed.state_dict().keys() == before.keys()
-    assert all(mine is other for mine, other in zip(changed.parameters(), parameters, strict=True))
-    assert [each.training for each in changed.modules() if isinstance(each, SharedBatchNorm)] == [True, False]

@@ -1,17 +1,28 @@
-"""A session's place in the world, from the environment."""
+"""A session's place in the world, how ranks meet there, and how the end of a round frees whoever is in it."""
 
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, TransientError
 from elastic_trainer.ipc import gloo
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress, place_in, self_started
+from elastic_trainer.worker.comm.groups import (
+    CollectiveAborter,
+    RankAssignment,
+    StoreAddress,
+    meet,
+    place_in,
+    self_started,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -27,11 +38,6 @@ TORCHRUN = {
 
 def place(environ: dict[str, str]) -> RankAssignment:
     return place_in(worker_environment(environ))
-
-
-def test_a_plain_process_is_alone_and_needs_no_store() -> None:
-    """Without a launcher there is nothing to form."""
-    assert place({}) == RankAssignment(0, 0, 1, 0, 1, None)
 
 
 def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
@@ -67,7 +73,6 @@ def test_ranks_of_several_machines_use_the_address_that_leads_there(monkeypatch:
 def test_a_user_who_binds_gloo_to_loopbacks_misleads_other_hosts(
     monkeypatch: pytest.MonkeyPatch, chosen: str, found: str
 ) -> None:
-    """Not those who are on this one."""
     interfaces = {
         "lo": [_address(socket.AF_PACKET, "00:00"), _address(socket.AF_INET, "127.0.0.1")],
         "loop6": [_address(socket.AF_INET6, "::1")],
@@ -94,7 +99,6 @@ def _address(family: socket.AddressFamily, address: str) -> SimpleNamespace:
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(changed: dict[str, str], says: str) -> None:
-    """The sentence names the variables."""
     with pytest.raises(ConfigError, match=says):
         place({**TORCHRUN, **changed})
 
@@ -143,3 +147,78 @@ def test_a_place_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         self_started(worker_environment(environ), method, rank, world_size)
+
+
+def together(store: HashStore, world: int) -> set[str]:
+    with ThreadPoolExecutor(world) as pool:
+        meetings = [pool.submit(meet, store, rank, world, Deadline.after(60.0)) for rank in range(world)]
+        return {each.result(60.0) for each in meetings}
+
+
+def test_all_ranks_get_one_prefix_and_each_round_another() -> None:
+    """A store that holds the remains of earlier rounds, also larger and smaller ones, misleads no rank."""
+    store = HashStore()
+    seen: set[str] = set()
+    for world in (3, 3, 5, 2, 1, 4, 4):
+        prefixes = together(store, world)
+        assert len(prefixes) == 1
+        assert not prefixes & seen
+        seen |= prefixes
+
+
+def test_the_remains_of_ranks_that_died_while_meeting_are_passed_over() -> None:
+    store = HashStore()
+    for rank in (1, 2):
+        store.set(f"meeting/hello/{rank}", "stale")
+    store.set("meeting/offer/dead", '{"world": 3, "tokens": {"1": "stale", "2": "stale"}}')
+    store.set("meeting/offer", "dead")
+    store.set("meeting/go/dead", "1")
+    prefixes = together(store, 3)
+    assert len(prefixes) == 1
+    assert "dead" not in prefixes
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(TransientError, match="rank 0 waits for ranks 1, 2"):
+        meet(HashStore(), 0, 3, Deadline.after(0.05))
+    with pytest.raises(TransientError, match="rank 1 waits for rank 0"):
+        meet(HashStore(), 1, 3, Deadline.after(0.05))
+
+
+def test_the_end_of_a_round_aborts_all_groups_whose_kernels_wait() -> None:
+    """A sharded model has several communicators; one that cannot be aborted keeps none of the others."""
+    freed: list[str] = []
+
+    def refuse() -> None:
+        raise RuntimeError("no communicator was made yet\nC++ stack")
+
+    escape = CollectiveAborter(cast("Any", None))
+    works = escape.enter(3, [])
+    works.abort_with(refuse)
+    works.abort_with(lambda: freed.append("shards"))
+    escape.over(2)
+    assert freed == []
+    escape.over(3)
+    assert freed == ["shards"]
+    escape.leave(planned=True)
+
+
+def test_the_end_of_a_round_does_not_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the thread that severs comes: its round was left meanwhile, and the next has its connections."""
+    escape = CollectiveAborter(cast("Any", None))
+    escape.enter(1, [])
+    aborted: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as store:
+
+        def next_round() -> None:
+            escape.leave(planned=True)
+            escape.enter(2, [store.getsockname()]).abort_with(lambda: aborted.append("of round 2"))
+
+        monkeypatch.setattr("elastic_trainer.worker.comm.groups.abort_nccl", next_round)
+        escape.over(1)
+        assert aborted == []
+        with socket.create_connection(store.getsockname()):
+            escape.free(1, "it was not formed in time")
+            assert escape.sockets.sever(1) == 0
+            assert escape.sockets.sever(2) == 1
+    escape.leave(planned=True)
