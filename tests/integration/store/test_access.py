@@ -112,7 +112,7 @@ def test_a_password_may_change_while_a_store_is_open(guarded: EtcdServer, tmp_pa
         put(store, "/elastic_trainer/a", b"1")
         recorder.wait_events(1)
         with Accounts(settings(guarded.endpoint, user="root", password="r00t"), soon()) as accounts:
-            accounts.set_password("trainer", "another")
+            accounts.ask("UserChangePassword", name="trainer", password="another")
         with pytest.raises(StoreUnavailableError):
             store.get("/elastic_trainer/a", Deadline.after(2.0))
         assert isinstance(refusal(guarded.endpoint, **login), ConfigError)

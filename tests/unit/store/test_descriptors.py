@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.store.descriptors import PACKAGE, build, load_etcd3, serialized_descriptor, source_directory
+from elastic_trainer.store.etcd import PACKAGE, build, load_etcd3, serialized_descriptor, source_directory
 
 
 def run_python(code: str) -> str:
@@ -23,7 +23,7 @@ def run_python(code: str) -> str:
 def test_etcd3_loads_without_a_warning_and_works() -> None:
     """With warnings as errors etcd3 imports on the installed protobuf, and its messages survive the wire."""
     code = (
-        "from elastic_trainer.store.descriptors import load_etcd3\n"
+        "from elastic_trainer.store.etcd import load_etcd3\n"
         "rpc = load_etcd3().etcdrpc\n"
         "sent = rpc.PutRequest(key=b'k', value=b'v', lease=7)\n"
         "back = rpc.PutRequest.FromString(sent.SerializeToString())\n"
@@ -44,7 +44,7 @@ def test_threads_that_load_at_once_get_one_package() -> None:
     """The first of several threads installs, the others wait for it."""
     code = (
         "import threading\n"
-        "from elastic_trainer.store.descriptors import load_etcd3\n"
+        "from elastic_trainer.store.etcd import load_etcd3\n"
         "found = []\n"
         "threads = [threading.Thread(target=lambda: found.append(load_etcd3().etcdrpc.TxnRequest)) for _ in range(8)]\n"
         "[thread.start() for thread in threads]\n"
@@ -58,7 +58,7 @@ def test_other_etcd_clients_are_left_alone() -> None:
     """Nothing is registered in the default pool, and a client that did so before keeps its own messages."""
     code = (
         "from google.protobuf import descriptor_pool\n"
-        "from elastic_trainer.store import descriptors\n"
+        "from elastic_trainer.store import etcd as descriptors\n"
         "pool = descriptor_pool.Default()\n"
         "descriptors.load_etcd3()\n"
         "try:\n"
