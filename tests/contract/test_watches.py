@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, Watch, WatchEvent
-from tests.contract.worlds import World
+from tests.contract.conftest import World
 from tests.support.listeners import LIMIT_S, Recorder
 
 
@@ -43,7 +43,6 @@ def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: S
 
 
 def test_an_exact_watch_sees_one_key(store: Store, world: World) -> None:
-    """Neighbours that begin with the key are not part of it."""
     recorder = Recorder()
     watch = store.watch(world.prefix + "round", recorder, exact=True)
     assert recorder.wait_snapshots(1).items == ()
@@ -121,7 +120,6 @@ def test_nothing_arrives_after_close(store: Store, world: World) -> None:
 
 
 def test_a_listener_may_close_its_own_watch(store: Store, world: World) -> None:
-    """Closing from inside a callback does not wait for itself."""
     closed = threading.Event()
 
     class Once(Recorder):
@@ -144,7 +142,6 @@ def test_a_listener_may_close_its_own_watch(store: Store, world: World) -> None:
 
 
 def test_a_failing_listener_does_not_end_the_watch(store: Store, world: World) -> None:
-    """An exception in a callback is logged, and later changes still arrive."""
 
     class Broken(Recorder):
         def on_events(self, events: Sequence[WatchEvent]) -> None:
@@ -180,7 +177,6 @@ def test_compaction_does_not_disturb_a_watch_that_keeps_up(store: Store, world: 
 
 
 def test_closing_the_store_ends_its_watches(world: World) -> None:
-    """No thread remains of a closed store."""
     store = world.client()
     recorder = Recorder()
     store.watch(world.prefix + "mine/", recorder)

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import Deadline
 from tests.drills.checkpoint.killing import START_LIMIT_S, forks, holds, save_for_ever
-from tests.unit.checkpoint.states import Heard
+from tests.unit.checkpoint.states import newest_of, Heard
 
 
 @pytest.mark.timeout(300)
@@ -27,8 +27,7 @@ def test_a_reader_always_finds_a_whole_checkpoint(tmp_path: Path) -> None:
             hear.recv()
         enough = Deadline.after(START_LIMIT_S)  # a disk may be so busy that the writer stands still for a while
         while len(steps) < 60 or (steps[-1] == steps[0] and not enough.expired):
-            loaded = CheckpointManager(tmp_path, on_event=heard.append).load_newest()
-            assert loaded is not None
+            loaded = newest_of(CheckpointManager(tmp_path, on_event=heard.append))
             assert holds(loaded.state, loaded.manifest.step)
             steps.append(loaded.manifest.step)
     finally:

@@ -22,7 +22,7 @@ from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.remote_job import train
 from tests.support.small_disk import fill, mounted, run
-from tests.unit.checkpoint.states import Heard, flip_bit
+from tests.unit.checkpoint.states import newest_of, Heard, flip_bit
 from tests.unit.checkpoint.test_commit import dead_process
 
 MB = 1 << 20
@@ -131,8 +131,7 @@ def test_a_read_only_file_system_can_be_loaded_from(small_disk: Path) -> None:
         with pytest.raises(StorageError, match="read-only"):
             act()
     assert reading.sweep() == 0
-    loaded = reading.load_newest()
-    assert loaded is not None
+    loaded = newest_of(reading)
     assert loaded.manifest.step == 1
     assert heard.kinds() == ["checkpoint.failed", "checkpoint.skipped", "checkpoint.loaded"]
     assert "cannot be renamed" in heard[1].reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.unit.checkpoint.states import newest_of
+
 import json
 from pathlib import Path
 from typing import Any
@@ -72,8 +74,7 @@ def test_a_disk_that_fails_under_a_running_job_costs_no_step(
         assert told.keys() == set(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
         assert saves(out, 1).items() <= told.items()
         assert {each.status for each in describe(checkpoints)} == {Soundness.VERIFIED}
-        newest = CheckpointManager(checkpoints).load_newest()
-        assert newest is not None
+        newest = newest_of(CheckpointManager(checkpoints))
         assert newest.manifest.step == STEPS
     found = audit(lines)
     assert found.exact, found.reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.unit.checkpoint.states import newest_of
+
 import re
 import signal
 import subprocess
@@ -121,6 +123,5 @@ def test_a_training_killed_in_mid_upload_resumes_exactly_and_sweeps_what_it_left
     assert saved_steps(s3_url) == [24, 20, 16, 12, 8, 4]
     assert not bucket._uploads("")
     assert {kind_of(name) for name in open_storage(s3_url).names()} == {Kind.COMMITTED, Kind.FOREIGN}
-    loaded = CheckpointManager(s3_url).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(s3_url))
     assert torch.equal(torch.cat([each.reshape(-1) for each in loaded.state["model"].values()]), undisturbed)

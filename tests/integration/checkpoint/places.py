@@ -29,7 +29,7 @@ from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo, Sh
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 
 class Net(nn.Module):
@@ -134,8 +134,7 @@ def load(directory: Path, shape: str, step: int) -> None:
     model, optimizer = build(mesh, 99)
     held = {name: each.data_ptr() for name, each in locals_of(model).items()}
     like = {("optimizer", "state", index): each for index, each in enumerate(model.parameters())}
-    loaded = CheckpointManager(directory).load_newest(LoadInto({"model": model.state_dict()}, like))
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(directory), LoadInto({"model": model.state_dict()}, like))
     assert loaded.manifest.step == step
     assert {name: each.data_ptr() for name, each in locals_of(model).items()} == held
     moments = loaded.state["optimizer"]["state"][0]["exp_avg"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.unit.checkpoint.states import newest_of
+
 import math
 import os
 import subprocess
@@ -199,8 +201,7 @@ state = {{"w": torch.arange(6_000_000.0)}}
 atexit.register(lambda: CheckpointManager({str(tmp_path)!r}).save(state, SaveInfo(1)))
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    loaded = CheckpointManager(tmp_path).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(tmp_path))
     assert torch.equal(loaded.state["w"], torch.arange(6_000_000.0))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.unit.checkpoint.states import newest_of
+
 import json
 import math
 import os
@@ -157,8 +159,7 @@ def test_a_file_whose_last_request_was_not_answered_counts_as_written(
     s3.inject(Fault(last, status=500, late=True))
     checkpoints.save(state, SaveInfo(1))
     assert s3.hits() > 1
-    loaded = CheckpointManager(s3_url).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(s3_url))
     assert torch.equal(loaded.state["w"], state["w"])
 
 
@@ -196,8 +197,7 @@ def test_a_save_of_unknown_outcome_is_whole_or_unseen(s3: S3Server, s3_url: str)
     with pytest.raises(StorageError, match="the store fails"):
         checkpoints.save({"x": torch.ones(100)}, SaveInfo(1))
     s3.inject()
-    loaded = CheckpointManager(s3_url).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(s3_url))
     assert bool((loaded.state["x"] == 1).all())
 
 
@@ -207,8 +207,7 @@ def test_a_missing_object_is_damage_and_a_missing_manifest_is_none(s3: S3Server,
     bucket.delete([f"{third.name}/manifest.json", f"{second.name}/{STATE_FILE}"])
     with pytest.raises(DamagedError, match="is missing"):
         CheckpointManager(s3_url).load(second.entry)
-    loaded = CheckpointManager(s3_url).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(s3_url))
     assert loaded.name == first.name
     assert s3.process.poll() is None
 
@@ -271,8 +270,7 @@ def test_a_store_behind_fsspec_that_falls_silent_amid_a_file_costs_the_limit(
     assert SYSTEM.monotonic() - began < LIMIT_S
     assert s3.hits() == 1
     assert opened().save(state, SaveInfo(3)).name
-    loaded = opened().load_newest()
-    assert loaded is not None
+    loaded = newest_of(opened())
     assert torch.equal(loaded.state["w"], state["w"])
 
 

@@ -17,7 +17,7 @@ from tests.integration.worker.launch import environment
 from tests.support.forked import Forked
 from tests.support.waiting import eventually
 from tests.unit.checkpoint.reader import read
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 LIMIT_S = 90.0
 Start = Callable[..., list[Forked]]
@@ -34,13 +34,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             store.touch()
             (tmp_path / "checkpoints").mkdir(exist_ok=True)
             words = [
-                "-m",
-                "tests.integration.checkpoint.places",
-                action,
-                str(tmp_path / "checkpoints"),
-                shape,
-                str(step),
-            ]
+                "-m", "tests.integration.checkpoint.places", action, str(tmp_path / "checkpoints"), shape, str(step),
+            ]  # fmt: skip
             found = []
             for rank in range(size):
                 env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
@@ -91,8 +86,7 @@ def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: 
     said = ended(start("save", "2+2"), tmp_path)
     assert "committed" in said[0]
     assert sum("wrote tensors-00002-of-00002.safetensors" in each for each in said) == 1
-    found = CheckpointManager(tmp_path / "checkpoints").load_newest()
-    assert found is not None
+    found = newest_of(CheckpointManager(tmp_path / "checkpoints"))
     assert same(found.state, torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False))
 
 

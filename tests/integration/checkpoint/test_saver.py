@@ -28,7 +28,7 @@ from elastic_trainer.worker.state.restore import StoredStates, restore
 from elastic_trainer.worker.state.saver import Cadence, Memory, Saver, ShardPart, WhenBehind, check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.support.waiting import eventually
 
 

@@ -18,7 +18,7 @@ from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, tensors
 from elastic_trainer.checkpoint.manifest import Image, Manifest, records
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 PARTS = 4
 
@@ -68,8 +68,7 @@ def helping(
 
 
 def loaded(directory: Path) -> dict[str, Any]:
-    found = CheckpointManager(directory).load_newest()
-    assert found is not None
+    found = newest_of(CheckpointManager(directory))
     tensors = {tensors_file(part, PARTS) for part in range(PARTS)}
     assert {path.name for path in (directory / found.name).iterdir()} == {MANIFEST_FILE, STATE_FILE, *tensors}
     return found.state

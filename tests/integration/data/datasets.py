@@ -102,14 +102,11 @@ class Inherited(Noisy):
             except OSError:
                 continue
         return (
-            sockets,
-            int(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN),
+            sockets, int(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGINT) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN),
-            int(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL),
-            signal.set_wakeup_fd(-1),
-            os.getpid(),
-        )
+            int(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL), signal.set_wakeup_fd(-1), os.getpid(),
+        )  # fmt: skip
 
 
 class Words:

@@ -17,18 +17,15 @@ def soon() -> Deadline:
 
 
 def put(store: Store, key: str, value: bytes = b"", lease: int = 0) -> int:
-    """Write one key; the revision."""
     return store.transact([], [Put(key, value, lease)], deadline=soon()).revision
 
 
 def settings(endpoint: str, **options: object) -> StoreSettings:
-    """Settings for ``endpoint``."""
     return StoreSettings.model_validate({"endpoints": parse_endpoints(endpoint), **options})
 
 
 @contextmanager
 def client(endpoint: str, **options: object) -> Iterator[Store]:
-    """A store that is closed at the end."""
     store = connect(settings(endpoint, **options))
     try:
         yield store

@@ -143,22 +143,6 @@ def test_a_compaction_behind_an_outage_leads_to_a_new_snapshot(own_etcd: EtcdSer
     assert recorder.connected == [True, False, True]
 
 
-def test_what_was_missed_is_delivered_where_history_still_has_it(own_etcd: EtcdServer) -> None:
-    """Without a compaction every change behind a partition arrives as an event, deletions too."""
-    recorder = Recorder()
-    with Proxy(own_etcd.endpoint) as proxy, client(proxy.endpoint) as store, client(own_etcd.endpoint) as other:
-        watch(store, recorder)
-        proxy.cut()
-        recorder.wait(lambda me: me.connected == [True, False], "the loss")
-        for number in range(50):
-            put(other, f"/w/{number % 5}", str(number).encode())
-        other.transact([], [Delete("/w/3")], deadline=soon())
-        proxy.mend()
-        recorder.wait_events(51)
-    assert recorder.values() == [str(number).encode() for number in range(50)]
-    assert len(recorder.snapshots) == 1
-
-
 def test_a_wiped_etcd_leads_to_a_new_snapshot(own_etcd: EtcdServer) -> None:
     """An etcd that comes back empty at the same address, with a lower revision and the same cluster id."""
     recorder = Recorder()

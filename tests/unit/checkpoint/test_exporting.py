@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, exchange
 from elastic_trainer.cli.main import main
-from tests.unit.checkpoint.states import same, training_state
+from tests.unit.checkpoint.states import Harmful, newest_of, same, training_state
 
 
 class Tied(nn.Module):
@@ -31,7 +31,6 @@ class Tied(nn.Module):
 
 
 def tied_model() -> dict[str, Any]:
-    """A state with such a model."""
     torch.manual_seed(5)
     return {**training_state(), "model": Tied().state_dict(), "user": {"note": "ü", "raw": bytes(5000)}}
 
@@ -41,7 +40,6 @@ INFO = SaveInfo(12, 3, 1, 640, 4, {"loss": float("nan")}, True, {"seed": 7, "con
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A directory with one checkpoint."""
     CheckpointManager(tmp_path / "run").save(tied_model(), INFO)
     return tmp_path / "run"
 
@@ -123,8 +121,7 @@ def test_a_whole_state_comes_back_bit_by_bit(target: str, run: Path, tmp_path: P
     before = os.listdir(tmp_path / "new")
     command("import", goal, "--into", tmp_path / "new")
     assert set(before) < set(os.listdir(tmp_path / "new"))
-    loaded = CheckpointManager(tmp_path / "new").load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(tmp_path / "new"))
     assert same(loaded.state, tied_model())
     before_it = CheckpointManager(run).newest()
     assert before_it is not None
@@ -179,29 +176,16 @@ def test_weights_in_safetensors_are_taken_as_they_are(run: Path, tmp_path: Path)
     assert same(dict(sorted(one.items())), dict(sorted(three.items())))
 
 
-class Trap:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_in_a_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that needs pickle is refused in a sentence, and its code was not executed."""
     for legacy in (False, True):
-        torch.save({"model": Trap(tmp_path / "ran")}, tmp_path / "trap.pt", _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            {"model": Harmful(tmp_path / "ran")}, tmp_path / "trap.pt", _use_new_zipfile_serialization=not legacy
+        )
         command("import", tmp_path / "trap.pt", "--into", tmp_path / "new", code=78)
         assert "holds a posix.mkdir, which only pickle can read" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new").exists()
-
-
-def _whole(run: Path, tmp_path: Path) -> bytes:
-    command("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--all")
-    return (tmp_path / "all.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +213,8 @@ def test_a_whole_state_that_was_changed_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A note that does not fit its tensors makes no checkpoint."""
-    content = _whole(run, tmp_path)
+    command("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--all")
+    content = (tmp_path / "all.safetensors").read_bytes()
     for old, new in ((b"user/raw", b"user/war"), (b'\\"step\\": 12', b'\\"step\\": -2')):
         assert old in content
         (tmp_path / "changed.safetensors").write_bytes(content.replace(old, new, 1))

@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint.commit import commit
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage
 from tests.unit.checkpoint import reader
-from tests.unit.checkpoint.states import raw, same
+from tests.unit.checkpoint.states import newest_of, raw, same
 from tests.unit.checkpoint.test_tensors import box_image, boxes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/checkpoints"
@@ -102,8 +102,7 @@ def test_kept_checkpoints_are_read_bit_by_bit(folder: str) -> None:
     """By the manager, as a job that resumes would; every byte is verified."""
     (found,) = describe(FIXTURES / folder)
     assert (found.status, found.name) == (Soundness.VERIFIED, NAME)
-    loaded = CheckpointManager(FIXTURES / folder).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(FIXTURES / folder))
     assert same(loaded.state, expected(folder))
     manifest = loaded.manifest
     assert (manifest.format, manifest.step, manifest.run, manifest.best) == (int(folder[7]), 120, "night", True)

@@ -25,7 +25,6 @@ NAME = "step-000000120-r7-0123456789ab"
 
 
 def test_a_name_reads_as_designed() -> None:
-    """Step, round and nonce stand in the name in the documented form."""
     assert str(CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
 
 
@@ -39,19 +38,11 @@ def test_every_name_parses_back(step: int, round_number: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "step-120-r7-0123456789ab",
-        "step-0000000120-r7-0123456789ab",
-        "step-000000120-r07-0123456789ab",
-        "step-000000120-r7-0123456789AB",
-        "step-000000120-r7-0123456789ab\n",
-        "step-000000120-r7-0123456789ab.bak",
-        "tmp-notes",
-        "trash-",
-        "corrupt-data",
-        "corrupt-" + NAME,
-        "latest",
+        "step-120-r7-0123456789ab", "step-0000000120-r7-0123456789ab", "step-000000120-r07-0123456789ab",
+        "step-000000120-r7-0123456789AB", "step-000000120-r7-0123456789ab\n", "step-000000120-r7-0123456789ab.bak",
+        "tmp-notes", "trash-", "corrupt-data", "corrupt-" + NAME, "latest",
     ],
-)
+)  # fmt: skip
 def test_near_misses_are_foreign(text: str) -> None:
     """A name that is not exactly ours is never touched."""
     assert kind_of(text) is Kind.FOREIGN
@@ -59,7 +50,6 @@ def test_near_misses_are_foreign(text: str) -> None:
 
 
 def test_negative_steps_are_refused() -> None:
-    """A step below 0 is an error, not a strange file name."""
     with pytest.raises(CheckpointError, match="step -1"):
         CheckpointName(round=0, step=-1)
 

@@ -25,32 +25,23 @@ from elastic_trainer.checkpoint import (
     describe,
 )
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
-from elastic_trainer.checkpoint.manager import Loaded
 from elastic_trainer.checkpoint.manifest import FORMAT, seal
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.errors import CheckpointError, StorageError
-from tests.unit.checkpoint.states import Heard, flip_bit, manager, same, training_state
+from tests.unit.checkpoint.states import Heard, flip_bit, manager, newest_of, same, training_state
 
 FILES = (MANIFEST_FILE, STATE_FILE, TENSORS_FILE)
 
 
 def save(checkpoints: CheckpointManager, *steps: int, round_number: int = 0) -> list[str]:
-    """Save a small state for each step; the names."""
     return [
         checkpoints.save({"step": step, "w": torch.full((4,), step)}, SaveInfo(step=step, round=round_number)).name
         for step in steps
     ]
 
 
-def newest_of(checkpoints: CheckpointManager) -> Loaded:
-    """The newest state, which must be there."""
-    loaded = checkpoints.load_newest()
-    assert loaded is not None
-    return loaded
-
-
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    """State and all that is known of it come back; the directory is made."""
+    """State and all that is known of it come back, also of one without tensors or anything; the directory is made."""
     checkpoints, heard = manager(tmp_path / "deep" / "er")
     info = SaveInfo(12, 3, 1, 640, 4, {"loss": 0.5}, True, {"seed": 7, "list": [1, {"a": None}]})
     state = training_state()
@@ -65,16 +56,10 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert done.size == sum((done.entry.path / name).stat().st_size for name in (STATE_FILE, TENSORS_FILE))
     assert heard.kinds() == ["checkpoint.committed", "checkpoint.loaded"]
     assert sorted(os.listdir(done.entry.path)) == sorted(FILES)
-
-
-def test_a_state_without_tensors_or_anything_comes_back(tmp_path: Path) -> None:
-    """Empty states are states."""
-    checkpoints, _ = manager(tmp_path)
-    states: list[dict[str, Any]] = [{}, {"a": 1}, {"empty": torch.empty(0)}]
-    for step, state in enumerate(states):
-        checkpoints.save(state, SaveInfo(step))
-        loaded = newest_of(checkpoints)
-        assert same(loaded.state, state)
+    odd: list[dict[str, Any]] = [{}, {"a": 1}, {"empty": torch.empty(0)}]
+    for step, state in enumerate(odd, 13):
+        checkpoints.save(state, SaveInfo(step, 3))
+        assert same(newest_of(checkpoints).state, state)
 
 
 def test_many_small_and_some_large_tensors_come_back(tmp_path: Path) -> None:
@@ -100,8 +85,7 @@ def test_newest_is_the_highest_round_then_step(tmp_path: Path) -> None:
     (stale,) = save(checkpoints, 500, round_number=1)
     newest = checkpoints.newest()
     assert newest is not None
-    assert newest.name == new
-    assert (newest.step, newest.round) == (400, 2)
+    assert (newest.name, newest.step, newest.round) == (new, 400, 2)
     assert [event.name for event in heard if event.kind == "checkpoint.outranked"] == [stale]
 
 
@@ -118,17 +102,14 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut the last byte off."""
     path.write_bytes(path.read_bytes()[:-1])
 
 
 def extend(path: Path) -> None:
-    """Add a byte."""
     path.write_bytes(path.read_bytes() + b"\0")
 
 
 def middle_bit(path: Path) -> None:
-    """Flip a bit in the middle."""
     flip_bit(path, path.stat().st_size * 4)
 
 
@@ -325,13 +306,10 @@ class Failing(PosixStorage):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "is full"),
-        (errno.EDQUOT, "quota"),
-        (errno.EROFS, "read-only"),
-        (errno.EIO, "input/output error"),
-        (errno.ENOTSUP, "cannot be written"),
+        (errno.ENOSPC, "is full"), (errno.EDQUOT, "quota"), (errno.EROFS, "read-only"),
+        (errno.EIO, "input/output error"), (errno.ENOTSUP, "cannot be written"),
     ],
-)
+)  # fmt: skip
 def test_a_failing_disk_costs_nothing_but_the_save(tmp_path: Path, number: int, words: str, at: int) -> None:
     """Whichever write fails, the error says why and where; nothing partial stays, earlier checkpoints are intact."""
     save(manager(tmp_path)[0], 1)
@@ -379,12 +357,6 @@ def test_a_committed_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert [each.status for each in describe(tmp_path)] == [Soundness.VERIFIED]
 
 
-def test_check_writable_leaves_nothing_behind(tmp_path: Path) -> None:
-    """It makes the directory, and only that."""
-    manager(tmp_path / "a" / "b")[0].check_writable()
-    assert os.listdir(tmp_path / "a" / "b") == []
-
-
 @pytest.mark.parametrize("act", ["check_writable", "save", "load_newest", "newest", "describe"])
 def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, act: str) -> None:
     """The error says that it is not a directory, and which path."""
@@ -392,12 +364,9 @@ def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, 
     path.write_text("mine")
     checkpoints, _ = manager(path)
     acts: dict[str, Callable[[], object]] = {
-        "check_writable": checkpoints.check_writable,
-        "save": lambda: save(checkpoints, 1),
-        "load_newest": checkpoints.load_newest,
-        "newest": checkpoints.newest,
-        "describe": lambda: describe(path),
-    }
+        "check_writable": checkpoints.check_writable, "save": lambda: save(checkpoints, 1),
+        "load_newest": checkpoints.load_newest, "newest": checkpoints.newest, "describe": lambda: describe(path),
+    }  # fmt: skip
     with pytest.raises(CheckpointError, match="is not a directory") as caught:
         acts[act]()
     assert str(path) in str(caught.value)

@@ -31,24 +31,16 @@ NAME = "step-000000120-r7-0123456789ab"
 
 
 def manifest(**changes: object) -> Manifest:
-    """A small manifest."""
     values = {
-        "name": NAME,
-        "step": 120,
-        "round": 7,
-        "epoch": 2,
-        "samples": 640,
-        "world_size": 4,
-        "created": 1.5e9,
+        "name": NAME, "step": 120, "round": 7, "epoch": 2, "samples": 640, "world_size": 4, "created": 1.5e9,
         "metrics": {"loss": 0.25, "broken": math.nan, "far": -math.inf},
         "fields": {"seed": 7, "nested": [1, None, {"a": "ü"}]},
         "files": [FileRecord(name="a.bin", size=5, head_size=2, chunk_size=2, chunks=("0", "1", "2"))],
-    }
+    }  # fmt: skip
     return Manifest.model_validate({**values, **changes})
 
 
 def test_a_manifest_comes_back() -> None:
-    """All values survive, metrics that are not finite among them."""
     back = unseal(seal(manifest()), NAME)
     assert math.isnan(back.metrics["broken"])
     assert back.metrics["far"] == -math.inf
@@ -66,7 +58,6 @@ def test_any_change_of_the_file_is_seen() -> None:
 
 
 def test_the_manifest_of_another_checkpoint_is_damage() -> None:
-    """A manifest vouches only for the name that it was written for."""
     with pytest.raises(DamagedError, match="is that of"):
         unseal(seal(manifest()), NAME.replace("120", "121"))
 
@@ -78,7 +69,6 @@ def test_a_newer_format_is_not_damage() -> None:
 
 
 def test_a_sealed_manifest_with_bad_values_names_the_field() -> None:
-    """Right checksum, wrong content: the report names the field."""
     wrong = manifest().model_copy(update={"step": -1})
     with pytest.raises(DamagedError, match="'step'"):
         unseal(seal(wrong), NAME)
@@ -93,14 +83,12 @@ def test_sizes_and_checksums_must_fit_together(size: int, head: int, count: int)
 
 @pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", ".hidden", "", "a/b"])
 def test_a_file_name_cannot_leave_the_checkpoint(name: str) -> None:
-    """Names with path separators are refused."""
     with pytest.raises(ValidationError):
         FileRecord(name=name, size=0, head_size=0, chunk_size=1, chunks=())
 
 
 @pytest.mark.parametrize("value", [math.nan, {1, 2}, object(), b"x"], ids=lambda value: type(value).__name__)
 def test_fields_that_are_not_json_are_refused_by_name(value: object) -> None:
-    """The error names the field."""
     with pytest.raises(CheckpointError, match="'bad'"):
         checked_fields({"good": 1, "bad": value})
 

@@ -12,7 +12,7 @@ import torch
 from elastic_trainer.checkpoint import CheckpointManager, DamagedError, LoadInto, SaveInfo, reading
 from elastic_trainer.checkpoint.tensors import TensorSlice
 from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import flip_bit, newest_of, same
 from tests.unit.checkpoint.test_tensors import committed
 
 KINDS = ((torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.bool, "BOOL"), (torch.int64, "I64"))
@@ -72,16 +72,12 @@ def test_live_tensors_of_another_kind_are_left_alone(tmp_path: Path) -> None:
     """What has another shape or type, or is not there, comes back as new tensors."""
     tied = torch.randn(4)
     state = {
-        "a": torch.randn(3, 2),
-        "b": torch.randn(5),
-        "c": [tied, tied],
-        "bytes": b"y" * 9000,
+        "a": torch.randn(3, 2), "b": torch.randn(5), "c": [tied, tied], "bytes": b"y" * 9000,
         "z": torch.ones(2) * 1j,
-    }
+    }  # fmt: skip
     live: dict[str, Any] = {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float64), "z": torch.ones(2)}
     live["c"] = [torch.zeros(4)]
-    loaded = saved(tmp_path, state).load_newest(LoadInto(live))
-    assert loaded is not None
+    loaded = newest_of(saved(tmp_path, state), LoadInto(live))
     assert same(loaded.state, state)
     assert loaded.state["a"] is live["a"]
     assert loaded.state["c"][0] is loaded.state["c"][1]
@@ -101,8 +97,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of another model"):
         manager.load_newest(LoadInto(live, fits=fits))
     assert seen == [(3, 2), "meta", 7]
-    loaded = manager.load_newest(LoadInto(live, fits=lambda state: False))
-    assert loaded is not None
+    loaded = newest_of(manager, LoadInto(live, fits=lambda state: False))
     assert loaded.state["a"].ne(0).all()
     assert live["a"].eq(0).all()
 
@@ -115,15 +110,11 @@ def test_over_a_damaged_state_the_one_before_is_read(tmp_path: Path) -> None:
         manager.save(state, SaveInfo(step))
     newest = manager.newest()
     assert newest is not None
-    path = newest.path / "tensors.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_bit(path := newest.path / "tensors.safetensors", 8 * path.stat().st_size - 8)
     live = {"a": torch.zeros(5_000_000), "b": torch.zeros(10)}
     with pytest.raises(DamagedError):
         manager.load(newest, LoadInto(live))
     assert live["a"][0] == 2.0
-    loaded = manager.load_newest(LoadInto(live))
-    assert loaded is not None
+    loaded = newest_of(manager, LoadInto(live))
     assert loaded.manifest.step == 1
     assert same(live, states[0])

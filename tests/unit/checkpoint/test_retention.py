@@ -20,7 +20,6 @@ def story(*steps: int, **metrics: float) -> list[Candidate]:
 
 
 def kept(candidates: list[Candidate], policy: Retention, *protected: str) -> list[str]:
-    """Names that stay."""
     return [verdict.name for verdict in decide(candidates, policy, frozenset(protected)) if verdict.keep]
 
 
@@ -63,7 +62,6 @@ def test_of_equally_good_ones_the_newest_is_best() -> None:
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, Any], word: str) -> None:
-    """The error names the option."""
     with pytest.raises(ConfigError, match=word):
         Retention(**values)
 

@@ -49,14 +49,9 @@ def array(values: list[float]) -> bytes:
 def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Path) -> None:
     """Up to the first dot of the name it is the key; folders belong to it, and hidden files to nothing."""
     files = {
-        "a/1.cls": b"7",
-        "a/1.txt": b"caf\xc3\xa9",
-        "a/1.json": json.dumps({"x": [1]}).encode(),
-        "a/.hidden": b"",
-        "README": b"",
-        "b/1.x.npy": array([1.5]),
-        "b/1.BIN": b"\0\1",
-    }
+        "a/1.cls": b"7", "a/1.txt": b"caf\xc3\xa9", "a/1.json": json.dumps({"x": [1]}).encode(), "a/.hidden": b"",
+        "README": b"", "b/1.x.npy": array([1.5]), "b/1.BIN": b"\0\1",
+    }  # fmt: skip
     first, second = (TarShards(shard(tmp_path / "s.tar", files))[number] for number in (0, 1))
     assert first == {"__key__": "a/1", "cls": 7, "txt": "café", "json": {"x": [1]}}
     assert (second["__key__"], second["x.npy"].tolist(), second["bin"]) == ("b/1", [1.5], b"\0\1")
@@ -108,14 +103,10 @@ def damaged(path: Path, kind: str) -> Path:
     numbered(path, 0, 5)
     data = path.read_bytes()
     broken = {
-        "cut in a header": data[: 2 * 1024 + 100],
-        "cut between files": data[: 3 * 1024],
-        "cut in a file": data[: 2 * 1024 + 512],
-        "header overwritten": data[:2048] + b"\xff" * 512 + data[2560:],
-        "no bytes": b"",
-        "no tar": b"hello " * 1000,
-        "zeros": bytes(10240),
-    }
+        "cut in a header": data[: 2 * 1024 + 100], "cut between files": data[: 3 * 1024],
+        "cut in a file": data[: 2 * 1024 + 512], "header overwritten": data[:2048] + b"\xff" * 512 + data[2560:],
+        "no bytes": b"", "no tar": b"hello " * 1000, "zeros": bytes(10240),
+    }  # fmt: skip
     path.write_bytes(broken[kind])
     return path
 

@@ -10,8 +10,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.store.api import Put, unchanged
 from elastic_trainer.store.session import LeaseSession, Slot
-from tests.support.late import LateStore
-from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
 from tests.support.threadless import no_new_threads
 from tests.unit.agent.stage import Jumping
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.steps.engine import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval, smoothed
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.unit.worker.ranks import run_ranks
 
 

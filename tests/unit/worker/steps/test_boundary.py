@@ -15,7 +15,7 @@ from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.steps.engine import EveryStep, StepBoundaries
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 
 
 def context(
