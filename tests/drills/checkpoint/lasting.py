@@ -40,8 +40,6 @@ def unshield(disk: Path) -> None:
 
 
 class Faults:
-    """What happens to the disks."""
-
     def __init__(self, scenario: dict[str, Any]) -> None:
         self._faults: dict[str, str] = scenario["faults"]
         self._disks = [Path(each) for each in scenario.get("disks", ())]

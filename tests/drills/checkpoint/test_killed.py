@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: the newest checkpoint is whole, and nothing committed is lost.
+"""SIGKILL at random moments: the newest checkpoint is whole, and nothing committed is lost; readers beside a writer.
 
 ``ELASTIC_TRAINER_SAVE_KILLS=N`` kills N times in each way.
 """
@@ -12,14 +12,19 @@ import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.clock import Deadline
 from tests.drills.checkpoint.killing import (
     COUNT,
+    START_LIMIT_S,
     Saver,
+    forks,
+    holds,
     kill_savers,
     save_beside_for_ever,
     save_for_ever,
     save_together_for_ever,
 )
+from tests.unit.checkpoint.states import Heard, newest_of
 
 KILLS = int(os.environ.get(COUNT, "0")) or 25
 
@@ -35,3 +40,29 @@ def test_the_newest_checkpoint_survives_every_kill(tmp_path: Path, saver: Saver)
     assert casualties.interrupted > 0, "no kill hit a save: the drill proved nothing"
     CheckpointManager(tmp_path).sweep()
     assert {kind_of(name) for name in os.listdir(tmp_path)} == {Kind.COMMITTED}
+
+
+@pytest.mark.timeout(300)
+def test_a_reader_always_finds_a_whole_checkpoint(tmp_path: Path) -> None:
+    """While another process saves and removes as fast as it can, loading never fails, lies, or goes back in time."""
+    context = forks()
+    hear, say = context.Pipe(duplex=False)
+    child = context.Process(target=save_for_ever, args=(tmp_path, say), daemon=True)
+    child.start()
+    heard = Heard()
+    steps: list[int] = []
+    try:
+        for _ in range(2):
+            assert hear.poll(START_LIMIT_S)
+            hear.recv()
+        enough = Deadline.after(START_LIMIT_S)  # a disk may be so busy that the writer stands still for a while
+        while len(steps) < 60 or (steps[-1] == steps[0] and not enough.expired):
+            loaded = newest_of(CheckpointManager(tmp_path, on_event=heard.append))
+            assert holds(loaded.state, loaded.manifest.step)
+            steps.append(loaded.manifest.step)
+    finally:
+        child.kill()
+        child.join(START_LIMIT_S)
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0], "the writer did not move: the drill proved nothing"
+    assert set(heard.kinds()) == {"checkpoint.loaded"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.unit.checkpoint.states import newest_of
-
 import re
 import signal
 import subprocess
@@ -23,6 +21,7 @@ from tests.drills.checkpoint.killing import kill_savers, save_beside_for_ever
 from tests.drills.checkpoint.remote_job import train
 from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
+from tests.unit.checkpoint.states import newest_of
 
 STEPS, SAVE_EVERY = 24, 4
 LIMIT_S = 300.0

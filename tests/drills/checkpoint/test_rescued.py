@@ -21,7 +21,6 @@ MOST_AGAIN = 60
 
 
 def kill_all(job: Job) -> list[int]:
-    """SIGKILL every worker of every node at once."""
     pids = [worker.pid for node in job.nodes if (worker := node.worker()) is not None]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -33,7 +32,6 @@ def await_step(job: Job, step: int) -> None:
 
 
 def await_saved(job: Job, manager: CheckpointManager, step: int) -> None:
-    """Wait for a checkpoint of ``step`` or later."""
     job.wait_for(lambda: manager.entries()[0].step >= max(step, SAVED_AT + 1), "nobody commits what is in memory")
 
 

@@ -51,7 +51,6 @@ class Net(nn.Module):
 
 
 def mesh_of(shape: str, rank: int) -> DeviceMesh:
-    """That of this rank's replica."""
     if "+" in shape:
         size = int(shape.split("+")[0])
         groups = [DeviceMesh("cpu", list(range(at, at + size)), mesh_dim_names=("fsdp",)) for at in (0, size)]
@@ -76,7 +75,6 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def full(value: Any) -> Any:
-    """``value`` with whole tensors."""
     if isinstance(value, DTensor):
         return cast("DTensor", value.detach()).full_tensor()
     if isinstance(value, dict):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.unit.checkpoint.states import newest_of
-
 import math
 import os
 import subprocess
@@ -21,14 +19,13 @@ from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.errors import NonFiniteError, StorageError
+from tests.unit.checkpoint.states import Place, newest_of
 from tests.unit.checkpoint.test_memory import Stream, on_device
 
 LIMIT_S = 30.0
 
 
 class Gated(CheckpointManager):
-    """Storage that takes as long as the test wants."""
-
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, Retention(keep_last=100), **options)
         self.gate, self.began = threading.Semaphore(0), threading.Semaphore(0)
@@ -109,7 +106,8 @@ def test_closing_writes_what_waits_unless_that_takes_too_long(tmp_path: Path) ->
     saves.close(0.05)
     assert manager.entries() == ()
     manager.gate.release(2)
-    saves.close()
+    for _ in range(2):
+        saves.close()
     assert [entry.step for entry in manager.entries()] == [2, 1]
 
 
@@ -124,15 +122,8 @@ def test_without_memory_a_save_is_made_at_once_behind_the_one_under_way(tmp_path
     saves.close()
 
 
-def test_closing_twice_is_fine(tmp_path: Path) -> None:
-    saves = BackgroundSaves(Gated(tmp_path))
-    saves.close()
-    saves.close()
-
-
 @pytest.fixture
 def lasting() -> Iterator[Arena]:
-    """Slots in memory files of an agent."""
     files = [os.memfd_create(f"test-{number}") for number in range(SLOTS)]
     yield Arena([Path(f"/proc/self/fd/{each}") for each in files])
     for each in files:
@@ -151,11 +142,15 @@ def test_states_that_are_refused_leave_the_newest_good_one_in_memory(tmp_path: P
     for step, value in enumerate((1.0, 2.0, math.nan, math.nan, math.nan), 1):
         keep(saves, manager, torch.full((1000,), value), step)
         saves.wait()
-    found = lasting.newest()
-    assert found is not None
-    assert found.manifest.step == 2
+    assert kept_step(lasting) == 2
     assert len(saves.finished()) == 3
     saves.close()
+
+
+def kept_step(arena: Arena) -> int:
+    found = arena.newest()
+    assert found is not None
+    return found.manifest.step
 
 
 class SlowToSeal(CheckpointManager):
@@ -179,16 +174,12 @@ def test_a_copy_is_sealed_before_the_one_before_it_is_given_up(tmp_path: Path, l
     third = threading.Thread(target=keep, args=(saves, manager, torch.ones(1000), 3))
     third.start()
     third.join(0.2)
-    found = lasting.newest()
-    assert found is not None
-    assert found.manifest.step == 1
+    assert kept_step(lasting) == 1
     assert (third.is_alive(), saves.sealing) == (True, True)
     manager.gate.release(2)
     third.join(LIMIT_S)
     saves.wait()
-    found = lasting.newest()
-    assert found is not None
-    assert found.manifest.step == 3
+    assert kept_step(lasting) == 3
     saves.close()
 
 
@@ -201,8 +192,7 @@ state = {{"w": torch.arange(6_000_000.0)}}
 atexit.register(lambda: CheckpointManager({str(tmp_path)!r}).save(state, SaveInfo(1)))
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    loaded = newest_of(CheckpointManager(tmp_path))
-    assert torch.equal(loaded.state["w"], torch.arange(6_000_000.0))
+    assert torch.equal(newest_of(CheckpointManager(tmp_path)).state["w"], torch.arange(6_000_000.0))
 
 
 def test_a_copy_from_a_device_is_sealed_when_it_has_arrived(tmp_path: Path) -> None:
@@ -216,18 +206,6 @@ def test_a_copy_from_a_device_is_sealed_when_it_has_arrived(tmp_path: Path) -> N
         assert save.committed is not None
         assert torch.equal(manager.load(save.committed.entry).state["w"], state["w"])
     saves.close()
-
-
-class Place:
-    """Place ``index`` of two, which holds all that it is asked about."""
-
-    count = 2
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def writes(self, tensor: torch.Tensor) -> bool:
-        return True
 
 
 def place_saves(directory: Path, index: int, value: float, purpose: SnapshotPurpose) -> tuple[BackgroundSaves, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.unit.checkpoint.states import newest_of
-
 import json
 import math
 import os
@@ -45,6 +43,7 @@ from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.local.hosts import free_ports
 from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
+from tests.unit.checkpoint.states import newest_of
 
 LIMIT_S = 60.0
 ELSEWHERE = json.dumps({"run": "a", "job": None, "pid": 1, "start": 2, "boot": "b" * 32, "namespace": 3, "host": "far"})
@@ -159,8 +158,7 @@ def test_a_file_whose_last_request_was_not_answered_counts_as_written(
     s3.inject(Fault(last, status=500, late=True))
     checkpoints.save(state, SaveInfo(1))
     assert s3.hits() > 1
-    loaded = newest_of(CheckpointManager(s3_url))
-    assert torch.equal(loaded.state["w"], state["w"])
+    assert torch.equal(newest_of(CheckpointManager(s3_url)).state["w"], state["w"])
 
 
 def test_a_mark_whose_answer_was_lost_is_this_writers(s3: S3Server, s3_url: str) -> None:
@@ -270,12 +268,10 @@ def test_a_store_behind_fsspec_that_falls_silent_amid_a_file_costs_the_limit(
     assert SYSTEM.monotonic() - began < LIMIT_S
     assert s3.hits() == 1
     assert opened().save(state, SaveInfo(3)).name
-    loaded = newest_of(opened())
-    assert torch.equal(loaded.state["w"], state["w"])
+    assert torch.equal(newest_of(opened()).state["w"], state["w"])
 
 
 def examined(url: str) -> str:
-    """What preflight's process writes."""
     command = [sys.executable, "-m", "elastic_trainer.preflight.directory", url, "0", str(LIMIT_S)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
@@ -425,7 +421,6 @@ def test_an_upload_from_elsewhere_is_swept_when_it_has_been_silent_by_the_stores
 
 
 def test_the_commands_take_urls(s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Looking, verifying, comparing, removing and exporting."""
     for step in (1, 2, 3):
         CheckpointManager(s3_url).save({"model": {"w": torch.full((9,), float(step))}}, SaveInfo(step))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.cli.main import main
@@ -25,7 +26,6 @@ Start = Callable[..., list[Forked]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts one process for each rank of a shape; ``tmp_path/log-N`` has what rank N says."""
     with ExitStack() as ends:
 
         def begin(action: str, shape: str, step: int = 1) -> list[Forked]:
@@ -33,9 +33,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
             store.touch()
             (tmp_path / "checkpoints").mkdir(exist_ok=True)
-            words = [
-                "-m", "tests.integration.checkpoint.places", action, str(tmp_path / "checkpoints"), shape, str(step),
-            ]  # fmt: skip
+            place = str(tmp_path / "checkpoints")
+            words = ["-m", "tests.integration.checkpoint.places", action, place, shape, str(step)]
             found = []
             for rank in range(size):
                 env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
@@ -86,8 +85,10 @@ def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: 
     said = ended(start("save", "2+2"), tmp_path)
     assert "committed" in said[0]
     assert sum("wrote tensors-00002-of-00002.safetensors" in each for each in said) == 1
-    found = newest_of(CheckpointManager(tmp_path / "checkpoints"))
-    assert same(found.state, torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False))
+    assert same(
+        newest_of(CheckpointManager(tmp_path / "checkpoints")).state,
+        torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False),
+    )
 
 
 @pytest.mark.timeout(300)
@@ -122,9 +123,6 @@ def test_a_place_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
 def test_the_commands_understand_a_sharded_checkpoint(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is verified, shown, compared, and exported as one file and as a folder."""
-    from safetensors.torch import load_file
-
     directory = tmp_path / "checkpoints"
     ended(start("save", "2x2", 1), tmp_path)
     one = CheckpointManager(directory).newest()
@@ -153,8 +151,6 @@ def test_what_torch_has_saved_of_a_sharded_model_is_imported(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its weights, as one file of whole tensors; the rest is named."""
-    from safetensors.torch import load_file
-
     directory = tmp_path / "checkpoints"
     ended(start("dcp", "2x2"), tmp_path)
     assert main(["checkpoints", "import", str(directory / "dcp"), "--into", str(tmp_path / "weights")]) == 0

@@ -27,9 +27,10 @@ from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import StoredStates, restore
 from elastic_trainer.worker.state.saver import Cadence, Memory, Saver, ShardPart, WhenBehind, check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
-from tests.integration.checkpoint.test_background import LIMIT_S, Gated, Place
+from tests.integration.checkpoint.test_background import LIMIT_S, Gated
 from tests.support.memory_store import ManualClock
 from tests.support.waiting import eventually
+from tests.unit.checkpoint.states import Place
 
 
 class Trained:

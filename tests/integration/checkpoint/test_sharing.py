@@ -32,7 +32,6 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def prepared(directory: Path, held: dict[str, Any], step: int = 1) -> tuple[Image, Manifest]:
-    """The files of a state, and its manifest, as each writer makes them."""
     manager = CheckpointManager(directory)
     image = codec.encode(held, parts=PARTS, own=lambda name: name == "random")
     return image, manager.draft(SaveInfo(step, 1)).with_files(records(image))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, exchange
 from elastic_trainer.cli.main import main
@@ -251,3 +255,98 @@ def test_what_a_target_cannot_hold_is_named(tmp_path: Path, capsys: pytest.Captu
     assert torch.equal(torch.load(tmp_path / "c.pt", weights_only=True)["c"], torch.zeros(2) * 1j)
     command("export", tmp_path / "run", tmp_path / "d.pt", "--to", "torch", "--part", "net", code=1)
     assert "has no tensors under 'net' (its parts are: model, n)" in capsys.readouterr().err
+
+
+# ---- folders
+
+
+def prefixed() -> dict[str, torch.Tensor]:
+    return {"module.up.weight": torch.randn(40, 30), "module.up.bias": torch.randn(40).bfloat16()}
+
+
+def imported(source: Path, into: Path, *options: str) -> dict[str, torch.Tensor]:
+    command("import", source, "--into", into, *options)
+    return dict(sorted(load_file(into / f"{source.name}.safetensors").items()))
+
+
+def test_a_hugging_face_folder_of_several_files_is_imported(tmp_path: Path) -> None:
+    """As it is exported here, and as others have it: prefixes go, a tensor comes from the file that the index says."""
+    state = {"model": {f"w{number}": torch.randn(1000) for number in range(5)}}
+    CheckpointManager(tmp_path / "run").save(state, SaveInfo(1))
+    words = ["--to", "huggingface", "--shard-size", "9000"]
+    command("export", tmp_path / "run", tmp_path / "ours", *words)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) == 3
+    assert same(imported(tmp_path / "ours", tmp_path / "into"), state["model"])
+    theirs = tmp_path / "theirs-1.5"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    tensors, index = prefixed(), dict[str, str]()
+    for number, name in enumerate(tensors):
+        save_file({name: tensors[name], "module.stale": torch.zeros(number + 1)}, theirs / f"{number}.safetensors")
+        index |= {name: f"{number}.safetensors", "module.stale": "0.safetensors"}
+    (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = imported(theirs, tmp_path / "into")
+    assert found.keys() == {"up.weight", "up.bias", "stale"}
+    assert found["stale"].shape == (1,)
+    assert all(torch.equal(each, found[name.removeprefix("module.")]) for name, each in tensors.items())
+
+
+def dcp_of(directory: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_dcp(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def test_a_directory_of_torchs_distributed_checkpoint_is_imported(tmp_path: Path) -> None:
+    """The model that is found there, or the part that is named; no other tensor is read."""
+    state: dict[str, Any] = {"model": prefixed(), "ema": {"w": torch.ones(3)}, "optimizer": {"lr": 0.1}, "step": 7}
+    folder = dcp_of(tmp_path / "dcp", state)
+    expected = {name.removeprefix("module."): state["model"][name] for name in sorted(state["model"])}
+    assert same(imported(folder, tmp_path / "one"), expected)
+    assert same(imported(folder, tmp_path / "two", "--part", "ema"), {"w": torch.ones(3)})
+    assert set(imported(dcp_of(tmp_path / "flat", prefixed()), tmp_path / "three")) == set(expected)
+
+
+def refusal(source: Path, into: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    command("import", source, "--into", into, code=78)
+    said = capsys.readouterr().err
+    assert said.count("elastic-trainer: ") == 1
+    assert not into.exists() or not list(into.glob("*.safetensors"))
+    return said
+
+
+def test_a_folder_that_is_damaged_or_harmful_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No code of it runs, no file outside of it is read, and nothing is left."""
+    into, harm = tmp_path / "into", tmp_path / "harm"
+    folder = dcp_of(tmp_path / "dcp", {"model": prefixed()})
+    metadata = folder / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Harmful(harm)))
+    assert "which may run any code" in refusal(folder, into, capsys)
+    assert not harm.exists()
+    metadata.write_bytes(whole.replace(b"__0_0.distcp", b"../.././data"))
+    assert "names the file ../.././data, which is outside of the checkpoint" in refusal(folder, into, capsys)
+    metadata.write_bytes(whole[:-20])
+    assert "cannot be read" in refusal(folder, into, capsys)
+    metadata.write_bytes(whole)
+    (folder / "__0_0.distcp").write_bytes(b"short")
+    assert "cannot be read" in refusal(folder, into, capsys)
+    (folder / "__0_0.distcp").unlink()
+    assert "No such file or directory" in refusal(folder, into, capsys)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    assert "is not a folder of weights" in refusal(shards, into, capsys)
+    index = shards / "model.safetensors.index.json"
+    save_file(prefixed(), shards / "a.safetensors")
+    for content, sentence in (
+        ("{", "is not a valid index"),
+        ('{"weight_map": {"w": "../a.safetensors"}}', "is not a valid index"),
+        ('{"weight_map": {"w": "a.safetensors"}}', "does not hold 'w', as the index says"),
+        ('{"weight_map": {"w": "b.safetensors"}}', "No such file or directory"),
+    ):
+        index.write_text(content)
+        assert sentence in refusal(shards, into, capsys)

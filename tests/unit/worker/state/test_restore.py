@@ -24,8 +24,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state import restore as transfer
 from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
-from tests.drills.checkpoint.flipping import flipped
-from tests.unit.checkpoint.states import descriptor_of
+from tests.unit.checkpoint.states import descriptor_of, flipped
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
