@@ -18,8 +18,6 @@ from elastic_trainer.integrations.torchdata import StatefulDataLoader, streams
 
 
 class Part(IterableDataset[Any]):
-    """One stream of ten samples that say which they are."""
-
     def __init__(self, shard: int, shards: int, length: int = 10) -> None:
         self.shard, self.read, self.length = shard, 0, length
 

@@ -58,7 +58,6 @@ def test_training_with_workers_and_a_resume_ends_like_training_without(tmp_path:
 
 
 def test_the_workers_go_on_from_epoch_to_epoch() -> None:
-    """Where the script loops over epochs itself, and draws from the same data set in each."""
     seen: list[set[int | None]] = []
     with Session(seed=3, device="cpu") as session:
         model = nn.Linear(4, 1)
@@ -112,8 +111,6 @@ def test_a_stream_is_read_in_its_own_order_only() -> None:
 
 
 class Millions:
-    """Counts what is fetched."""
-
     fetched = 0
 
     def __len__(self) -> int:
