@@ -1,9 +1,8 @@
 """One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE STEP``, with RANK and STORE, a file.
 
 SHAPE is that of the mesh: "4" for FSDP alone, "2x2" for FSDP times tensor parallel, "2+2" for two replicas of two.
-``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``stallN`` does so
-too, but place N never ends writing. ``dcp`` has torch save a fresh model. ``load`` brings a fresh model to the
-newest checkpoint, and compares.
+``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``dcp`` has torch save
+a fresh model. ``load`` brings a fresh model to the newest checkpoint, and compares.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo, ShardGroup, commit
-from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.clock import pause
-from elastic_trainer.errors import CheckpointError
 from tests.unit.checkpoint.states import newest_of, same
 
 
@@ -83,17 +80,7 @@ def full(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-class Stalled(PosixStorage):
-    """The first write of tensors never ends."""
-
-    def sink(self, name: str, file: str) -> Sink:
-        if file.startswith("tensors"):
-            (self._root / "stalled").write_text(str(os.getpid()))
-            threading.Event().wait()
-        return super().sink(name, file)
-
-
-def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> None:
+def save(directory: Path, shape: str, step: int) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(shape, rank)
     model, optimizer = build(mesh, 1)
@@ -105,20 +92,17 @@ def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> N
     state, places = collect(model, optimizer), ShardGroup(mesh)
     whole = full(state)
     dist.barrier()
-    storage = Stalled(directory) if rank == stalls else None
-    manager = CheckpointManager(directory, storage=storage)
+    manager = CheckpointManager(directory)
     image, draft = manager.encode(state, SaveInfo(step), places=places), manager.draft(SaveInfo(step))
     if rank == 0:
-        commit.SHARDS_LEAST_PATIENCE_S = 60.0 if stalls is None else 2.0
+        commit.SHARDS_LEAST_PATIENCE_S = 60.0
         torch.save(whole, directory / f"reference{step}.pt")
         print("committed", manager.commit(image, draft).name)
     elif places.index:
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
-        if stalls is None:
-            threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
+        threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
         print("wrote", *manager.write_share(image, draft, 0, saved))
-    if stalls is None:
-        dist.barrier()
+    dist.barrier()
 
 
 def watch(manager: CheckpointManager, step: int, saved: threading.Event) -> None:
@@ -169,9 +153,7 @@ def main() -> None:
         elif action == "load":
             load(Path(place), shape, int(step))
         else:
-            save(Path(place), shape, int(step), int(action.removeprefix("stall")) if action != "save" else None)
-    except CheckpointError as error:
-        print("refused", error)
+            save(Path(place), shape, int(step))
     finally:
         dist.destroy_process_group()
 

@@ -44,25 +44,6 @@ def submit(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Te
     return saves.submit(manager.encode({"w": weights, "step": step}, info), manager.draft(info))
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
-    """Two snapshots of weights that go on changing; they are committed in order."""
-    manager = Gated(tmp_path)
-    saves, weights = BackgroundSaves(manager), torch.zeros(100_000)
-    for step in (1, 2):
-        weights.fill_(step)
-        submit(saves, manager, weights, step)
-    weights.fill_(-1)
-    assert (saves.full, saves.idle, list(saves.finished())) == (True, False, [])
-    manager.gate.release(2)
-    saves.wait()
-    assert [save.manifest.step for save in saves.finished()] == [1, 2]
-    assert saves.idle
-    saves.close()
-    for entry in manager.entries():
-        assert bool((manager.load(entry).state["w"] == entry.step).all())
-    assert [entry.step for entry in manager.entries()] == [2, 1]
-
-
 def test_a_third_snapshot_waits_for_a_slot_or_takes_that_of_the_second(tmp_path: Path) -> None:
     manager = Gated(tmp_path)
     saves, weights = BackgroundSaves(manager), torch.zeros(10)
@@ -82,19 +63,6 @@ def test_a_third_snapshot_waits_for_a_slot_or_takes_that_of_the_second(tmp_path:
     third.join(LIMIT_S)
     saves.close()
     assert [entry.step for entry in manager.entries()] == [4, 3, 1]
-
-
-def test_a_save_that_fails_is_reported_and_the_next_one_is_made(tmp_path: Path) -> None:
-    manager = Gated(tmp_path)
-    manager.full, saves, weights = {1}, BackgroundSaves(manager), torch.zeros(10)
-    manager.gate.release(2)
-    first, second = (submit(saves, manager, weights, step) for step in (1, 2))
-    saves.wait()
-    assert isinstance(first.error, StorageError)
-    assert (first.committed, second.error) == (None, None)
-    assert second.done.is_set()
-    saves.close()
-    assert [entry.step for entry in manager.entries()] == [2]
 
 
 def test_closing_writes_what_waits_unless_that_takes_too_long(tmp_path: Path) -> None:

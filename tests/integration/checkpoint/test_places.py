@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +14,6 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.cli.main import main
 from tests.integration.worker.launch import environment
 from tests.support.forked import Forked
-from tests.support.waiting import eventually
 from tests.unit.checkpoint.reader import read
 from tests.unit.checkpoint.states import newest_of, same
 
@@ -89,61 +86,6 @@ def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: 
         newest_of(CheckpointManager(tmp_path / "checkpoints")).state,
         torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False),
     )
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", [0, 3])
-def test_a_place_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
-    start: Start, tmp_path: Path, place: int
-) -> None:
-    """Place 0 says which one did not come; what it leaves if it dies itself is swept; the next save succeeds."""
-    directory = tmp_path / "checkpoints"
-    ended(start("save", "2x2", 1), tmp_path)
-    before = CheckpointManager(directory).newest()
-    processes = start(f"stall{place}", "2x2", 2)
-    eventually((directory / "stalled").exists, "the place never wrote")
-    victim = processes.pop(place)
-    os.kill(victim.pid, signal.SIGKILL)
-    assert victim.wait(LIMIT_S) == -signal.SIGKILL
-    for each in processes:
-        each.wait(LIMIT_S)
-    if place:
-        assert f"place {place} did not write its shards in time" in (tmp_path / "log-0").read_text()
-    else:
-        assert all("wrote tensors-" in (tmp_path / f"log-{rank}").read_text() for rank in (1, 2, 3))
-    manager = CheckpointManager(directory)
-    assert manager.newest() == before
-    assert manager.sweep() == (place == 0)
-    assert not list(directory.glob("tmp-*"))
-    ended(start("save", "2x2", 3), tmp_path)
-    assert "equal" in ended(start("load", "3", 3), tmp_path)[0]
-
-
-@pytest.mark.timeout(180)
-def test_the_commands_understand_a_sharded_checkpoint(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = tmp_path / "checkpoints"
-    ended(start("save", "2x2", 1), tmp_path)
-    one = CheckpointManager(directory).newest()
-    ended(start("save", "4", 2), tmp_path)
-    two = CheckpointManager(directory).newest()
-    assert one is not None
-    assert two is not None
-    assert main(["checkpoints", "verify", "--all", str(directory)]) == 0
-    assert main(["checkpoints", "show", str(one.path), "--json"]) == 0
-    assert '"model/head.weight"' in capsys.readouterr().out
-    assert main(["checkpoints", "diff", str(one.path), str(two.path)]) == 1
-    goal = tmp_path / "model.safetensors"
-    assert main(["checkpoints", "export", str(one.path), str(goal), "--to", "safetensors"]) == 0
-    reference = torch.load(directory / "reference1.pt", weights_only=False)["model"]
-    found = load_file(goal)
-    assert set(found) == set(reference) - {"again.weight"}
-    assert all(torch.equal(each, reference[name]) for name, each in found.items())
-    folder = tmp_path / "folder"
-    words = ["--to", "huggingface", "--shard-size", "1000"]
-    assert main(["checkpoints", "export", str(two.path), str(folder), *words]) == 0
-    assert len(list(folder.glob("model-*.safetensors"))) > 1
 
 
 @pytest.mark.timeout(180)
