@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -75,18 +74,10 @@ def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
 
 def dead_process() -> WriterIdentity:
     """The identity of a process that has lived on this machine and is gone."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_tell, args=(send,))
-    child.start()
-    writer = receive.recv()
-    child.join(60)
-    assert isinstance(writer, WriterIdentity)
-    return writer
-
-
-def _tell(send: multiprocessing.connection.Connection) -> None:
-    send.send(this_process())
+    code = "import dataclasses, json\nfrom elastic_trainer.checkpoint.layout import this_process\n"
+    command = [sys.executable, "-c", f"{code}print(json.dumps(dataclasses.astuple(this_process())))"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return WriterIdentity(*json.loads(said))
 
 
 def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
