@@ -183,12 +183,6 @@ def test_a_range_guard_must_hold_for_every_key(store: Store, world: World) -> No
     assert not holds(store, Compare(start, Field.VALUE, Relation.NOT_EQUAL, b"x", end))
 
 
-def test_ranges_are_deleted_at_once(store: Store, world: World) -> None:
-    write(store, *(Put(f"{world.prefix}e/{number}", b"") for number in range(5)))
-    write(store, Delete(f"{world.prefix}e/0", f"{world.prefix}e/3"))
-    assert [item.key[-1] for item in store.range(world.prefix + "e/", soon()).items] == ["3", "4"]
-
-
 @pytest.mark.parametrize("operations", ["twice", "put and delete", "too many"])
 def test_what_etcd_refuses_is_refused(store: Store, world: World, operations: str) -> None:
     """A key written twice in one branch, and more than 128 operations, are permanent errors; nothing happens."""

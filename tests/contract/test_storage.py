@@ -219,21 +219,6 @@ def test_two_places_write_their_files_of_one_checkpoint(place: Place) -> None:
     assert not any(place().files(committed.name) - {each.name for each in loaded.manifest.files} - {MANIFEST_FILE})
 
 
-def test_a_place_that_cannot_write_ends_the_save_at_once(place: Place) -> None:
-    """Its bytes have changed since they were sealed: nothing is left, and the checkpoint before is the newest."""
-    before = opened(place).save({"x": 1}, SaveInfo(1)).name
-    first, second = parts_of({"large": torch.zeros(3_000_000)})
-    saver, helper = opened(place), opened(place)
-    sealed = records(parts_of({"large": torch.ones(3_000_000)})[1])
-    draft = helper.draft(SaveInfo(2)).with_files(sealed)
-    thread = Thread(target=lambda: helper.write_share(second, draft, 0, Event()))
-    thread.start()
-    with pytest.raises(StorageError, match="place 1 could not write its shards"):
-        saver.commit(first, saver.draft(SaveInfo(2)))
-    thread.join(60.0)
-    assert place().names() == (before,)
-
-
 @pytest.mark.usefixtures("conditional_writes")
 def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:
     """And a name is never published twice: the second writer gets a sentence, the first one's bytes stay."""

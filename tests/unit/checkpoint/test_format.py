@@ -146,6 +146,10 @@ def test_each_file_of_tensors_opens_with_safetensors(folder: str) -> None:
     names = [name for file in files for name in file]
     assert len(names) == len(set(names))
     assert any("[" in name for name in names) == (folder != "format-1")
+    if folder == "format-1":
+        state = fixed_state()
+        assert all(same(files[0][f"model/{name}"], each) for name, each in state["model"].items())
+        assert same(files[0]["empty"], state["empty"])
     assert ("square[0:2,3:7]" in names) == (folder == "format-2-boxes")
 
 

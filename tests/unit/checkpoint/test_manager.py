@@ -344,19 +344,6 @@ def test_space_is_checked_before_writing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_committed_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    """Publishing onto a name that exists fails and harms neither."""
-    (name,) = save(manager(tmp_path)[0], 1)
-    storage = PosixStorage(tmp_path)
-    storage.create("tmp")
-    with pytest.raises(StorageError, match=name):
-        storage.publish("tmp", name)
-    with pytest.raises(OSError, match=name):
-        storage.rename("tmp", name)
-    assert sorted(os.listdir(tmp_path)) == sorted([name, "tmp"])
-    assert [each.status for each in describe(tmp_path)] == [Soundness.VERIFIED]
-
-
 @pytest.mark.parametrize("act", ["check_writable", "save", "load_newest", "newest", "describe"])
 def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, act: str) -> None:
     """The error says that it is not a directory, and which path."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.checkpoint.storage import PosixStorage, is_url, open_storage, posix
-from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, PosixSource, explain
+from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, explain
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.jobs.config import load_job
 
@@ -142,13 +142,3 @@ def test_a_full_disk_is_explained_and_the_file_closed(tmp_path: Path, monkeypatc
     sink.abandon()
     with pytest.raises(ValueError, match="closed"):
         sink.finish()
-
-
-def test_reading_by_position_stops_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"0123456789")
-    source, buffer = PosixSource(tmp_path / "file"), bytearray(4)
-    assert source.size == 10
-    assert source.read_into(memoryview(buffer), 3)
-    assert buffer == b"3456"
-    assert not source.read_into(memoryview(buffer), 8)
-    source.close()
