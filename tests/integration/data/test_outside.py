@@ -1,4 +1,4 @@
-"""Sessions whose samples come from a DataLoader of the script's own, from streams with a state, or from data workers."""
+"""Sessions whose samples come from a DataLoader of the script's own, from streams with a state, or from workers."""
 
 from __future__ import annotations
 
