@@ -230,6 +230,15 @@ def operation(rpc: Any, wanted: Operation) -> Any:
     return rpc.RequestOp(request_range=reading(rpc, wanted))
 
 
+def transaction(rpc: Any, guards: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]) -> Any:
+    """etcd's TxnRequest."""
+    return rpc.TxnRequest(
+        compare=[compare(rpc, guard) for guard in guards],
+        success=[operation(rpc, wanted) for wanted in success],
+        failure=[operation(rpc, wanted) for wanted in failure],
+    )
+
+
 def key_value(message: Any) -> KeyValue:
     """etcd's KeyValue as the port's."""
     return KeyValue(
@@ -625,12 +634,7 @@ class EtcdStore:
         *,
         deadline: Deadline,
     ) -> TransactionResult:
-        rpc = self._connection.rpc
-        request = rpc.TxnRequest(
-            compare=[compare(rpc, guard) for guard in guards],
-            success=[operation(rpc, wanted) for wanted in success],
-            failure=[operation(rpc, wanted) for wanted in failure],
-        )
+        request = transaction(self._connection.rpc, guards, success, failure)
         write = not all(isinstance(wanted, Read) for wanted in (*success, *failure))
         response = self._ask(lambda stubs: stubs.kv.Txn, request, deadline, write=write)
         revision = response.header.revision

@@ -104,7 +104,6 @@ def test_writers_while_the_watch_begins_are_seen_once(store: Store, world: World
 
 
 def test_nothing_arrives_after_close(store: Store, world: World) -> None:
-    """Close joins the watch's thread, and may be repeated; a listener may close its own watch."""
     recorder = Recorder()
     watch = store.watch(world.prefix, recorder)
     recorder.wait_snapshots(1)
@@ -163,7 +162,6 @@ def test_a_failing_listener_does_not_end_the_watch(store: Store, world: World) -
 
 
 def test_compaction_does_not_disturb_a_watch_that_keeps_up(store: Store, world: World) -> None:
-    """A watch that has seen everything needs no history."""
     recorder = Recorder()
     watch = store.watch(world.prefix, recorder)
     recorder.wait_snapshots(1)

@@ -57,7 +57,6 @@ class S3Server:
         self._control("faults", [asdict(each) for each in faults])
 
     def hits(self) -> int:
-        """How many requests the present faults have met."""
         return int(self._control("hits"))
 
     def log(self) -> list[str]:

@@ -33,7 +33,6 @@ FOUND = {"checkpoint.quarantined", "checkpoint.skipped", "snapshot.damaged"}
 
 @contextmanager
 def cut(path: Path, size: int) -> Iterator[None]:
-    """``path`` ends after ``size`` bytes inside the block."""
     content = path.read_bytes()
     os.truncate(path, size)
     try:
@@ -67,7 +66,6 @@ def damages(targets: Sequence[tuple[Path, list[tuple[int, int]]]], draw: random.
 
 
 def resumed(directory: Path, memory: list[Path]) -> tuple[Any, list[str]]:
-    """What a worker begins with, and what it says of it."""
     arena, state, manager = Arena(memory), dict[str, Any](), CheckpointManager(directory)
     with capture_logs() as logs:
         stored = StoredStates(manager, HeartbeatReporter(), arena.newest())

@@ -89,7 +89,6 @@ def test_a_watch_misses_and_repeats_nothing_while_etcd_is_killed(own_etcd: EtcdS
 
 
 def test_contact_is_regained_soon_after_etcd_is_back(own_etcd: EtcdServer) -> None:
-    """After an outage long enough for the longest pauses, watches and calls work again within seconds."""
     recorder = Recorder()
     with client(own_etcd.endpoint) as store:
         watch(store, recorder)
@@ -105,7 +104,6 @@ def test_contact_is_regained_soon_after_etcd_is_back(own_etcd: EtcdServer) -> No
 
 
 def test_nothing_spins_while_etcd_is_down(own_etcd: EtcdServer) -> None:
-    """Four watches and a lease session cost next to no processor time during an outage."""
     with client(own_etcd.endpoint) as store:
         recorders = [Recorder() for _ in range(4)]
         for number, recorder in enumerate(recorders):

@@ -60,7 +60,6 @@ def test_complex_tensors_come_back(dtype: torch.dtype) -> None:
 
 
 def test_views_and_strides_are_saved_by_value() -> None:
-    """Transposed, strided, expanded and offset views hold their own elements, not those around them."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     state = {
         "transposed": base.t(), "strided": base[::2, 1::3], "expanded": torch.tensor([1.5]).expand(5),
@@ -81,7 +80,6 @@ def test_a_tensor_in_two_places_is_stored_once_and_comes_back_as_one() -> None:
 
 
 def test_loaded_tensors_can_be_written_to_without_touching_each_other() -> None:
-    """Small tensors share memory while loading, but no byte of it."""
     state = {str(index): torch.full((5,), index, dtype=torch.int8) for index in range(50)}
     back = through_bytes(state)
     for tensor in back.values():
@@ -118,7 +116,6 @@ STATES = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS, STATES, max_size=4))
 def test_any_nesting_comes_back(state: dict[Any, Any]) -> None:
-    """Whatever is made of the supported types survives with types, key order and every bit."""
     assert same(through_bytes(state), state)
 
 
@@ -169,7 +166,6 @@ Point = namedtuple("Point", "x y")
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_its_path(value: object, words: list[str]) -> None:
-    """The error names the place in the state, the type, and what to do."""
     with pytest.raises(CheckpointError) as caught:
         codec.encode({"optimizer": {"state": [0, {3: value}]}})
     text = str(caught.value)

@@ -90,7 +90,6 @@ def test_newest_is_the_highest_round_then_step(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    """An empty, missing or foreign directory means start from scratch."""
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     for directory in (tmp_path / "foreign", tmp_path / "missing"):
@@ -325,7 +324,6 @@ def test_a_failing_disk_costs_nothing_but_the_save(tmp_path: Path, number: int, 
 
 
 def test_an_interrupt_leaves_nothing_partial(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a save removes what was written."""
 
     class Interrupting(PosixStorage):
         def publish(self, temporary: str, name: str) -> None:
@@ -337,7 +335,6 @@ def test_an_interrupt_leaves_nothing_partial(tmp_path: Path) -> None:
 
 
 def test_space_is_checked_before_writing(tmp_path: Path) -> None:
-    """A checkpoint that cannot fit is refused with both sizes, before the first byte."""
     small = Failing(tmp_path, errno.EIO, at=0, free=1000)
     with pytest.raises(StorageError, match=r"is full.*needs.*are free"):
         save(CheckpointManager(tmp_path, storage=small), 1)
@@ -346,7 +343,6 @@ def test_space_is_checked_before_writing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act", ["check_writable", "save", "load_newest", "newest", "describe"])
 def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, act: str) -> None:
-    """The error says that it is not a directory, and which path."""
     path = tmp_path / "file"
     path.write_text("mine")
     checkpoints, _ = manager(path)
@@ -361,7 +357,6 @@ def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, 
 
 
 def test_a_state_that_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
-    """The refusal comes before anything is written."""
     checkpoints, _ = manager(tmp_path)
     with pytest.raises(CheckpointError, match=r"state\['bad'\]"):
         checkpoints.save({"bad": object()}, SaveInfo(1))

@@ -61,7 +61,6 @@ from tests.unit.checkpoint.states import flip_bit, newest_of, raw, same, trainin
 
 
 def head(entries: Any) -> bytes:
-    """A header around any JSON."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -142,7 +141,6 @@ def test_no_mutation_breaks_the_parser(start: int, cut: int, put: bytes) -> None
 
 
 def draft() -> Manifest:
-    """Of a checkpoint that nothing else is known about."""
     name = str(CheckpointName(round=1, step=7))
     return Manifest(name=name, step=7, round=1, epoch=0, samples=0, world_size=1, created=0.0, files=())
 
@@ -213,7 +211,6 @@ def test_a_tensor_that_is_called_like_a_slice_keeps_its_name() -> None:
 
 
 def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list[tuple[TensorSlice, torch.Tensor]]:
-    """``whole`` cut at ``cuts`` of its first two dimensions."""
     ends = [list(zip([0, *each], [*each, size], strict=True)) for each, size in zip(cuts, whole.shape, strict=True)]
     return [
         (
@@ -234,7 +231,6 @@ def box_image(files: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]], names
 
 
 def committed(files: Sequence[Any], names: Sequence[str], directory: Path) -> tuple[PosixStorage, Manifest]:
-    """A checkpoint of them."""
     storage = PosixStorage(directory)
     storage.prepare()
     return storage, commit(storage, box_image(files, names), draft())

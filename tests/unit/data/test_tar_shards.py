@@ -56,7 +56,6 @@ def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Pa
 
 
 def test_images_are_decoded_where_pillow_is_there(tmp_path: Path) -> None:
-    """Else they stay bytes."""
     image = pytest.importorskip("PIL.Image")
     buffer = io.BytesIO()
     image.new("RGB", (3, 2), (10, 20, 30)).save(buffer, "png")
@@ -90,12 +89,10 @@ def test_several_shards_are_one_data_set_that_is_shuffled_and_divided_exactly(tm
 
 
 def test_patterns_with_braces_name_each_file() -> None:
-    """Numbers keep their leading zeros."""
     assert tar_index.braces("a{08..10}{x,y}.tar") == [f"a{n}{c}.tar" for n in ("08", "09", "10") for c in "xy"]
 
 
 def damaged(path: Path, kind: str) -> Path:
-    """A shard of five samples with something wrong."""
     if kind == "compressed":
         return shard(path, {"a.cls": b"1"}, "w:gz")
     numbered(path, 0, 5)
@@ -153,7 +150,6 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
 
 
 def test_shards_of_one_name_keep_their_indexes_apart(tmp_path: Path) -> None:
-    """In a directory where the indexes of several data sets are kept."""
     kept = tmp_path / "kept"
     kept.mkdir()
     for name, first in (("a", 0), ("b", 7)):
@@ -247,7 +243,6 @@ def test_each_process_opens_the_files_for_itself_and_only_a_few(
 
 
 def test_a_shard_that_became_shorter_is_an_error(tmp_path: Path) -> None:
-    """Not a short read taken for data."""
     path = numbered(tmp_path / "s.tar", 0, 5)
     shards = TarShards(path)
     os.truncate(path, 1024)

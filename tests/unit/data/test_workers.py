@@ -181,11 +181,8 @@ def test_a_data_set_may_name_the_generators_that_it_draws_from() -> None:
     first, again = (reader.read(request(3)).data for _ in range(2))
     assert float(first[0]) == float(again[0])
     assert float(first[2]) != float(again[2])
-    assert SampleReader(OfPythons(), list, seed=7).draws == (
-        "random",
-        "numpy",
-        "torch",
-    )  # its collate may draw from all
+    collating = SampleReader(OfPythons(), list, seed=7)  # which may draw from all
+    assert collating.draws == ("random", "numpy", "torch")
 
 
 def test_only_generators_that_are_known_can_be_named() -> None:
@@ -207,7 +204,6 @@ def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
 
 
 def test_set_epoch_is_called_once_for_each_epoch() -> None:
-    """Before the first sample of each, where it wants to know."""
 
     class Knowing(Noisy):
         told: list[int] = []  # noqa: RUF012
@@ -225,8 +221,6 @@ def test_set_epoch_is_called_once_for_each_epoch() -> None:
 
 
 class Words:
-    """A stream with an order of its own in each epoch; counts how often it is sought in."""
-
     def __init__(self, length: int = 10, real: int | None = None) -> None:
         self.length, self.real = length, real if real is not None else length
         self.sought: list[tuple[int, int]] = []
@@ -261,7 +255,6 @@ def test_a_stream_that_is_shorter_than_it_says_is_an_error_also_where_bad_sample
 
 
 def test_a_bad_sample_of_a_stream_is_passed_over() -> None:
-    """The stream is sought behind it."""
     read = SampleReader(Words(), None, seed=1, skips=True).read(request(6, 7, 8, epoch=5))
     assert (read.data.tolist(), [each.number for each in read.missing]) == ([506, 508], [7])
 
@@ -311,7 +304,6 @@ def test_by_default_a_bad_sample_is_an_error_that_names_it() -> None:
 
 
 def test_a_micro_batch_of_bad_samples_only_is_an_error_that_names_them() -> None:
-    """There is nothing to compute on."""
     with pytest.raises(DataError, match=r"all 3 raised: \[1, 2, 3\]; sample 1: ValueError: bad 1"):
         Fetcher(Holed(), CPU, seed=1, loading=Loading(bad_samples="skip")).draw(request(1, 2, 3))
 
@@ -459,7 +451,6 @@ def test_a_data_set_that_cannot_be_planned_is_refused(dataset: Any, says: str) -
 
 
 def test_nested_data_keep_their_structure_on_the_way_to_the_device() -> None:
-    """Dicts, lists, tuples and named tuples come out as they are; other things pass through."""
 
     class Sample(NamedTuple):
         a: torch.Tensor
