@@ -17,18 +17,8 @@ import pytest
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Owner, SaveInfo, manager
+from elastic_trainer.checkpoint import CheckpointManager, Owner, SaveInfo, layout, manager
 from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_share
-from elastic_trainer.checkpoint.layout import (
-    OFFER_FILE,
-    OWNER_FILE,
-    Kind,
-    WriterIdentity,
-    kind_of,
-    temporary_name,
-    this_process,
-    trash_name,
-)
 from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
 from elastic_trainer.checkpoint.manifest import Image, Manifest, from_bytes, seal
 from elastic_trainer.checkpoint.storage import PosixStorage
@@ -36,7 +26,7 @@ from elastic_trainer.errors import StorageError
 from tests.support.memory_store import ManualClock
 from tests.unit.checkpoint.states import Place
 
-ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")
+ME = layout.WriterIdentity(100, 5000, "a" * 32, 1, "here")
 NAME = "step-000000120-r7-0123456789ab"
 
 
@@ -44,18 +34,18 @@ NAME = "step-000000120-r7-0123456789ab"
     ("writer", "alive", "idle_s", "removed"),
     [
         (ME, None, None, False),
-        (WriterIdentity(101, 5000, "a" * 32, 1, "here"), True, None, False),
-        (WriterIdentity(101, 5000, "a" * 32, 1, "here"), False, None, True),
-        (WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S - 1, False),
-        (WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S + 1, True),
-        (WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, REBOOTED_S + 1, False),
-        (WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, ELSEWHERE_S + 1, True),
-        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, REBOOTED_S + 1, False),
-        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, ELSEWHERE_S + 1, True),
-        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, None, False),
+        (layout.WriterIdentity(101, 5000, "a" * 32, 1, "here"), True, None, False),
+        (layout.WriterIdentity(101, 5000, "a" * 32, 1, "here"), False, None, True),
+        (layout.WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S - 1, False),
+        (layout.WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S + 1, True),
+        (layout.WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, REBOOTED_S + 1, False),
+        (layout.WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, ELSEWHERE_S + 1, True),
+        (layout.WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, REBOOTED_S + 1, False),
+        (layout.WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, ELSEWHERE_S + 1, True),
+        (layout.WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, None, False),
     ],
 )
-def test_fate(writer: WriterIdentity, alive: bool | None, idle_s: float | None, removed: bool) -> None:
+def test_fate(writer: layout.WriterIdentity, alive: bool | None, idle_s: float | None, removed: bool) -> None:
     """The kernel's word counts where it has one; elsewhere only long silence does."""
     verdict = fate(writer, ME, alive, idle_s)
     assert verdict.remove is removed
@@ -72,32 +62,32 @@ def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
     return path
 
 
-def dead_process() -> WriterIdentity:
+def dead_process() -> layout.WriterIdentity:
     """The identity of a process that has lived on this machine and is gone."""
     code = "import dataclasses, json\nfrom elastic_trainer.checkpoint.layout import this_process\n"
     command = [sys.executable, "-c", f"{code}print(json.dumps(dataclasses.astuple(this_process())))"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    return WriterIdentity(*json.loads(said))
+    return layout.WriterIdentity(*json.loads(said))
 
 
 def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
     """A dead process's temporary and interrupted removals go; live, foreign and committed entries stay."""
-    me = this_process()
+    me = layout.this_process()
     assert me.pid == os.getpid()
     assert me.start > 0 < me.namespace
     assert me.boot != "0" * 32
     dead = dead_process()
-    reused = WriterIdentity(me.pid, me.start + 1, me.boot, me.namespace, me.host)
-    elsewhere = WriterIdentity(1, 1, "b" * 32, 1, "elsewhere")
+    reused = layout.WriterIdentity(me.pid, me.start + 1, me.boot, me.namespace, me.host)
+    elsewhere = layout.WriterIdentity(1, 1, "b" * 32, 1, "elsewhere")
     gone = [
-        make(tmp_path, temporary_name(dead)),
-        make(tmp_path, temporary_name(reused)),
-        make(tmp_path, temporary_name(elsewhere), age_s=ELSEWHERE_S + 60),
-        make(tmp_path, trash_name(NAME)),
+        make(tmp_path, layout.temporary_name(dead)),
+        make(tmp_path, layout.temporary_name(reused)),
+        make(tmp_path, layout.temporary_name(elsewhere), age_s=ELSEWHERE_S + 60),
+        make(tmp_path, layout.trash_name(NAME)),
     ]
     stays = [
-        make(tmp_path, temporary_name(me)),
-        make(tmp_path, temporary_name(elsewhere), age_s=ELSEWHERE_S - 600),
+        make(tmp_path, layout.temporary_name(me)),
+        make(tmp_path, layout.temporary_name(elsewhere), age_s=ELSEWHERE_S - 600),
         make(tmp_path, "tmp-of-somebody", age_s=10 * ELSEWHERE_S),
         make(tmp_path, NAME, age_s=10 * ELSEWHERE_S),
         make(tmp_path, f"corrupt-{NAME}-1", age_s=10 * ELSEWHERE_S),
@@ -157,7 +147,7 @@ def test_a_job_that_is_gone_leaves_the_directory_to_others(tmp_path: Path) -> No
         pass
     first = CheckpointManager(tmp_path, owner=Owner("b"))
     first.check_writable()
-    assert json.loads((tmp_path / OWNER_FILE).read_text())["run"] == "b"
+    assert json.loads((tmp_path / layout.OWNER_FILE).read_text())["run"] == "b"
     first.close()
     with another(tmp_path, "c"):
         pass
@@ -175,7 +165,7 @@ def test_a_process_of_the_same_job_does_not_wait_for_its_predecessor(tmp_path: P
 
 def test_who_reads_holds_nothing_and_is_kept_out_by_nobody(tmp_path: Path) -> None:
     """Commands and evaluations beside a training; the file of the lock is nobody's checkpoint."""
-    assert kind_of(OWNER_FILE) is Kind.FOREIGN
+    assert layout.kind_of(layout.OWNER_FILE) is layout.Kind.FOREIGN
     with another(tmp_path, "a"):
         assert CheckpointManager(tmp_path, owner=Owner("b")).newest() is None
         CheckpointManager(tmp_path).sweep()
@@ -206,10 +196,10 @@ class Helper(ManualClock):
 
     def offer(self, step: int, *, alive: bool = True) -> str:
         """Place 0 begins to save ``step``."""
-        writer = this_process() if alive else replace(this_process(), start=1)
-        name, manifest = temporary_name(writer), self._prepared(step)[1]
+        writer = layout.this_process() if alive else replace(layout.this_process(), start=1)
+        name, manifest = layout.temporary_name(writer), self._prepared(step)[1]
         self.storage.create(name, manifest.name)
-        write_file(self.storage, name, from_bytes(OFFER_FILE, seal(manifest)))
+        write_file(self.storage, name, from_bytes(layout.OFFER_FILE, seal(manifest)))
         return name
 
     def helps(self) -> tuple[tuple[str, ...], list[str]]:

@@ -13,20 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo, codec
-from elastic_trainer.checkpoint.layout import (
-    CheckpointName,
-    Kind,
-    WriterIdentity,
-    host_label,
-    kind_of,
-    parse_checkpoint,
-    parse_temporary,
-    quarantine_name,
-    quarantined,
-    temporary_name,
-    trash_name,
-)
+from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo, codec, layout
 from elastic_trainer.checkpoint.manifest import (
     FileRecord,
     Image,
@@ -163,14 +150,14 @@ def test_a_body_that_is_not_all_there_gets_no_checksums() -> None:
 
 
 def test_a_name_reads_as_designed() -> None:
-    assert str(CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
+    assert str(layout.CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
 
 
 @given(st.integers(0, 10**17), st.integers(0, 10**17))
 def test_every_name_parses_back(step: int, round_number: int) -> None:
     """Formatting and parsing are inverse, also beyond nine digits."""
-    name = CheckpointName(round=round_number, step=step)
-    assert parse_checkpoint(str(name)) == name
+    name = layout.CheckpointName(round=round_number, step=step)
+    assert layout.parse_checkpoint(str(name)) == name
 
 
 @pytest.mark.parametrize(
@@ -183,37 +170,39 @@ def test_every_name_parses_back(step: int, round_number: int) -> None:
 )  # fmt: skip
 def test_near_misses_are_foreign(text: str) -> None:
     """A name that is not exactly ours is never touched."""
-    assert kind_of(text) is Kind.FOREIGN
-    assert parse_checkpoint(text) is None
+    assert layout.kind_of(text) is layout.Kind.FOREIGN
+    assert layout.parse_checkpoint(text) is None
 
 
 def test_negative_steps_are_refused() -> None:
     with pytest.raises(CheckpointError, match="step -1"):
-        CheckpointName(round=0, step=-1)
+        layout.CheckpointName(round=0, step=-1)
 
 
 @given(st.text(max_size=100), st.integers(1, 2**31), st.integers(0, 2**60), st.integers(0, 2**40))
 def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, namespace: int) -> None:
     """The identity comes back from the name, whatever the host's name; names fit a file system, and never repeat."""
-    writer = WriterIdentity(pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=host_label(host))
-    name = temporary_name(writer)
-    assert parse_temporary(name) == writer
-    assert temporary_name(writer) != name
-    assert kind_of(name) is Kind.TEMPORARY
+    writer = layout.WriterIdentity(
+        pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=layout.host_label(host)
+    )
+    name = layout.temporary_name(writer)
+    assert layout.parse_temporary(name) == writer
+    assert layout.temporary_name(writer) != name
+    assert layout.kind_of(name) is layout.Kind.TEMPORARY
     assert len(name.encode()) < 255
     assert "/" not in name
 
 
 def test_trash_and_quarantine_are_recognized() -> None:
     """Neither counts as committed; a quarantine name tells what it was."""
-    assert kind_of(trash_name(NAME)) is Kind.TRASH
-    assert kind_of(quarantine_name(NAME, 3)) is Kind.QUARANTINED
-    assert quarantined(quarantine_name(NAME, 3)) == NAME
+    assert layout.kind_of(layout.trash_name(NAME)) is layout.Kind.TRASH
+    assert layout.kind_of(layout.quarantine_name(NAME, 3)) is layout.Kind.QUARANTINED
+    assert layout.quarantined(layout.quarantine_name(NAME, 3)) == NAME
 
 
 def test_of_two_saves_of_one_step_the_later_is_newer() -> None:
     """The first may have been on schedule, the second knows that it is the best."""
-    saves = [CheckpointName(round=3, step=40) for _ in range(50)]
+    saves = [layout.CheckpointName(round=3, step=40) for _ in range(50)]
     assert saves == sorted(saves)
     assert len({save.nonce for save in saves}) == 50
 

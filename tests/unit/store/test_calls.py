@@ -11,16 +11,9 @@ import structlog
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, PermanentError, StoreUnavailableError
+from elastic_trainer.store import retry
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
 from elastic_trainer.store.metered import MeteredStore
-from elastic_trainer.store.retry import (
-    LEAST_ATTEMPT_S,
-    LEAST_TRY_S,
-    LONGEST_PAUSE_S,
-    RetryBackoff,
-    read_attempt,
-    within,
-)
 from tests.support.listeners import Recorder
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.unit.agent.stage import Jumping
@@ -47,14 +40,14 @@ def test_an_unavailable_store_is_asked_again_until_it_answers_or_the_deadline() 
     """Retrying ends before the deadline, not after it, and took most of it."""
     clock = Jumping()
     deadline = Deadline.after(10.0, clock)
-    assert within(deadline, Attempts(deadline, DOWN, failures=2)) == 3
+    assert retry.within(deadline, Attempts(deadline, DOWN, failures=2)) == 3
     began, deadline = clock.monotonic(), Deadline.after(10.0, clock)
     attempts = Attempts(deadline, DOWN)
     with pytest.raises(StoreUnavailableError, match="down"):
-        within(deadline, attempts)
-    assert min(attempts.left) > LEAST_TRY_S
+        retry.within(deadline, attempts)
+    assert min(attempts.left) > retry.LEAST_TRY_S
     assert len(attempts.left) > 10
-    assert 10.0 - LONGEST_PAUSE_S - LEAST_TRY_S <= clock.monotonic() - began <= 10.0
+    assert 10.0 - retry.LONGEST_PAUSE_S - retry.LEAST_TRY_S <= clock.monotonic() - began <= 10.0
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknownError("written?"), LeaseLostError("gone"), KeyError("bug")])
@@ -62,7 +55,7 @@ def test_other_errors_are_never_retried(error: Exception) -> None:
     """A write with an unknown outcome above all."""
     attempts = Attempts(deadline := Deadline.after(60.0, Jumping()), error)
     with pytest.raises(type(error)):
-        within(deadline, attempts)
+        retry.within(deadline, attempts)
     assert len(attempts.left) == 1
 
 
@@ -71,18 +64,18 @@ def test_stop_ends_the_retrying() -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoreUnavailableError):
-        within(deadline := Deadline.after(1e6), Attempts(deadline, DOWN), stop)
+        retry.within(deadline := Deadline.after(1e6), Attempts(deadline, DOWN), stop)
 
 
 def test_one_attempt_leaves_time_for_another() -> None:
     """A frozen server may use half of the time, but a short deadline is used whole."""
-    for whole_s, attempt_s in ((20.0, 10.0), (0.5, 0.5), (1.5, LEAST_ATTEMPT_S)):
-        assert read_attempt(Deadline.after(whole_s, ManualClock())).remaining_s() == pytest.approx(attempt_s)
+    for whole_s, attempt_s in ((20.0, 10.0), (0.5, 0.5), (1.5, retry.LEAST_ATTEMPT_S)):
+        assert retry.read_attempt(Deadline.after(whole_s, ManualClock())).remaining_s() == pytest.approx(attempt_s)
 
 
 def test_backoff_begins_short_and_grows_to_its_limit() -> None:
     """Pauses are jittered within half and all of a step that doubles; success begins again."""
-    backoff = RetryBackoff(first_s=0.1, longest_s=0.5)
+    backoff = retry.RetryBackoff(first_s=0.1, longest_s=0.5)
     for step in [0.1, 0.2, 0.4, *[0.5] * 5000]:
         assert step / 2 <= backoff.next_s() <= step
     backoff.reset()

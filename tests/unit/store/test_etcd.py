@@ -19,21 +19,9 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
 )
 from elastic_trainer.settings import Endpoint, StoreSettings, parse_endpoints
+from elastic_trainer.store import etcd
 from elastic_trainer.store.api import prefix_end
 from elastic_trainer.store.connect import judge
-from elastic_trainer.store.etcd import (
-    PACKAGE,
-    StoreConnection,
-    build,
-    is_stale_token,
-    load_etcd3,
-    options,
-    resolved,
-    serialized_descriptor,
-    source_directory,
-    target,
-    translate,
-)
 
 # ---- etcd3
 
@@ -61,7 +49,7 @@ def test_etcd3_loads_once_without_a_warning_and_works() -> None:
         "print(len(found), len({each.TxnRequest for each in found}))"
     )
     assert run_python(code).split("\n") == ["b'k' 7 2 3", "8 1"]
-    assert load_etcd3() is load_etcd3()
+    assert etcd.load_etcd3() is etcd.load_etcd3()
 
 
 def test_other_etcd_clients_are_left_alone() -> None:
@@ -93,28 +81,28 @@ def test_what_is_not_etcd3_is_named(tmp_path: Path) -> None:
     """Missing files, sources without a descriptor, and descriptors that are damaged, foreign or incomplete."""
     path = tmp_path / "kv_pb2.py"
     with pytest.raises(ConfigError, match=r"kv_pb2\.py cannot be read"):
-        serialized_descriptor(path)
+        etcd.serialized_descriptor(path)
     path.write_text("print('hello')\n")
     with pytest.raises(ConfigError, match=r"kv_pb2\.py holds no descriptor"):
-        serialized_descriptor(path)
+        etcd.serialized_descriptor(path)
     for literal in ("data", "_b('\\u1234')", "b'\\x1'"):
         path.write_text(f"f(serialized_pb={literal})\n")
         with pytest.raises(ConfigError, match="in an unknown form"):
-            serialized_descriptor(path)
-    source = (source_directory() / "rpc_pb2.py").read_text()
+            etcd.serialized_descriptor(path)
+    source = (etcd.source_directory() / "rpc_pb2.py").read_text()
     for text in ("f(serialized_pb=b'\\xff\\xff')\n", source):
         for name in ("kv", "auth", "rpc"):
             (tmp_path / f"{name}_pb2.py").write_text(text)
         with pytest.raises(ConfigError, match="unexpected descriptors"):
-            build(tmp_path)
+            etcd.build(tmp_path)
 
 
 def test_the_sources_are_parsed_and_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     for name in ("kv", "auth", "rpc"):
-        source = (source_directory() / f"{name}_pb2.py").read_text()
+        source = (etcd.source_directory() / f"{name}_pb2.py").read_text()
         (tmp_path / f"{name}_pb2.py").write_text(f"open({str(marker)!r}, 'w').close()\n{source}")
-    assert {PACKAGE, f"{PACKAGE}.rpc_pb2", f"{PACKAGE}.rpc_pb2_grpc"} <= set(build(tmp_path))
+    assert {etcd.PACKAGE, f"{etcd.PACKAGE}.rpc_pb2", f"{etcd.PACKAGE}.rpc_pb2_grpc"} <= set(etcd.build(tmp_path))
     assert not marker.exists()
 
 
@@ -135,20 +123,20 @@ def test_the_sources_are_parsed_and_not_run(tmp_path: Path) -> None:
 def test_targets(endpoints: str, expected: str) -> None:
     """One endpoint is left to gRPC's resolver; several become a list of addresses, with the first one's certificate."""
     parsed = parse_endpoints(endpoints)
-    assert target(resolved(parsed)) == expected
-    name = dict(options(parsed)).get("grpc.ssl_target_name_override")
+    assert etcd.target(etcd.resolved(parsed)) == expected
+    name = dict(etcd.options(parsed)).get("grpc.ssl_target_name_override")
     assert name == (parsed[0].host if len(parsed) > 1 else None)
 
 
 def test_a_list_of_names_is_resolved_and_unknown_ones_are_passed_over() -> None:
     """gRPC takes one name only, people have lists; one dead name must not hide the others."""
-    addresses = resolved(parse_endpoints("localhost:1,no-such-host.invalid:2,10.0.0.3:3"))
+    addresses = etcd.resolved(parse_endpoints("localhost:1,no-such-host.invalid:2,10.0.0.3:3"))
     assert "10.0.0.3:3" in addresses
     assert {"127.0.0.1:1", "[::1]:1"} & set(addresses)
     assert not [address for address in addresses if address.endswith(":2")]
-    assert target(addresses).startswith("ipv4:")
+    assert etcd.target(addresses).startswith("ipv4:")
     with pytest.raises(StoreUnavailableError, match=r"a\.invalid, b\.invalid"):
-        resolved(parse_endpoints("a.invalid,b.invalid"))
+        etcd.resolved(parse_endpoints("a.invalid,b.invalid"))
 
 
 def test_tls_files_are_checked_before_grpc_sees_them(tmp_path: Path) -> None:
@@ -160,7 +148,7 @@ def test_tls_files_are_checked_before_grpc_sees_them(tmp_path: Path) -> None:
         ({"cert": der, "key": der}, "no 'ca_cert'"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            StoreConnection(StoreSettings(endpoints=parse_endpoints("127.0.0.1:1"), **files))
+            etcd.StoreConnection(StoreSettings(endpoints=parse_endpoints("127.0.0.1:1"), **files))
 
 
 def test_the_end_of_a_prefix() -> None:
@@ -210,23 +198,23 @@ def test_what_a_failure_means(
     code: str, text: str, of_a_read: type[ElasticTrainerError], of_a_write: type[ElasticTrainerError]
 ) -> None:
     """A write that may have happened is unknown; one that was never taken may be repeated; a refusal is final."""
-    found = [translate(code, text, where="10.0.0.1:2379", write=write) for write in (False, True)]
+    found = [etcd.translate(code, text, where="10.0.0.1:2379", write=write) for write in (False, True)]
     assert [type(each) for each in found] == [of_a_read, of_a_write]
     assert ("no space left" in str(found[1])) == ("space exceeded" in text)
 
 
 def test_messages_name_the_endpoint_and_a_short_cause() -> None:
     text = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:2379: Failed: Connection refused"
-    error = translate("UNAVAILABLE", text, where="10.0.0.1:2379", write=False)
+    error = etcd.translate("UNAVAILABLE", text, where="10.0.0.1:2379", write=False)
     assert str(error) == "etcd at 10.0.0.1:2379 does not answer: connection refused"
 
 
 def test_stale_tokens_are_distinguished_from_wrong_passwords() -> None:
     """Only the former is worth another authentication."""
-    assert is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
-    assert is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")
-    assert not is_stale_token("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password")
-    assert not is_stale_token("PERMISSION_DENIED", "etcdserver: permission denied")
+    assert etcd.is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
+    assert etcd.is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")
+    assert not etcd.is_stale_token("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password")
+    assert not etcd.is_stale_token("PERMISSION_DENIED", "etcdserver: permission denied")
 
 
 ETCD = b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5.1","etcdcluster":"3.5.0"}'
