@@ -56,12 +56,9 @@ def training_state(seed: int = 0, width: int = 16) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-        "cursor": {"epoch": 1, "samples": 96},
-    }
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(), "cursor": {"epoch": 1, "samples": 96},
+    }  # fmt: skip
 
 
 def newest_of(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded:

@@ -84,38 +84,21 @@ def test_a_built_header_parses_back_aligned(kinds: list[tuple[str, list[int]]]) 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\x01\x00",
-        head({})[:-1],
-        head({}) + b" ",
-        (1 << 63).to_bytes(8, "little") + b"{}",
-        head(b"{"),
-        head(b"\xff\xfe"),
-        head([]),
-        head(b'{"a":' * 50_000),
+        b"", b"\x01\x00", head({})[:-1], head({}) + b" ", (1 << 63).to_bytes(8, "little") + b"{}", head(b"{"),
+        head(b"\xff\xfe"), head([]), head(b'{"a":' * 50_000),
         head(
             b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
         ),
-        head({"a": 1}),
-        head({"a": {"dtype": "F32"}}),
-        head({"a": tensor(dtype="F31")}),
-        head({"a": tensor(dtype=["F32"])}),
-        head({"a": tensor(shape=[-2])}),
-        head({"a": tensor(shape=[2.0])}),
-        head({"a": tensor(shape=[True, 2])}),
-        head({"a": tensor(shape=[1 << 62, 1 << 62])}),
-        head({"a": tensor(shape="2")}),
-        head({"a": tensor(begin=8, end=0)}),
-        head({"a": tensor(end=12)}),
-        head({"a": tensor(begin=8, end=16)}),
-        head({"a": tensor(), "b": tensor()}),
-        head({"a": tensor(), "b": tensor(begin=4, end=12)}),
-        head({"a": tensor(), "b": tensor(begin=8, end=16)}),
-        head({"a": tensor("U8", [3], 0, 3), "b": tensor("F32", [1], 3, 7), "c": tensor("U8", [1], 7, 8)}),
-        head({}),
+        head({"a": 1}), head({"a": {"dtype": "F32"}}), head({"a": tensor(dtype="F31")}),
+        head({"a": tensor(dtype=["F32"])}), head({"a": tensor(shape=[-2])}), head({"a": tensor(shape=[2.0])}),
+        head({"a": tensor(shape=[True, 2])}), head({"a": tensor(shape=[1 << 62, 1 << 62])}),
+        head({"a": tensor(shape="2")}), head({"a": tensor(begin=8, end=0)}), head({"a": tensor(end=12)}),
+        head({"a": tensor(begin=8, end=16)}), head({"a": tensor(), "b": tensor()}),
+        head({"a": tensor(), "b": tensor(begin=4, end=12)}), head({"a": tensor(), "b": tensor(begin=8, end=16)}),
+        head({"a": tensor("U8", [3], 0, 3), "b": tensor("F32", [1], 3, 7), "c": tensor("U8", [1], 7, 8)}), head({}),
     ],
     ids=lambda content: repr(content[:60]),
-)
+)  # fmt: skip
 def test_a_header_that_does_not_fit_eight_bytes_of_data_is_damage(content: bytes) -> None:
     """Wrong lengths, types, shapes, gaps, overlaps and misalignment are all refused before memory is asked for."""
     with pytest.raises(DamagedError):
@@ -369,19 +352,13 @@ MESH_SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (2, 9), (0, 4)]
 @pytest.mark.parametrize(
     ("mesh", "placements"),
     [
-        ((1,), [Shard(0)]),
-        ((4,), [Shard(0)]),
-        ((3,), [Shard(1)]),
-        ((5,), [Replicate()]),
-        ((2, 3), [Shard(0), Shard(1)]),
-        ((2, 2), [Shard(0), Shard(0)]),
-        ((2, 2), [Replicate(), Shard(0)]),
-        ((3, 2), [Shard(1), Replicate()]),
-        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+        ((1,), [Shard(0)]), ((4,), [Shard(0)]), ((3,), [Shard(1)]), ((5,), [Replicate()]),
+        ((2, 3), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)]), ((2, 2), [Replicate(), Shard(0)]),
+        ((3, 2), [Shard(1), Replicate()]), ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
         ((2, 2, 2), [Replicate(), _StridedShard(1, split_factor=2), Shard(1)]),
         ((2, 2, 2), [_StridedShard(0, split_factor=2), Shard(1), Shard(0)]),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shape", MESH_SHAPES)
 def test_the_boxes_of_all_ranks_are_the_tensor(
     mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
