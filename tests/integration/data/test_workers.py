@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -352,7 +353,7 @@ def test_workers_that_are_slow_to_go_on_are_waited_for() -> None:
         children = [psutil.Process(process.pid) for process in multiprocessing.active_children()]
         for child in children:
             child.suspend()
-        again = threading.Timer(3 * workers.LOOK_S, lambda: [child.resume() for child in children])
+        again = threading.Timer(3 * workers.LOOK_S, lambda: deque(map(psutil.Process.resume, children)))
         again.start()
         assert sampler.draw(Cursor(0, 0), 0, 1).x.tolist() == list(range(10))
         again.join()
