@@ -196,15 +196,11 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
     assert place().names() == (manifest.name,)
 
 
-def parts_of(state: dict[str, object]) -> tuple[Image, Image]:
-    first, structure, second = codec.encode(state, parts=2).files
-    return Image((first, structure)), Image((second,))
-
-
 def test_two_places_write_their_files_of_one_checkpoint(place: Place) -> None:
     """Each its own; the notes that they leave for each other are gone when it is published."""
     state = {"large": torch.randn(3_000_000), "small": [torch.ones(3)]}
-    first, second = parts_of(state)
+    large, structure, rest = codec.encode(state, parts=2).files
+    first, second = Image((large, structure)), Image((rest,))
     saver, helper = opened(place), opened(place)
     done: list[tuple[str, ...]] = []
     draft = helper.draft(SaveInfo(1))

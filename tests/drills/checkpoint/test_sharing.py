@@ -15,6 +15,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.checkpoint.sharing_job import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
+from tests.unit.checkpoint.states import same
 
 SCRIPT = "tests.drills.checkpoint.sharing_job"
 SHARED, HELPED, LATE = "checkpoint.shared", "checkpoint.helped", "checkpoint.helper_late"
@@ -35,10 +36,6 @@ def said(job: Job, event: str) -> list[dict[str, Any]]:
 def held(directory: Path, step: int) -> dict[int, dict[str, torch.Tensor]]:
     paths = directory.glob(f"held-{step}-*[0-9]")
     return {int(path.name.split("-")[2]): torch.load(path, weights_only=True) for path in paths}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def check_rank0s(directory: Path, checkpoints: Path, world: int, rescued: frozenset[str] = frozenset()) -> list[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
+from elastic_trainer.store.api import KeyValue, Snapshot
 from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 from tests.support.listeners import Recorder
 
@@ -22,12 +22,9 @@ def created(now: KeyHistory) -> EventBatch:
     return EventBatch(now, created=True)
 
 
-def change(revision: int, value: bytes = b"") -> WatchEvent:
-    return WatchEvent(EventKind.PUT, KeyValue("/k", value, 1, revision))
-
-
 def changes(*revisions: int) -> EventBatch:
-    return EventBatch(history(revisions[-1]), tuple(change(revision, str(revision).encode()) for revision in revisions))
+    items = (KeyValue("/k", str(revision).encode(), 1, revision) for revision in revisions)
+    return EventBatch(history(revisions[-1]), tuple(WatchEvent(EventKind.PUT, item) for item in items))
 
 
 class Script:

@@ -119,7 +119,7 @@ def test_a_fork_has_its_own_signals(tmp_path: Path, place: Place) -> None:
     )
     with starter() as it:
         process = place.warm(it, str(script(tmp_path, text)))
-        await_text(place.out, "ready")
+        eventually(lambda: "ready" in place.out.read_text(), place.out.read_text)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(LIMIT_S) == 143
 
@@ -274,10 +274,6 @@ def test_a_template_dies_with_its_owner(tmp_path: Path) -> None:
     eventually(lambda: not alive(template), "the template lives on")
     assert alive(program)
     program.kill()
-
-
-def await_text(path: Path, text: str) -> None:
-    eventually(lambda: text in path.read_text(), path.read_text)
 
 
 def test_the_end_of_a_process_that_loaded_torch_says_nothing() -> None:

@@ -81,17 +81,13 @@ def test_any_sequence_of_pieces_is_written_as_it_is(
     """Aligned, unaligned and read-only pieces of many sizes; also where the file system refuses direct writes."""
     if not direct:
         monkeypatch.setattr(posix, "_set_direct", lambda descriptor, on: False)
-    draw, parts, position = random.Random(seed), [], draw_start(seed)
-    begin = position
+    draw, parts = random.Random(seed), []
+    begin = position = (0, 8, 4088, 4096, 1, 5000)[seed]
     while position < SIZE:
         part = content[position : position + draw.choice(AWKWARD)]
         parts.append(part if draw.random() < 0.8 else memoryview(bytes(part)))
         position += len(part)
     assert written(tmp_path / "file", parts) == content[begin:]
-
-
-def draw_start(seed: int) -> int:
-    return (0, 8, 4088, 4096, 1, 5000)[seed]
 
 
 def test_a_head_and_a_body_that_lies_as_in_the_file_go_to_the_disk_from_where_they_are(
