@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.store.api import KeyValue, Snapshot
+from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
 from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 from tests.support.listeners import Recorder
 
