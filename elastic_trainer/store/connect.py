@@ -192,9 +192,8 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
         if tls:
             text = f"the TLS handshake with {endpoint} fails"
             return StoreFault(text, False, "check ca_cert, cert and key", handshake=True)
-        return StoreFault(
-            f"{endpoint} requires TLS", True, "set ca_cert (and cert and key if etcd requires them)", for_all=True
-        )
+        hint = "set ca_cert (and cert and key if etcd requires them)"
+        return StoreFault(f"{endpoint} requires TLS", True, hint, for_all=True)
     if b'"etcdserver"' in answer:
         if tls:
             return StoreFault(f"etcd at {endpoint} does not use TLS", True, "omit ca_cert, cert and key", for_all=True)

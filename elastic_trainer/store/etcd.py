@@ -416,12 +416,11 @@ def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> 
         if path is None:
             continue
         try:
-            text = path.read_bytes()
+            content = path.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                f"TLS file {str(path)!r} cannot be read: {error.strerror}", hint="check its path"
-            ) from error
-        if b"-----BEGIN" not in text:
+            text = f"TLS file {str(path)!r} cannot be read: {error.strerror}"
+            raise ConfigError(text, hint="check its path") from error
+        if b"-----BEGIN" not in content:
             raise ConfigError(f"TLS file {str(path)!r} is not in PEM form", hint="convert it with openssl")
     host, _, port = target(addresses).rpartition(":")
     return etcd3.Etcd3Client(
