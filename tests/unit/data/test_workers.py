@@ -141,6 +141,7 @@ class Fixed(NoisyMany):
     deterministic = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[list[int]] = []
 
     def __getitem__(self, index: int) -> Any:
