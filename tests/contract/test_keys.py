@@ -24,10 +24,7 @@ from elastic_trainer.store.api import (
     unchanged,
 )
 from tests.contract.conftest import World
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
+from tests.integration.store.support import soon
 
 
 def write(store: Store, *operations: Operation) -> TransactionResult:

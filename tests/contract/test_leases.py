@@ -6,20 +6,17 @@ import threading
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import LeaseLostError
 from elastic_trainer.store.api import EventKind, Put, Store
 from elastic_trainer.store.session import LeaseSession
 from tests.contract.conftest import World
+from tests.integration.store.support import soon
 from tests.support.listeners import LIMIT_S, Recorder
 
 TTL_S = 4.0
 HELD_S = 6.0
 """Kept alive at a third of it: a loaded machine may stand still for the rest."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 def test_a_lease_that_is_not_kept_alive_takes_its_keys_along(store: Store, world: World) -> None:

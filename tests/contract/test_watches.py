@@ -5,18 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from elastic_trainer.clock import Deadline
 from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, Watch, WatchEvent
 from tests.contract.conftest import World
+from tests.integration.store.support import put, soon
 from tests.support.listeners import LIMIT_S, Recorder
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
-
-
-def put(store: Store, key: str, value: bytes = b"") -> int:
-    return store.transact([], [Put(key, value)], deadline=soon()).revision
 
 
 def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: Store, world: World) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE STEP``, with RANK and STORE, a file.
+"""One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE``, with RANK and STORE, a file.
 
 SHAPE is that of the mesh: "4" for FSDP alone, "2x2" for FSDP times tensor parallel, "2+2" for two replicas of two.
 ``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``dcp`` has torch save
@@ -80,11 +80,11 @@ def full(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def save(directory: Path, shape: str, step: int) -> None:
+def save(directory: Path, shape: str) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(shape, rank)
     model, optimizer = build(mesh, 1)
-    torch.manual_seed(step)
+    torch.manual_seed(1)
     for _ in range(2):
         model(torch.randn(5, 12)).square().mean().backward()
         optimizer.step()
@@ -93,31 +93,30 @@ def save(directory: Path, shape: str, step: int) -> None:
     whole = full(state)
     dist.barrier()
     manager = CheckpointManager(directory)
-    image, draft = manager.encode(state, SaveInfo(step), places=places), manager.draft(SaveInfo(step))
+    image, draft = manager.encode(state, SaveInfo(1), places=places), manager.draft(SaveInfo(1))
     if rank == 0:
         commit.SHARDS_LEAST_PATIENCE_S = 60.0
-        torch.save(whole, directory / f"reference{step}.pt")
+        torch.save(whole, directory / "reference.pt")
         print("committed", manager.commit(image, draft).name)
     elif places.index:
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
-        threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
+        threading.Thread(target=watch, args=(manager, saved), daemon=True).start()
         print("wrote", *manager.write_share(image, draft, 0, saved))
     dist.barrier()
 
 
-def watch(manager: CheckpointManager, step: int, saved: threading.Event) -> None:
-    while (newest := manager.newest()) is None or newest.manifest.step < step:
+def watch(manager: CheckpointManager, saved: threading.Event) -> None:
+    while manager.newest() is None:
         pause(0.05)
     saved.set()
 
 
-def load(directory: Path, shape: str, step: int) -> None:
+def load(directory: Path, shape: str) -> None:
     mesh = mesh_of(shape, dist.get_rank())
     model, optimizer = build(mesh, 99)
     held = {name: each.data_ptr() for name, each in locals_of(model).items()}
     like = {("optimizer", "state", index): each for index, each in enumerate(model.parameters())}
     loaded = newest_of(CheckpointManager(directory), LoadInto({"model": model.state_dict()}, like))
-    assert loaded.manifest.step == step
     assert {name: each.data_ptr() for name, each in locals_of(model).items()} == held
     moments = loaded.state["optimizer"]["state"][0]["exp_avg"]
     assert isinstance(moments, DTensor)
@@ -125,7 +124,7 @@ def load(directory: Path, shape: str, step: int) -> None:
     optimizer.load_state_dict(loaded.state["optimizer"])
     found = full(collect(model, optimizer))
     if dist.get_rank() == 0:
-        assert same(found, torch.load(directory / f"reference{step}.pt", weights_only=False))
+        assert same(found, torch.load(directory / "reference.pt", weights_only=False))
     torch.manual_seed(3)
     before = full(collect(model, optimizer))
     model(torch.randn(5, 12)).sum().backward()
@@ -139,7 +138,7 @@ def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    action, place, shape, step = sys.argv[1:]
+    action, place, shape = sys.argv[1:]
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(os.environ["STORE"], size)
@@ -149,11 +148,11 @@ def main() -> None:
             mesh = mesh_of(shape, rank)
             whole = full(state := collect(*build(mesh, 1)))
             save_dcp(state, checkpoint_id=f"{place}/dcp")
-            torch.save(whole, f"{place}/reference{step}.pt")
+            torch.save(whole, f"{place}/reference.pt")
         elif action == "load":
-            load(Path(place), shape, int(step))
+            load(Path(place), shape)
         else:
-            save(Path(place), shape, int(step))
+            save(Path(place), shape)
     finally:
         dist.destroy_process_group()
 

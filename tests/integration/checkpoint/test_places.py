@@ -25,13 +25,13 @@ Start = Callable[..., list[Forked]]
 def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as ends:
 
-        def begin(action: str, shape: str, step: int = 1) -> list[Forked]:
+        def begin(action: str, shape: str) -> list[Forked]:
             size = ranks(shape)
             store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
             store.touch()
             (tmp_path / "checkpoints").mkdir(exist_ok=True)
             place = str(tmp_path / "checkpoints")
-            words = ["-m", "tests.integration.checkpoint.places", action, place, shape, str(step)]
+            words = ["-m", "tests.integration.checkpoint.places", action, place, shape]
             found = []
             for rank in range(size):
                 env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
@@ -67,7 +67,7 @@ def test_what_some_places_write_others_load(start: Start, tmp_path: Path, shape:
     parts = [each for each in entry.manifest.files if each.name.startswith("tensors")]
     assert len(parts) == ranks(shape)
     assert max(each.size for each in parts) < 0.8 * entry.manifest.size
-    reference = torch.load(directory / "reference1.pt", weights_only=False)
+    reference = torch.load(directory / "reference.pt", weights_only=False)
     whole = CheckpointManager(directory).load(entry).state
     assert same(whole, reference)
     assert whole["model"]["again.weight"] is whole["model"]["first.weight"]
@@ -84,7 +84,7 @@ def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: 
     assert sum("wrote tensors-00002-of-00002.safetensors" in each for each in said) == 1
     assert same(
         newest_of(CheckpointManager(tmp_path / "checkpoints")).state,
-        torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False),
+        torch.load(tmp_path / "checkpoints" / "reference.pt", weights_only=False),
     )
 
 
@@ -97,6 +97,6 @@ def test_what_torch_has_saved_of_a_sharded_model_is_imported(
     ended(start("dcp", "2x2"), tmp_path)
     assert main(["checkpoints", "import", str(directory / "dcp"), "--into", str(tmp_path / "weights")]) == 0
     assert "left out: optimizer, note" in capsys.readouterr().out
-    reference = torch.load(directory / "reference1.pt", weights_only=False)["model"]
+    reference = torch.load(directory / "reference.pt", weights_only=False)["model"]
     found = load_file(tmp_path / "weights" / "dcp.safetensors")
     assert same(dict(sorted(found.items())), dict(sorted(reference.items())))

@@ -14,6 +14,7 @@ from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, Permanen
 from elastic_trainer.store import retry
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
 from elastic_trainer.store.metered import MeteredStore
+from tests.integration.store.support import soon
 from tests.support.listeners import Recorder
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.unit.agent.stage import Jumping
@@ -83,10 +84,6 @@ def test_backoff_begins_short_and_grows_to_its_limit() -> None:
 
 
 # ---- counted
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @pytest.fixture
