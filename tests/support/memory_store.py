@@ -413,20 +413,13 @@ class LateStore(MemoryStore):
     def __init__(self, backend: MemoryBackend) -> None:
         super().__init__(backend)
         self.holds_back = False
-        self._held: list[tuple[Sequence[Compare], Sequence[Operation], Sequence[Operation]]] = []
+        self._held: list[tuple[Any, ...]] = []
 
-    def transact(
-        self,
-        guards: Sequence[Compare],
-        success: Sequence[Operation],
-        failure: Sequence[Operation] = (),
-        *,
-        deadline: Deadline,
-    ) -> TransactionResult:
+    def transact(self, *branches: Any, deadline: Deadline) -> TransactionResult:
         if self.holds_back:
-            self._held.append((guards, success, failure))
+            self._held.append(branches)
             raise OutcomeUnknownError("the store is frozen")
-        return super().transact(guards, success, failure, deadline=deadline)
+        return super().transact(*branches, deadline=deadline)
 
     def thaw(self) -> list[bool]:
         """Do what was held back; whether the guards of each held."""

@@ -105,10 +105,15 @@ def save_together_for_ever(directory: str | Path, say: Connection) -> None:
 class Casualties:
     """What the kills did. ``interrupted`` counts those that hit a save half-way."""
 
-    kills: int = 0
     saves: int = 0
     interrupted: int = 0
     broken: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """All that were committed are whole, and the drill has proved it."""
+        assert self.broken == []
+        assert self.saves > 0
+        assert self.interrupted > 0, "no kill hit a save: the drill proved nothing"
 
 
 def forks() -> Any:
@@ -173,7 +178,6 @@ def kill_savers(
     result = Casualties()
     for _ in range(kills):
         first, said = one_life(saver, directory, draw.randrange(SAVES), draw.random(), longest_s)
-        result.kills += 1
         result.saves += said - first
         kinds = set(map(kind_of, open_storage(directory).names()))
         result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})

@@ -308,7 +308,6 @@ def test_a_failing_disk_costs_nothing_but_the_save(tmp_path: Path, number: int, 
 
 
 def test_an_interrupt_leaves_nothing_partial(tmp_path: Path) -> None:
-
     class Interrupting(PosixStorage):
         def publish(self, temporary: str, name: str) -> None:
             raise KeyboardInterrupt

@@ -205,7 +205,6 @@ def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
 
 
 def test_set_epoch_is_called_once_for_each_epoch() -> None:
-
     class Knowing(Noisy):
         told: list[int] = []  # noqa: RUF012
 
@@ -452,7 +451,6 @@ def test_a_data_set_that_cannot_be_planned_is_refused(dataset: Any, says: str) -
 
 
 def test_nested_data_keep_their_structure_on_the_way_to_the_device() -> None:
-
     class Sample(NamedTuple):
         a: torch.Tensor
         b: str
