@@ -11,8 +11,8 @@ from elastic_trainer.errors import LeaseLostError
 from elastic_trainer.store.api import EventKind, Put, Store
 from elastic_trainer.store.session import LeaseSession
 from tests.contract.conftest import World
-from tests.integration.store.support import soon
-from tests.support.listeners import LIMIT_S, Recorder
+from tests.integration.store.support import soon, watching
+from tests.support.listeners import LIMIT_S
 
 TTL_S = 4.0
 HELD_S = 6.0
@@ -21,9 +21,7 @@ HELD_S = 6.0
 
 def test_a_lease_that_is_not_kept_alive_takes_its_keys_along(store: Store, world: World) -> None:
     """All keys of an expired lease are deleted, others stay; not before the time granted is over."""
-    recorder = Recorder()
-    watch = store.watch(world.prefix, recorder)
-    recorder.wait_snapshots(1)
+    recorder = watching(store, world.prefix)
     store.transact([], [Put(world.prefix + "c", b"")], deadline=soon())
     asked_at = SYSTEM.monotonic()
     lease = store.grant(TTL_S, soon())
@@ -39,7 +37,6 @@ def test_a_lease_that_is_not_kept_alive_takes_its_keys_along(store: Store, world
     assert [item.key[-1] for item in store.range(world.prefix, soon()).items] == ["c"]
     with pytest.raises(LeaseLostError):
         store.keep_alive(lease.id, soon())
-    watch.close()
 
 
 def test_revoking_deletes_the_keys_at_once_and_may_be_repeated(store: Store, world: World) -> None:

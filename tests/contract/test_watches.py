@@ -7,16 +7,8 @@ from collections.abc import Sequence
 
 from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, WatchEvent
 from tests.contract.conftest import World
-from tests.integration.store.support import put, soon
+from tests.integration.store.support import put, soon, watching
 from tests.support.listeners import LIMIT_S, Recorder
-
-
-def watching(store: Store, prefix: str, recorder: Recorder | None = None, *, exact: bool = False) -> Recorder:
-    """Who hears of a watch that has begun; closing the store ends it."""
-    heard = recorder or Recorder()
-    store.watch(prefix, heard, exact=exact)
-    heard.wait_snapshots(1)
-    return heard
 
 
 def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: Store, world: World) -> None:
@@ -128,7 +120,6 @@ def test_a_failing_listener_does_not_end_the_watch(store: Store, world: World) -
             if len(self.events) == 1:
                 raise RuntimeError("a bug in the listener")
 
-    store.version(soon())  # the connection is there: else its first attempt could be news
     recorder = watching(store, world.prefix, Broken())
     put(store, world.prefix + "a", b"1")
     recorder.wait_events(1)

@@ -26,10 +26,9 @@ from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.etcd import StoreConnection
-from tests.integration.store.support import client, put, settings, soon
+from tests.integration.store.support import client, put, settings, soon, watching
 from tests.support.certificates import Authority
 from tests.support.guarded import guard
-from tests.support.listeners import Recorder
 
 
 def checked(endpoint: str, limit_s: float = 30.0, **options: Any) -> None:
@@ -59,10 +58,8 @@ TRAINER: dict[str, Any] = {"user": "trainer", "password": "secret"}
 
 def test_a_user_works_over_plaintext_and_outlives_its_token(guarded: EtcdServer) -> None:
     """Reads, writes, leases and watches carry the token; a restart of etcd, which forgets it, is not noticed."""
-    recorder = Recorder()
     with client(guarded.endpoint, **TRAINER) as store:
-        store.watch("/elastic_trainer/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/elastic_trainer/")
         lease = store.grant(60.0, soon())
         put(store, "/elastic_trainer/a", b"1", lease.id)
         recorder.wait_events(1)
@@ -105,10 +102,8 @@ def test_a_password_may_change_while_a_store_is_open(guarded: EtcdServer, tmp_pa
     file = tmp_path / "password"
     file.write_text("secret\n")
     login: dict[str, Any] = {"user": "trainer", "password_file": file}
-    recorder = Recorder()
     with client(guarded.endpoint, **login) as store:
-        store.watch("/elastic_trainer/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/elastic_trainer/")
         put(store, "/elastic_trainer/a", b"1")
         recorder.wait_events(1)
         with Accounts(settings(guarded.endpoint, user="root", password="r00t"), soon()) as accounts:
@@ -182,10 +177,8 @@ def test_client_certificates(secured: tuple[EtcdServer, dict[str, Any]]) -> None
     server, options = secured
     port = server.client_port
     for endpoint in (server.endpoint, f"localhost:{port}", f"127.0.0.1:{port},localhost:{port}"):
-        recorder = Recorder()
         with client(endpoint, **options) as store:
-            store.watch("/w/", recorder)
-            recorder.wait_snapshots(1)
+            recorder = watching(store, "/w/")
             put(store, "/w/a", b"1")
             recorder.wait_events(1)
             if endpoint == server.endpoint:
@@ -240,10 +233,8 @@ def test_an_absent_etcd_is_waited_for_until_the_deadline(own_etcd: EtcdServer) -
 
 def test_a_cluster_survives_the_loss_of_its_leader(etcd_binary: str) -> None:
     """Writes and a watch go on without a gap when the leader is killed; without a quorum both say so."""
-    recorder = Recorder()
     with EtcdCluster(3) as cluster, client(cluster.endpoint) as store:
-        store.watch("/w/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/w/")
         written = [_put_certainly(store, number) for number in range(5)]
         first = cluster.leader()
         cluster.kill(first)
