@@ -70,27 +70,6 @@ def submit(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Te
     return saves.submit(manager.encode({"w": weights, "step": step}, info), manager.draft(info))
 
 
-def test_a_third_snapshot_waits_for_a_slot_or_takes_that_of_the_second(tmp_path: Path) -> None:
-    manager = Gated(tmp_path)
-    saves, weights = BackgroundSaves(manager), torch.zeros(10)
-    for step in (1, 2):
-        submit(saves, manager, weights, step)
-    assert manager.began.acquire(timeout=LIMIT_S)
-    given_up = saves.give_up_waiting()
-    assert given_up is not None
-    assert given_up.manifest.step == 2
-    assert saves.give_up_waiting() is None
-    submit(saves, manager, weights, 3)
-    third = threading.Thread(target=submit, args=(saves, manager, weights, 4))
-    third.start()
-    third.join(0.1)
-    assert third.is_alive()
-    manager.gate.release(3)
-    third.join(LIMIT_S)
-    saves.close()
-    assert [entry.step for entry in manager.entries()] == [4, 3, 1]
-
-
 def test_closing_writes_what_waits_unless_that_takes_too_long(tmp_path: Path) -> None:
     """What was cut short is not a checkpoint."""
     manager = Gated(tmp_path)
