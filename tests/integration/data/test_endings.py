@@ -19,7 +19,7 @@ from tests.integration.worker.launch import Started, finished, started, tail
 from tests.integration.worker.test_stopping import ledger, lines, steps_of
 from tests.support.waiting import eventually
 
-SCRIPT = Path(__file__).parent / "scripts" / "job.py"
+SCRIPT = Path(__file__).with_name("job.py")
 LIMIT_S = 60.0
 
 
