@@ -16,9 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from elastic_trainer.warm import identity
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
-from elastic_trainer.warm.template import of_one_worker
+from elastic_trainer.warm.template import next_child_on, of_one_worker
 
 MODULES = (
     "torch",
@@ -59,7 +58,7 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str], ho
             return _starter(request).start(request)
         except ColdStart:
             tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), str(host)]
-            with identity.next_child_on(host):
+            with next_child_on(host):
                 return subprocess.Popen(
                     [*tied, *command],
                     stdin=nothing,

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from elastic_trainer.warm import identity
+from elastic_trainer.warm.template import enter_host
 
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHAN = 75
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> NoReturn:
     if os.getppid() != (0 if host else parent):  # it died before the call above, which then never signals
         sys.exit(EXIT_ORPHAN)
     if host:
-        identity.enter_host(host)
+        enter_host(host)
     os.execvp(command[0], command)
 
 

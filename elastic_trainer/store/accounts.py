@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Self
 
 from elastic_trainer.clock import Deadline
@@ -50,16 +50,6 @@ class Known:
     roles: Mapping[str, frozenset[Right]]
 
 
-class RightsStep(StrEnum):
-    """One step of creating an account."""
-
-    ADD_ROLE = "add_role"
-    GIVE_RIGHT = "give_right"
-    ADD_USER = "add_user"
-    SET_PASSWORD = "set_password"
-    GIVE_ROLE = "give_role"
-
-
 def account_of(prefix: str, run: str) -> Account:
     """The account of one run. Raises ConfigError for an invalid run name."""
     root = RunKeys(prefix, run).root
@@ -72,36 +62,36 @@ def monitors_account(prefix: str) -> Account:
     return Account(MONITOR, Right(root, prefix_end(root), write=False))
 
 
-def steps(account: Account, known: Known) -> tuple[RightsStep, ...]:
-    """The steps, in order, that create ``account`` with a new password.
+def steps(account: Account, known: Known, password: str) -> list[tuple[str, dict[str, Any]]]:
+    """The methods of etcd's Auth API with their fields, in order, that create ``account`` with this new password.
 
     The user comes last: without its role it can do nothing, but with a role of unknown rights it might do anything.
     Raises ConfigError if a role of this name has other rights, which another application may need.
     """
-    name, rights = account.name, known.roles.get(account.name)
+    name, rights, user = account.name, known.roles.get(account.name), known.users.get(account.name)
     if rights is not None and rights - {account.right}:
+        other = sorted(rights)[0]
+        other_right = f"{'read and write' if other.write else 'read'} {other.key} up to {other.range_end}"
         raise ConfigError(
-            f"etcd has a role {name!r} with other rights: {told(sorted(rights)[0])}",
+            f"etcd has a role {name!r} with other rights: {other_right}",
             hint="another --prefix uses this etcd: use other run names, or remove the role with etcdctl",
         )
-    user = known.users.get(name)
     if user is not None and set(user) - {name}:
         raise ConfigError(
             f"etcd's user {name!r} has the role {sorted(set(user) - {name})[0]!r} too",
             hint="revoke that role with etcdctl, or remove the user",
         )
-    found = [RightsStep.ADD_ROLE] if rights is None else []
+    found: list[tuple[str, dict[str, Any]]] = [("RoleAdd", {"name": name})] if rights is None else []
     if not rights:
-        found.append(RightsStep.GIVE_RIGHT)
-    found.append(RightsStep.ADD_USER if user is None else RightsStep.SET_PASSWORD)
-    if user is None or name not in user:
-        found.append(RightsStep.GIVE_ROLE)
-    return tuple(found)
-
-
-def told(right: Right) -> str:
-    """``right`` in words."""
-    return f"{'read and write' if right.write else 'read'} {right.key} up to {right.range_end}"
+        key, range_end = account.right.key.encode(), account.right.range_end.encode()
+        kind = _READWRITE if account.right.write else _READ
+        found.append(
+            ("RoleGrantPermission", {"name": name, "perm": {"permType": kind, "key": key, "range_end": range_end}})
+        )
+    found.append(("UserAdd" if user is None else "UserChangePassword", {"name": name, "password": password}))
+    if name not in (user or ()):
+        found.append(("UserGrantRole", {"user": name, "role": name}))
+    return found
 
 
 def granted(known: Known, prefix: str) -> dict[str, bool]:
@@ -132,7 +122,6 @@ class Accounts:
     def __init__(self, settings: StoreSettings, deadline: Deadline) -> None:
         self._settings, self._deadline = settings, deadline
         self._connection = StoreConnection(settings)
-        self._rpc = self._connection.rpc
 
     def __enter__(self) -> Self:
         return self
@@ -147,31 +136,35 @@ class Accounts:
 
     def known(self) -> Known:
         """Read etcd's present users and roles; works also while authentication is disabled."""
-        return Known(self.users(), self.roles())
+        users = {name: tuple(self.ask("UserGet", name=name).roles) for name in self.ask("UserList").users}
+        roles = {
+            name: frozenset(map(_right, self.ask("RoleGet", role=name).perm)) for name in self.ask("RoleList").roles
+        }
+        return Known(users, roles)  # etcd lists no rights of ``root``, which has all
 
     def initialize(self, prefix: str, root_password: str, monitor_password: str) -> Account:
         """Create ``root`` with ``root_password`` and the monitor's account (returned); enable authentication."""
         was_on = self.on
         present = self.known()
         if ROOT not in present.roles:
-            self.add_role(ROOT)
+            self.ask("RoleAdd", name=ROOT)
         if ROOT not in present.users:
-            self.add_user(ROOT, root_password)
+            self.ask("UserAdd", name=ROOT, password=root_password)
         elif not was_on:  # while authentication is disabled the present password is unverified
-            self.set_password(ROOT, root_password)
+            self.ask("UserChangePassword", name=ROOT, password=root_password)
         if ROOT not in present.users.get(ROOT, ()):
-            self.give_role(ROOT, ROOT)
+            self.ask("UserGrantRole", user=ROOT, role=ROOT)
         account = monitors_account(prefix)
-        self._perform(account, present, monitor_password)
+        self._create(account, present, monitor_password)
         if not was_on:
-            self.enable()
+            self.ask("AuthEnable")
         return account
 
     def grant(self, prefix: str, run: str, password: str) -> Account:
         """Create the account of ``run`` with this password. Raises ConfigError while authentication is disabled."""
         account = account_of(prefix, run)
         self._require_on()
-        self._perform(account, self.known(), password)
+        self._create(account, self.known(), password)
         return account
 
     def revoke(self, prefix: str, run: str) -> None:
@@ -185,9 +178,9 @@ class Accounts:
         if rights and account.right not in rights:
             raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="pass its --prefix")
         if account.name in present.users:
-            self.remove_user(account.name)
+            self.ask("UserDelete", name=account.name)  # with its tokens
         if rights is not None:
-            self.remove_role(account.name)
+            self.ask("RoleDelete", role=account.name)
 
     def _require_on(self) -> None:
         if not self.on:
@@ -196,80 +189,17 @@ class Accounts:
                 hint="run elastic-trainer admin init first",
             )
 
-    def _perform(self, account: Account, present: Known, password: str) -> None:
-        name = account.name
-        for step in steps(account, present):
-            match step:
-                case RightsStep.ADD_ROLE:
-                    self.add_role(name)
-                case RightsStep.GIVE_RIGHT:
-                    self.give_right(name, account.right)
-                case RightsStep.ADD_USER:
-                    self.add_user(name, password)
-                case RightsStep.SET_PASSWORD:
-                    self.set_password(name, password)
-                case RightsStep.GIVE_ROLE:
-                    self.give_role(name, name)
+    def _create(self, account: Account, present: Known, password: str) -> None:
+        for method, fields in steps(account, present, password):
+            self.ask(method, **fields)
 
-    # ---- etcd's Auth API
-
-    def users(self) -> dict[str, tuple[str, ...]]:
-        """The roles of each user."""
-        names = self._ask("UserList", self._rpc.AuthUserListRequest()).users
-        return {name: tuple(self._ask("UserGet", self._rpc.AuthUserGetRequest(name=name)).roles) for name in names}
-
-    def roles(self) -> dict[str, frozenset[Right]]:
-        """The rights of each role. (etcd lists none for ``root``, which has all.)"""
-        names = self._ask("RoleList", self._rpc.AuthRoleListRequest()).roles
-        return {name: self._rights(name) for name in names}
-
-    def add_user(self, name: str, password: str) -> None:
-        self._ask("UserAdd", self._rpc.AuthUserAddRequest(name=name, password=password))
-
-    def set_password(self, name: str, password: str) -> None:
-        """Replace the user's password, which invalidates the user's tokens."""
-        self._ask("UserChangePassword", self._rpc.AuthUserChangePasswordRequest(name=name, password=password))
-
-    def give_role(self, user: str, role: str) -> None:
-        self._ask("UserGrantRole", self._rpc.AuthUserGrantRoleRequest(user=user, role=role))
-
-    def remove_user(self, name: str) -> None:
-        """Remove the user, which invalidates its tokens."""
-        self._ask("UserDelete", self._rpc.AuthUserDeleteRequest(name=name))
-
-    def add_role(self, name: str) -> None:
-        self._ask("RoleAdd", self._rpc.AuthRoleAddRequest(name=name))
-
-    def remove_role(self, name: str) -> None:
-        """Remove the role, also from its users."""
-        self._ask("RoleDelete", self._rpc.AuthRoleDeleteRequest(role=name))
-
-    def give_right(self, role: str, right: Right) -> None:
-        permission = self._rpc.auth_pb2.Permission(
-            permType=_READWRITE if right.write else _READ, key=right.key.encode(), range_end=right.range_end.encode()
-        )
-        self._ask("RoleGrantPermission", self._rpc.AuthRoleGrantPermissionRequest(name=role, perm=permission))
-
-    def enable(self) -> None:
-        """Enable authentication; does nothing if it is enabled."""
-        self._ask("AuthEnable", self._rpc.AuthEnableRequest())
-
-    def _rights(self, role: str) -> frozenset[Right]:
-        found = self._ask("RoleGet", self._rpc.AuthRoleGetRequest(role=role)).perm
-        return frozenset(
-            Right(
-                each.key.decode(errors="replace"), each.range_end.decode(errors="replace"), each.permType == _READWRITE
-            )
-            for each in found
-        )
-
-    def _ask(self, method: str, request: Any) -> Any:
-        """Make one call, and repeat it only if it certainly had no effect."""
+    def ask(self, method: str, **fields: Any) -> Any:
+        """Call ``method`` of etcd's Auth API; repeat it only if it certainly had no effect."""
+        request = getattr(self._connection.rpc, f"Auth{method.removeprefix('Auth')}Request")(**fields)
 
         def attempt() -> Any:
-            chosen: Callable[[Any], Any] = lambda wire: getattr(wire.auth, method)  # noqa: E731 - a plain selector
             try:
-                return self._connection.call(chosen, request, self._deadline, write=True)
+                return self._connection.call(attrgetter(f"auth.{method}"), request, self._deadline, write=True)
             except OutcomeUnknownError as error:
                 raise ConfigError(error.message, hint="run the command again: it continues where it stopped") from error
 
@@ -281,3 +211,8 @@ class Accounts:
                 f"etcd at {self._connection.where} does not let {who} administer users",
                 hint="pass --user root with --password-file",
             ) from error
+
+
+def _right(permission: Any) -> Right:
+    key, range_end = (each.decode(errors="replace") for each in (permission.key, permission.range_end))
+    return Right(key, range_end, permission.permType == _READWRITE)

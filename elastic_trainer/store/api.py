@@ -151,18 +151,15 @@ class WatchListener(Protocol):
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """The complete state: at the start, and again when the history was lost (compacted, or the store was wiped)."""
-        ...
 
     def on_events(self, events: Sequence[WatchEvent]) -> None:
         """Changes after the last snapshot or events, each exactly once."""
-        ...
 
     def on_connected(self, connected: bool) -> None:
         """The stream was lost, or works again (once for each change, and once at the start).
 
         It precedes the first snapshot; with False if the store cannot be reached at the start.
         """
-        ...
 
 
 class Watch(Protocol):
@@ -170,7 +167,6 @@ class Watch(Protocol):
 
     def close(self) -> None:
         """Stop the watch and join its thread; the listener is not called afterwards."""
-        ...
 
 
 class Store(Protocol):
@@ -178,13 +174,11 @@ class Store(Protocol):
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
         """Read one key (linearizable)."""
-        ...
 
     def range(
         self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
     ) -> Snapshot:
         """Read the first ``limit`` (0: all) of the keys that begin with ``prefix`` (linearizable), as a Read does."""
-        ...
 
     def transact(
         self,
@@ -195,19 +189,15 @@ class Store(Protocol):
         deadline: Deadline,
     ) -> TransactionResult:
         """Run ``success`` if all guards hold, else ``failure``, atomically."""
-        ...
 
     def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
         """Grant a lease that ends ``ttl_s`` seconds after its last keep-alive."""
-        ...
 
     def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
         """Refresh a lease once; returns its remaining seconds. Raises LeaseLostError when it has ended."""
-        ...
 
     def revoke(self, lease_id: int, deadline: Deadline) -> None:
         """End a lease and delete its keys; a lease that has already ended is not an error."""
-        ...
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
         """Follow all keys that begin with ``prefix`` (``exact``: that one key) until closed.
@@ -215,15 +205,12 @@ class Store(Protocol):
         The listener first gets a snapshot, then each later change exactly once and in order; it survives
         any outage of the store. Returns at once; the snapshot arrives from the watch's thread.
         """
-        ...
 
     def version(self, deadline: Deadline) -> str:
         """The version that the server reports, such as ``3.5.1``."""
-        ...
 
     def close(self) -> None:
         """Close the connection and end all watches."""
-        ...
 
 
 def prefix_end(prefix: str) -> str:

@@ -16,9 +16,10 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import TypeVar
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.errors import ConfigError, CredentialsError, StoreUnavailableError
+from elastic_trainer.errors import ConfigError, CredentialsError, ElasticTrainerError, StoreUnavailableError
 from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.store.retry import within
@@ -29,7 +30,8 @@ FIRST_TRY_S = 2.0
 EXAMINE_S = 1.0
 REFUSED_PAUSE_S = 1.0
 """Seconds between two attempts with refused credentials."""
-_UNTRUSTED = "certificate_verify_failed"  # as failures.reason() has it
+_UNTRUSTED = "certificate_verify_failed"  # as etcd.reason() has it
+ErrorT = TypeVar("ErrorT", bound=ElasticTrainerError)
 
 
 def connect(settings: StoreSettings) -> Store:
@@ -53,7 +55,7 @@ def connect_checked(settings: StoreSettings, deadline: Deadline, *, run: str | N
     except StoreUnavailableError as error:
         findings = _examined(settings, Deadline.after(EXAMINE_S))
         _raise_if_hopeless(findings, error)
-        raise StoreUnavailableError(_message(findings), hint=_hint(findings)) from error
+        raise _explained(StoreUnavailableError, findings) from error
 
 
 def connect_patiently(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
@@ -102,23 +104,17 @@ def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableEr
     hopeless = all(finding.permanent for finding in findings) or any(finding.for_all for finding in findings)
     if _UNTRUSTED in error.message or hopeless:
         refused = any(finding.handshake and finding.permanent for finding in findings)
-        kind = CredentialsError if refused else ConfigError
-        raise kind(_message(findings), hint=_hint(findings)) from error
+        raise _explained(CredentialsError if refused else ConfigError, findings) from error
 
 
-def _message(findings: Sequence[StoreFault]) -> str:
-    reasons = "; ".join(dict.fromkeys(finding.text for finding in findings))
-    return f"cannot use the store: {reasons}"
-
-
-def _hint(findings: Sequence[StoreFault]) -> str:
-    """The most specific advice: faults of all endpoints, then an etcd without a quorum before its dead members."""
+def _explained(kind: type[ErrorT], findings: Sequence[StoreFault]) -> ErrorT:
+    """With the most specific hint: faults of all endpoints, then an etcd without a quorum before its dead members."""
     hints = [finding.hint for finding in sorted(findings, key=lambda finding: not finding.for_all)]
-    return next((hint for hint in hints if hint != START_HINT), hints[0])
+    reasons = "; ".join(dict.fromkeys(finding.text for finding in findings))
+    return kind(f"cannot use the store: {reasons}", hint=next((h for h in hints if h != START_HINT), hints[0]))
 
 
 # ---- what answers at an endpoint
-
 
 _REQUEST = "GET /version HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
 _ANSWER_BYTES = 4096
@@ -151,9 +147,8 @@ def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> StoreFault:
     except ConnectionRefusedError:
         return StoreFault(f"nothing listens at {endpoint}", False, START_HINT)
     except TimeoutError:
-        return StoreFault(
-            f"{endpoint} accepts no connection or does not answer", False, "check address, firewall and etcd"
-        )
+        text = f"{endpoint} accepts no connection or does not answer"
+        return StoreFault(text, False, "check address, firewall and etcd")
     except OSError as error:
         return StoreFault(f"{endpoint} cannot be reached: {error.strerror or error}", False, START_HINT)
     if not answer and _speaks_tls(endpoint, timeout_s):
@@ -197,9 +192,8 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
         if tls:
             text = f"the TLS handshake with {endpoint} fails"
             return StoreFault(text, False, "check ca_cert, cert and key", handshake=True)
-        return StoreFault(
-            f"{endpoint} requires TLS", True, "set ca_cert (and cert and key if etcd requires them)", for_all=True
-        )
+        hint = "set ca_cert (and cert and key if etcd requires them)"
+        return StoreFault(f"{endpoint} requires TLS", True, hint, for_all=True)
     if b'"etcdserver"' in answer:
         if tls:
             return StoreFault(f"etcd at {endpoint} does not use TLS", True, "omit ca_cert, cert and key", for_all=True)
@@ -211,14 +205,12 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
             return StoreFault(f"{endpoint} answers {said}", False, "check that it is etcd, and is up")
         return StoreFault(f"{endpoint} is a web server ({said}), not etcd", True, "correct the endpoint")
     if not answer:
-        return StoreFault(
-            f"{endpoint} closes connections without an answer", False, "check that it is etcd's client port"
-        )
+        text = f"{endpoint} closes connections without an answer"
+        return StoreFault(text, False, "check that it is etcd's client port")
     return StoreFault(f"{endpoint} is not etcd", True, "correct the endpoint")
 
 
 # ---- why a TLS handshake fails
-
 
 LISTEN_S = 0.5
 """Seconds to wait for a refusal before a request is sent: a healthy etcd sends nothing by itself."""

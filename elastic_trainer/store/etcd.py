@@ -1,22 +1,31 @@
 """The store port over etcd v3, through the etcd3 package's channel and stubs. Only this module imports etcd3 and grpc.
 
-From bottom to top: the port's values as etcd's messages, errors, a channel, authenticated calls, the store.
+From bottom to top: etcd3, the port's values as etcd's messages, errors, a channel, authenticated calls, the store.
 
 *Runs in* agents, the monitor and commands; safe from several threads.
-*Owns* one connection, its auth token, and the watches opened through it.
+*Owns* one connection, its auth token, the watches opened through it, and ``etcd3.etcdrpc`` in ``sys.modules``.
 *Fails by* the errors that :mod:`elastic_trainer.store.api` names, never with gRPC's.
 *Invariant*: a write is sent at most once unless etcd certainly did not accept it.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import ipaddress
 import json
 import math
+import re
 import secrets
 import socket
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -37,14 +46,12 @@ from elastic_trainer.store.api import (
     Compare,
     Delete,
     EventKind,
-    Field,
     KeyValue,
     Lease,
     Operation,
     Order,
     Put,
     Read,
-    Relation,
     Snapshot,
     TransactionResult,
     Watch,
@@ -52,27 +59,134 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.descriptors import load_etcd3
 from elastic_trainer.store.retry import read_attempt, within
 from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 
+# ---- etcd3's messages and stubs, from a private descriptor pool, so that etcd3 works with any protobuf
+#
+# etcd3 0.12.0 ships code generated for protobuf 3, which protobuf 4 and later refuse to run. The descriptors in that
+# code are valid, so they are read from its source without running it, and classes are built from them. The pool is
+# private: other etcd clients in the process register the same message names in the default pool undisturbed.
+
+
+PACKAGE = "etcd3.etcdrpc"
+_FILES = ("kv", "auth", "rpc")  # in order of import: rpc.proto needs the other two
+_ETCD3_HINT = "pip install 'etcd3>=0.12,<0.13'"
+_LITERAL = re.compile(r"""(?:_b\()?(b?(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"))""")
+_loading = threading.Lock()
+
+
+def load_etcd3() -> Any:
+    """The ``etcd3`` package, importable whatever protobuf is installed."""
+    with _loading:
+        if "etcd3" not in sys.modules:
+            # Looks up the package's spec without importing it: its __init__ would fail with protobuf 4.
+            directory = source_directory()
+            if PACKAGE not in sys.modules:
+                sys.modules.update(build(directory))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it has deprecated imports, which users cannot fix
+                return importlib.import_module("etcd3")
+        except ImportError as error:
+            raise ConfigError(f"the etcd3 package does not import: {error}", hint=_ETCD3_HINT) from error
+
+
+def source_directory() -> Path:
+    """The folder of the installed etcd3's generated modules."""
+    spec = importlib.util.find_spec("etcd3")
+    if spec is None or spec.origin is None:
+        raise ConfigError("the etcd3 package is not installed", hint=_ETCD3_HINT)
+    return Path(spec.origin).parent / "etcdrpc"
+
+
+def build(directory: Path) -> dict[str, ModuleType]:
+    """The modules ``etcd3.etcdrpc``, its three ``*_pb2`` and ``rpc_pb2_grpc``, built from ``directory``'s sources."""
+    from google.protobuf.descriptor_pool import DescriptorPool
+
+    pool = DescriptorPool()
+    modules: dict[str, ModuleType] = {}
+    try:
+        for name in _FILES:
+            pool.AddSerializedFile(serialized_descriptor(directory / f"{name}_pb2.py"))
+            module = _message_module(f"{PACKAGE}.{name}_pb2", pool.FindFileByName(f"{name}.proto"))
+            modules[module.__name__] = module
+        stubs = ModuleType(f"{PACKAGE}.rpc_pb2_grpc")
+        for name, service in modules[f"{PACKAGE}.rpc_pb2"].DESCRIPTOR.services_by_name.items():
+            setattr(stubs, f"{name}Stub", type(f"{name}Stub", (), {"__init__": _stub_initialiser(service)}))
+    except (TypeError, KeyError) as error:  # what protobuf raises for malformed or incomplete descriptors
+        raise ConfigError(f"etcd3 in {directory} has unexpected descriptors: {error}", hint=_ETCD3_HINT) from error
+    modules[stubs.__name__] = stubs
+    modules[PACKAGE] = _package(modules)
+    return modules
+
+
+def serialized_descriptor(path: Path) -> bytes:
+    """The ``serialized_pb`` argument in generated module ``path``: ``_b('...')`` or a bytes literal. No code is run.
+
+    Only that literal is parsed: the whole module would take 0.2 s, in each agent and command.
+    """
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"etcd3's {path.name} cannot be read: {error}", hint=_ETCD3_HINT) from error
+    _, found, rest = source.partition("serialized_pb=")
+    if not found:
+        raise ConfigError(f"etcd3's {path.name} holds no descriptor", hint=_ETCD3_HINT)
+    try:
+        if (literal := _LITERAL.match(rest)) is not None:
+            value: str | bytes = ast.literal_eval(literal[1])
+            return value.encode("latin1") if isinstance(value, str) else value
+    except (SyntaxError, UnicodeEncodeError):
+        pass
+    raise ConfigError(f"etcd3's {path.name} holds its descriptor in an unknown form", hint=_ETCD3_HINT)
+
+
+def _message_module(name: str, descriptor: Any) -> ModuleType:
+    """A module with the message classes and enums of one ``.proto`` file, like protoc's."""
+    from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+    from google.protobuf.message_factory import GetMessageClass
+
+    module = ModuleType(name)
+    content = vars(module)
+    content["DESCRIPTOR"] = descriptor
+    content.update({each: GetMessageClass(message) for each, message in descriptor.message_types_by_name.items()})
+    for each, enum in descriptor.enum_types_by_name.items():
+        content.update({each: EnumTypeWrapper(enum), **{value.name: value.number for value in enum.values}})
+    return module
+
+
+def _stub_initialiser(service: Any) -> Callable[[Any, Any], None]:
+    """An ``__init__(self, channel)`` that gives the stub one callable for each method of ``service``."""
+    from google.protobuf.message_factory import GetMessageClass
+
+    def initialise(self: Any, channel: Any) -> None:
+        for method in service.methods:
+            request = "stream" if method.client_streaming else "unary"
+            response = "stream" if method.server_streaming else "unary"
+            call = getattr(channel, f"{request}_{response}")(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+            setattr(self, method.name, call)
+
+    return initialise
+
+
+def _package(modules: dict[str, ModuleType]) -> ModuleType:
+    """The package itself: like etcd3's own ``__init__`` it re-exports rpc_pb2 and rpc_pb2_grpc."""
+    package = ModuleType(PACKAGE)
+    package.__path__ = []
+    for name, module in modules.items():
+        setattr(package, name.rpartition(".")[2], module)
+    for exporter in ("rpc_pb2", "rpc_pb2_grpc"):
+        public = vars(modules[f"{PACKAGE}.{exporter}"]).items()
+        vars(package).update({name: value for name, value in public if not name.startswith("_")})
+    return package
+
+
 # ---- values as messages; ``rpc`` is the module of etcd's message classes
-
-
-_TARGET = {
-    Field.VALUE: ("VALUE", "value"),
-    Field.CREATE_REVISION: ("CREATE", "create_revision"),
-    Field.MOD_REVISION: ("MOD", "mod_revision"),
-    Field.LEASE: ("LEASE", "lease"),
-}
-
-
-_RESULT = {
-    Relation.EQUAL: "EQUAL",
-    Relation.NOT_EQUAL: "NOT_EQUAL",
-    Relation.GREATER: "GREATER",
-    Relation.LESS: "LESS",
-}
 
 
 def encoded(key: str) -> bytes:
@@ -90,25 +204,20 @@ def bounds(key: str, range_end: str | None) -> dict[str, bytes]:
 
 def compare(rpc: Any, guard: Compare) -> Any:
     """A guard as etcd's Compare."""
-    target, operand = _TARGET[guard.field]
     return rpc.Compare(
-        result=getattr(rpc.Compare, _RESULT[guard.relation]),
-        target=getattr(rpc.Compare, target),
-        **{operand: guard.operand},
+        result=getattr(rpc.Compare, guard.relation.name),
+        target=getattr(rpc.Compare, guard.field.name.removesuffix("_REVISION")),
+        **{guard.field.value: guard.operand},
         **bounds(guard.key, guard.range_end),
     )
 
 
 def reading(rpc: Any, wanted: Read) -> Any:
     """A read as etcd's RangeRequest; without a sort target etcd answers in key order."""
-    target = rpc.RangeRequest.CREATE if wanted.order is Order.CREATE_REVISION else rpc.RangeRequest.KEY
-    return rpc.RangeRequest(
-        limit=wanted.limit,
-        sort_target=target,
-        sort_order=rpc.RangeRequest.ASCEND if wanted.order is Order.CREATE_REVISION else rpc.RangeRequest.NONE,
-        keys_only=wanted.keys_only,
-        **bounds(wanted.key, wanted.range_end),
-    )
+    request = rpc.RangeRequest(limit=wanted.limit, keys_only=wanted.keys_only, **bounds(wanted.key, wanted.range_end))
+    if wanted.order is Order.CREATE_REVISION:
+        request.sort_target, request.sort_order = rpc.RangeRequest.CREATE, rpc.RangeRequest.ASCEND
+    return request
 
 
 def operation(rpc: Any, wanted: Operation) -> Any:
@@ -146,33 +255,14 @@ def snapshot(messages: Iterable[Any], revision: int) -> Snapshot:
     return Snapshot(tuple(key_value(message) for message in messages), revision)
 
 
-def event(message: Any) -> WatchEvent:
-    """etcd's Event as the port's; its ``type`` is 0 for a put and 1 for a deletion (kv.proto)."""
-    return WatchEvent(EventKind.DELETE if message.type == 1 else EventKind.PUT, key_value(message.kv))
-
-
 # ---- errors: the texts are etcd's own (api/v3rpc/rpctypes/error.go) and gRPC's
 
-
-_NEVER_SENT = (
-    "failed to connect to all addresses",
-    "connections to all backends failing",
-    "empty address list",
-    "DNS resolution failed",
-    "Channel closed",
-    "Domain name not found",
-)
+_NEVER_SENT = ("failed to connect to all addresses", "connections to all backends failing", "empty address list",
+               "DNS resolution failed", "Channel closed", "Domain name not found")  # fmt: skip
 """gRPC gave up before the request left this process."""
-
-
-_NOTHING_HAPPENED = (
-    "etcdserver: no leader",  # the request was rejected on arrival
-    "etcdserver: not capable",
-    "etcdserver: unhealthy cluster",
-    "etcdserver: too many requests",
-)
-
-
+_REJECTED = ("etcdserver: no leader", "etcdserver: not capable", "etcdserver: unhealthy cluster",
+             "etcdserver: too many requests")  # fmt: skip
+"""etcd rejected the request on arrival."""
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _BAD_CREDENTIALS = ("authentication failed", "user name not found", "password was given")
 _DENIED_HINT = "elastic-trainer admin grant gives a user rights on one run, admin init those to read all"
@@ -204,9 +294,8 @@ def translate(code: str, text: str, *, where: str, write: bool) -> ElasticTraine
     if code == "RESOURCE_EXHAUSTED" and _NO_SPACE in text:
         hint = "compact and defragment etcd, then disarm its NOSPACE alarm"
         return StoreUnavailableError(f"etcd at {where} has no space left", hint=hint)
-    nothing_happened = code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and any(
-        part in text for part in (*_NEVER_SENT, *_NOTHING_HAPPENED)
-    )
+    harmless = any(part in text for part in (*_NEVER_SENT, *_REJECTED))
+    nothing_happened = code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED") and harmless
     if write and not nothing_happened:
         return OutcomeUnknownError(f"a write to etcd at {where} may or may not have happened: {reason(code, text)}")
     return StoreUnavailableError(f"etcd at {where} does not answer: {reason(code, text)}")
@@ -224,7 +313,6 @@ def reason(code: str, text: str) -> str:
 
 
 # ---- a channel
-
 
 KEEPALIVE_PATH = "/etcdserverpb.Lease/LeaseKeepAlive"
 
@@ -328,12 +416,11 @@ def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> 
         if path is None:
             continue
         try:
-            text = path.read_bytes()
+            content = path.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                f"TLS file {str(path)!r} cannot be read: {error.strerror}", hint="check its path"
-            ) from error
-        if b"-----BEGIN" not in text:
+            text = f"TLS file {str(path)!r} cannot be read: {error.strerror}"
+            raise ConfigError(text, hint="check its path") from error
+        if b"-----BEGIN" not in content:
             raise ConfigError(f"TLS file {str(path)!r} is not in PEM form", hint="convert it with openssl")
     host, _, port = target(addresses).rpartition(":")
     return etcd3.Etcd3Client(
@@ -347,7 +434,6 @@ def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> 
 
 
 # ---- authenticated calls
-
 
 RESOLVE_INTERVAL_S = 5.0
 """Minimum time between two DNS look-ups while etcd does not answer, in seconds."""
@@ -368,13 +454,10 @@ class StoreConnection:
         self._resolved_at = SYSTEM.monotonic()
         self.wire = Wire(settings, resolved(settings.endpoints))
         """The present channel and its stubs."""
+        self.rpc: Any = self.wire.rpc
+        """etcd's message classes."""
         self.closed = threading.Event()
         self.where = ", ".join(str(endpoint) for endpoint in settings.endpoints)
-
-    @property
-    def rpc(self) -> Any:
-        """etcd's message classes."""
-        return self.wire.rpc
 
     def close(self) -> None:
         self.closed.set()
@@ -522,7 +605,6 @@ def _metadata(token: str) -> Metadata:
 
 # ---- the store
 
-
 WATCH_CALL_S = 5.0
 """Limit of one call by a watch, in seconds; a watch has no caller with a deadline, and retries for ever."""
 
@@ -552,10 +634,8 @@ class EtcdStore:
         deadline: Deadline,
     ) -> TransactionResult:
         request = transaction(self._connection.rpc, guards, success, failure)
-        if all(isinstance(operation, Read) for operation in (*success, *failure)):
-            response = self._read(lambda stubs: stubs.kv.Txn, request, deadline)
-        else:
-            response = self._write(lambda stubs: stubs.kv.Txn, request, deadline)
+        write = not all(isinstance(wanted, Read) for wanted in (*success, *failure))
+        response = self._ask(lambda stubs: stubs.kv.Txn, request, deadline, write=write)
         revision = response.header.revision
         reads = (part.response_range for part in response.responses if part.HasField("response_range"))
         return TransactionResult(response.succeeded, tuple(snapshot(read.kvs, revision) for read in reads), revision)
@@ -583,17 +663,15 @@ class EtcdStore:
 
     def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
         request = self._connection.rpc.LeaseKeepAliveRequest(ID=lease_id)
-        response = self._read(lambda stubs: stubs.keep_alive, request, deadline)
+        response = self._ask(lambda stubs: stubs.keep_alive, request, deadline)
         if response.TTL <= 0:  # etcd does not know the lease
             raise LeaseLostError("the lease has expired")
         return float(response.TTL)
 
     def revoke(self, lease_id: int, deadline: Deadline) -> None:
         request = self._connection.rpc.LeaseRevokeRequest(ID=lease_id)
-        try:
-            self._read(lambda stubs: stubs.lease.LeaseRevoke, request, deadline)  # idempotent, so retried like a read
-        except LeaseLostError:
-            return
+        with suppress(LeaseLostError):
+            self._ask(lambda stubs: stubs.lease.LeaseRevoke, request, deadline)  # idempotent, so retried like a read
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
         fields = bounds(prefix, None if exact else prefix_end(prefix))
@@ -604,7 +682,7 @@ class EtcdStore:
 
     def version(self, deadline: Deadline) -> str:
         request = self._connection.rpc.StatusRequest()
-        return str(self._read(lambda stubs: stubs.maintenance.Status, request, deadline).version)
+        return str(self._ask(lambda stubs: stubs.maintenance.Status, request, deadline).version)
 
     def close(self) -> None:
         with self._lock:
@@ -615,20 +693,14 @@ class EtcdStore:
 
     def _range(self, wanted: Read, deadline: Deadline) -> Snapshot:
         request = reading(self._connection.rpc, wanted)
-        response = self._read(lambda stubs: stubs.kv.Range, request, deadline)
+        response = self._ask(lambda stubs: stubs.kv.Range, request, deadline)
         return snapshot(response.kvs, response.header.revision)
 
-    def _read(self, method: Method, request: Any, deadline: Deadline) -> Any:
-        return within(
-            deadline,
-            lambda: self._connection.call(method, request, read_attempt(deadline), write=False),
-            self._connection.closed,
-        )
+    def _ask(self, method: Method, request: Any, deadline: Deadline, *, write: bool = False) -> Any:
+        def attempt() -> Any:
+            return self._connection.call(method, request, deadline if write else read_attempt(deadline), write=write)
 
-    def _write(self, method: Method, request: Any, deadline: Deadline) -> Any:
-        return within(
-            deadline, lambda: self._connection.call(method, request, deadline, write=True), self._connection.closed
-        )
+        return within(deadline, attempt, self._connection.closed)
 
 
 class _EtcdStream:
@@ -685,7 +757,10 @@ def _batch(response: Any) -> EventBatch:
     compacted = bool(response.compact_revision)
     return EventBatch(
         now=_history(response.header),
-        events=tuple(event(each) for each in response.events),
+        events=tuple(
+            WatchEvent(EventKind.DELETE if each.type == 1 else EventKind.PUT, key_value(each.kv))  # as in kv.proto
+            for each in response.events
+        ),
         created=response.created,
         compacted=compacted,
         refused=(response.cancel_reason or "no reason given") if response.canceled and not compacted else None,

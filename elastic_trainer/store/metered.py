@@ -40,8 +40,8 @@ class MeteredStore:
         self.errors = 0
         self.last_success_wall = clock.wall()
         """Unix time of the last answer (initially of construction, right after an answer)."""
-        self._refuses_writes = False
-        self._told: set[str] = set()
+        self._refusals: set[str] = set()
+        """Why writes have failed since one was last accepted. The first refusal of a full etcd may be a timeout."""
 
     def _counted(self, ask: Callable[[], Result], *, write: bool = False) -> Result:
         try:
@@ -49,34 +49,25 @@ class MeteredStore:
         except TransientError as error:
             with self._lock:
                 self.errors += 1
-            if write:
-                self._note_write(error)
+                new = write and str(error) not in self._refusals
+                self._refusals |= {str(error)} if new else set()
+            if new:
+                logger().warning("store.write_failed", error=str(error))
             raise
         except ElasticTrainerError:
             self._answered()
             raise
         if write:
-            self._note_write(None)
+            with self._lock:
+                refused, self._refusals = self._refusals, set()
+            if refused:
+                logger().info("store.write_taken")
         self._answered()
         return result
 
     def _answered(self) -> None:
-        if not self._refuses_writes:
+        if not self._refusals:
             self.last_success_wall = self._clock.wall()
-
-    def _note_write(self, error: TransientError | None) -> None:
-        """A write was accepted, or failed with ``error``. Logs each change and each new reason: the first refusal of a
-        full etcd may appear as a timeout."""
-        text = "" if error is None else str(error)
-        with self._lock:
-            changed = self._refuses_writes is (error is None)
-            self._refuses_writes = error is not None
-            new = text not in self._told
-            self._told = {*self._told, text} if error is not None else set()
-        if error is not None and new:
-            logger().warning("store.write_failed", error=text)
-        elif changed and error is None:
-            logger().info("store.write_taken")
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
         return self._counted(lambda: self._store.get(key, deadline))

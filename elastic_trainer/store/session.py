@@ -42,20 +42,13 @@ class LeaseSession:
     The constructor grants it, and raises StoreUnavailableError if that fails until ``deadline``.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        ttl_s: float,
-        deadline: Deadline,
-        clock: Clock = SYSTEM,
-    ) -> None:
+    def __init__(self, store: Store, ttl_s: float, deadline: Deadline, clock: Clock = SYSTEM) -> None:
         self._store = store
         self._asked_ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._held = self._grant(deadline)
-        self._keeper = self._start_keeper(self._held)
+        self._hold(deadline)
 
     @property
     def lease_id(self) -> int:
@@ -78,8 +71,7 @@ class LeaseSession:
             if not self._held.lost.is_set() or self._closed.is_set():
                 return self._held.lease.id
             self._retire()
-            self._held = self._grant(deadline)
-            self._keeper = self._start_keeper(self._held)
+            self._hold(deadline)
             return self._held.lease.id
 
     def close(self) -> None:
@@ -95,17 +87,16 @@ class LeaseSession:
             except ElasticTrainerError as error:
                 logger().warning("lease.left_to_expire", lease=self._held.lease.id, ttl_s=self.ttl_s, cause=str(error))
 
-    def _grant(self, deadline: Deadline) -> _Held:
-        return _Held(self._store.grant(self._asked_ttl_s, deadline))
-
-    def _start_keeper(self, held: _Held) -> threading.Thread:
-        keeper = threading.Thread(target=self._keep, args=(held,), name="lease-keeper", daemon=True)
+    def _hold(self, deadline: Deadline) -> None:
+        """Grant a lease, and start its keeper."""
+        self._held = _Held(self._store.grant(self._asked_ttl_s, deadline))
+        keeper = threading.Thread(target=self._keep, args=(self._held,), name="lease-keeper", daemon=True)
         try:
             keeper.start()
         except RuntimeError:  # the limit of processes is reached
-            held.lost.set()  # nothing would keep it alive, or report its end
+            self._held.lost.set()  # nothing would keep it alive, or report its end
             raise
-        return keeper
+        self._keeper = keeper
 
     def _retire(self) -> None:
         self._held.retired.set()

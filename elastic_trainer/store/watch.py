@@ -61,15 +61,12 @@ class WatchStream(Protocol):
 
     def batches(self) -> Iterator[EventBatch]:
         """The arriving batches. Raises ElasticTrainerError when the stream is lost."""
-        ...
 
     def read(self) -> WatchReading:
         """Read all watched keys now. Raises ElasticTrainerError."""
-        ...
 
     def cancel(self) -> None:
         """End the stream and a running read; may be called from any thread."""
-        ...
 
 
 OpenStream = Callable[[int], WatchStream]
@@ -127,7 +124,11 @@ class WatchLoop:
     def _follow(self) -> None:
         """Deliver one stream's changes; returns when the loop should open a new stream."""
         revision = self._seen.revision
-        stream = self._attached(self._open_stream(revision + 1 if revision else 0))
+        stream = self._open_stream(revision + 1 if revision else 0)
+        with self._lock:
+            self._stream = stream
+            if self.closed.is_set():
+                stream.cancel()
         try:
             batches = stream.batches()
             if self._begin(next(batches, None), stream):
@@ -138,13 +139,6 @@ class WatchLoop:
         finally:
             stream.cancel()
 
-    def _attached(self, stream: WatchStream) -> WatchStream:
-        with self._lock:
-            self._stream = stream
-            if self.closed.is_set():
-                stream.cancel()
-        return stream
-
     def _begin(self, created: EventBatch | None, stream: WatchStream) -> bool:
         """Check that the stream continues where we are, or start with a snapshot; False: open another stream."""
         if created is None or not created.created:
@@ -154,18 +148,16 @@ class WatchLoop:
         if first or not self._seen.precedes(created.now):
             # The stream is behind us: the store was wiped, or this member lags. A linearizable read decides.
             reading = stream.read()
-            if first:
-                self._restart_at(reading)
+            if (
+                first
+            ):  # the stream was opened before the read, so it delivers all later changes; earlier ones are dropped
+                self._seen = reading.now
+                self._tell_connected(True)
+                self._tell(self._listener.on_snapshot, reading.snapshot)
             elif not self._seen.precedes(reading.now):
                 return self._forget("the store was wiped")
         self._tell_connected(True)
         return True
-
-    def _restart_at(self, reading: WatchReading) -> None:
-        # The stream was opened before the read, so it delivers all later changes; earlier ones are dropped.
-        self._seen = reading.now
-        self._tell_connected(True)
-        self._tell(self._listener.on_snapshot, reading.snapshot)
 
     def _take(self, batch: EventBatch) -> bool:
         _raise_if_refused(batch)
@@ -187,17 +179,15 @@ class WatchLoop:
         return False
 
     def _lost(self, error: Exception) -> None:
-        if self.closed.is_set():
-            return
-        if self._connected is not False:
-            logger().warning("watch.lost", what=self._what, cause=str(error))
-        self._tell_connected(False)
+        if not self.closed.is_set():
+            if self._connected is not False:
+                logger().warning("watch.lost", what=self._what, cause=str(error))
+            self._tell_connected(False)
 
     def _tell_connected(self, connected: bool) -> None:
-        if connected is self._connected:
-            return
-        self._connected = connected
-        self._tell(self._listener.on_connected, connected)
+        if connected is not self._connected:
+            self._connected = connected
+            self._tell(self._listener.on_connected, connected)
 
     def _tell(self, receive: Callable[[Any], None], news: Any) -> None:
         if self.closed.is_set():

@@ -17,8 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_trainer.warm import identity
-from elastic_trainer.warm.template import INHERITED, Facts, PythonCommand, decide, receive, send
+from elastic_trainer.warm.template import INHERITED, Facts, PythonCommand, adopting, decide, receive, send
 
 PATIENCE_S = 120.0
 """Time limit of a template's answer: it may still be importing the program's modules."""
@@ -80,12 +79,8 @@ class Starter:
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         if INHERITED:
-            inherited = INHERITED.pop()
-            self._facts, self._link, self._process = (
-                inherited.facts,
-                inherited.link,
-                Adopted(["template"], inherited.pid),
-            )
+            self._link, pid, self._facts = INHERITED.pop()
+            self._process = Adopted(["template"], pid)
         else:
             self._make()
 
@@ -123,7 +118,8 @@ class Starter:
                 return Adopted(request.words, answer["pid"])
             if answer["without"]:
                 self._without.append(answer["without"])
-                self._renew()
+                self._drop()
+                self._make_again()
             raise ColdStart(answer["cold"])
 
     def await_imports(self, limit_s: float) -> bool:
@@ -156,13 +152,11 @@ class Starter:
         }
         try:
             link.settimeout(PATIENCE_S)
-            with identity.adopting():
+            with adopting():
                 send(link, order, [request.stdin, request.stdout, request.stderr, hear])
                 answer, _ = receive(link)
             if "pid" in answer:
-                os.waitid(
-                    os.P_PID, answer["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT
-                )  # it is a child of this process
+                os.waitid(os.P_PID, answer["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is this process's child
                 os.write(say, b"g")
         except BaseException as error:  # including an exception by a signal handler of torchrun: the fork must not run
             code = self._drop()
@@ -176,10 +170,6 @@ class Starter:
             os.close(hear)
             os.close(say)
         return answer
-
-    def _renew(self) -> None:
-        self._drop()
-        self._make_again()
 
     def _make_again(self) -> None:
         if self._made < MOST_TEMPLATES:

@@ -21,11 +21,13 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.util
 import io
 import json
+import mmap
 import os
 import random
 import runpy
@@ -33,27 +35,115 @@ import select
 import signal
 import site
 import socket
+import struct
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from elastic_trainer.warm import identity
+# ---- a process's identity in the kernel: its parent, displayed command, parent-death signal and host (Linux alone)
+
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
+_PR_SET_MM_MAP = 14
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY.sbrk.restype = ctypes.c_void_p
+_ADOPTING = threading.Lock()
+_PROCESS_IDS = 0x20000000
+_OF_A_HOST = (("net", 0x40000000), ("uts", 0x04000000), ("ipc", 0x08000000), ("mnt", 0x00020000))
+"""Kinds of namespaces, and the flags by which setns(2) makes sure of the kind."""
+_shown: list[mmap.mmap] = []
+"""The command and environment of this process, as /proc shows them."""
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    values = [ctypes.c_ulong(each) for each in (*arguments, 0, 0, 0, 0)[:4]]
+    _checked(_LIBRARY.prctl(option, *values), f"prctl {option}")
+
+
+def _set_namespace(path: str, flag: int) -> None:
+    with open(path, "rb") as namespace:
+        _checked(_LIBRARY.setns(namespace.fileno(), flag), f"setns {path}")
+
+
+@contextmanager
+def next_child_on(host: int) -> Iterator[None]:
+    """In the body, this thread's children get process ids of the host whose first process is ``host`` (0: this one).
+
+    They must then :func:`enter_host`: process ids can be entered by a fork alone, all else by the process itself.
+    """
+    if host:
+        _set_namespace(f"/proc/{host}/ns/pid", _PROCESS_IDS)
+    try:
+        yield
+    finally:
+        if host:
+            _set_namespace("/proc/thread-self/ns/pid", _PROCESS_IDS)
+
+
+def enter_host(host: int) -> None:
+    """Move this process, which has a single thread and the host's process ids, to the host in all other respects."""
+    directory = os.getcwd()
+    for name, flag in _OF_A_HOST:  # the mounts last: /proc is then the host's
+        _set_namespace(f"/proc/{host}/ns/{name}", flag)
+    os.chdir(directory)
+    platform: Any = sys.modules.get("platform")
+    if platform is not None:
+        platform._uname_cache = None  # of the template's host, whose name platform.node() would go on to give
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """In the body, a grandchild whose parent ends becomes a child of this process. One thread at a time."""
+    with _ADOPTING:
+        before = ctypes.c_int()
+        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            yield
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Make ``/proc/PID/cmdline`` and ``/proc/PID/environ`` show these, as after an exec (prctl(2), PR_SET_MM_MAP)."""
+    command = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = mmap.mmap(-1, len(command) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(command + variables)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    middle = start + len(command)
+    stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    code_start, code_end, stack, data_start, data_end, brk = (int(stat[each - 3]) for each in (26, 27, 28, 45, 46, 47))
+    places = (code_start, code_end, data_start, data_end, brk, _LIBRARY.sbrk(0), stack)
+    # struct prctl_mm_map: eleven addresses, the auxiliary vector (unchanged), the descriptor of the program (none).
+    asked = struct.pack("=12Q2I", *places, start, middle, middle, middle + len(variables), 0, 0, 0xFFFFFFFF)
+    buffer = ctypes.create_string_buffer(asked, len(asked))
+    _prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.addressof(buffer), len(asked))
+    _shown[:] = [memory]
+
+
+# ---- which commands may be forked
 
 OPTIONS = frozenset({"-u"})
 """The interpreter options that a template can have; torchrun passes no others."""
-_OF_ONE_WORKER = frozenset(
-    {
-        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-        "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_DIST_USE_NCCL2",
-    }
-)  # fmt: skip
+_OF_ONE_WORKER = frozenset({
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_DIST_USE_NCCL2",
+})  # fmt: skip
 """Variables that differ between workers: a module that reads one during its import is not preloaded."""
 _PREFIXES = ("TORCHELASTIC_", "ELASTIC_TRAINER_")
 
@@ -107,14 +197,11 @@ def decide(words: Sequence[str], environment: Mapping[str, str], directory: str,
         return StartDecision(None, "the command names neither a script nor a module")
     if directory != facts.directory:
         return StartDecision(None, f"the working directory is {directory}, not {facts.directory}")
-    differing = sorted(name for name in _differing(environment, facts.environment) if name not in facts.free)
+    changed = {name for name, _ in environment.items() ^ facts.environment.items()} - set(facts.free)
+    differing = sorted(name for name in changed if name in facts.environment or not of_one_worker(name))
     if differing:
         return StartDecision(None, f"the environment differs in {', '.join(differing)}")
     return StartDecision(PythonCommand(words[0], options, module, rest[0], tuple(rest[1:])), "it fits")
-
-
-def _differing(wanted: Mapping[str, str], had: Mapping[str, str]) -> set[str]:
-    return {name for name, _ in wanted.items() ^ had.items() if name in had or not of_one_worker(name)}
 
 
 def _unbuffered(options: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -207,7 +294,7 @@ class Preloading:
 
     def load(self, name: str, *, named: bool) -> None:
         """Import ``name``; a module ``named`` by the user may be any module. Raises Refused."""
-        if name in self._tried or self._left_out(name):
+        if name in self._tried or any(name == each or name.startswith(each + ".") for each in self._without):
             return
         self._tried.add(name)
         _read.clear()
@@ -222,9 +309,6 @@ class Preloading:
         if sys.modules.keys() - self._seen:
             self._check(name, named)
 
-    def _left_out(self, name: str) -> bool:
-        return any(name == each or name.startswith(each + ".") for each in self._without)
-
     def _check(self, name: str, named: bool) -> None:
         if _read:
             raise Refused(name, f"reads {', '.join(sorted(set(_read)))}")
@@ -238,7 +322,7 @@ class Preloading:
         opened = _descriptors() - self._descriptors
         if opened:
             raise Refused(name, f"leaves open {', '.join(sorted(opened))}")
-        if _children():
+        if Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             raise Refused(name, "starts a process")
         if _threads() > 1 and _threads_after_fork() > 1:
             raise Refused(name, "starts a thread")
@@ -258,11 +342,6 @@ class Preloading:
             now["torch"] = torch.default_generator.get_state().tolist()  # type: ignore[union-attr]
         self._seeds = now | self._seeds
         return any(self._seeds[name] != now[name] for name in now)
-
-    def settle(self) -> None:
-        """After the imports: keep the garbage collector of forks from writing to shared pages."""
-        gc.collect()
-        gc.freeze()
 
     def hidden_by(self, directory: str) -> str | None:
         """A file in ``directory`` that would shadow a loaded module, if ``directory`` comes first in ``sys.path``."""
@@ -312,15 +391,9 @@ def _findable(name: str, roots: tuple[str, ...]) -> bool:
 def _descriptors() -> set[str]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found.add(f"{name} ({os.readlink(f'/proc/self/fd/{name}')})")
-        except OSError:
-            continue  # the descriptor of the listing itself
     return found
-
-
-def _children() -> Iterable[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
 def skip_last_collection() -> None:
@@ -345,14 +418,11 @@ def _threads_after_fork() -> int:
 
 
 def _threads() -> int:
-    return sum(_name(thread) not in _HARMLESS_THREADS for thread in os.listdir("/proc/self/task"))
-
-
-def _name(thread: str) -> str:
-    try:
-        return Path(f"/proc/self/task/{thread}/comm").read_text().rstrip("\n")
-    except OSError:
-        return ""  # it has ended
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(Path(f"/proc/self/task/{thread}/comm").read_text().rstrip("\n"))
+    return sum(name not in _HARMLESS_THREADS for name in names)
 
 
 def first_entry(command: PythonCommand) -> str:
@@ -446,33 +516,18 @@ def receive(link: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], 
     return message, list(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The program that a fork runs."""
-
-    command: PythonCommand
-    words: list[str]
-    installed: str
-
-
-@dataclass(frozen=True, slots=True)
-class InheritedTemplate:
-    """A template that this process, itself a fork, has inherited from its own template."""
-
-    link: socket.socket
-    pid: int
-    facts: Facts
-
-
-INHERITED: list[InheritedTemplate] = []
-"""At most one: a fork that starts programs itself need not import everything again."""
+INHERITED: list[tuple[socket.socket, int, Facts]] = []
+"""At most one template that this process, itself a fork, has inherited from its own: the link to it, its process, its
+facts. A fork that starts programs itself need not import everything again."""
+Program = tuple[PythonCommand, list[str]]
+"""What a fork runs, and the words of its displayed command."""
 
 
 class Template:
     """Serves its owner at the other end of ``link``; in a fork, :meth:`serve` returns the program to run."""
 
-    def __init__(self, link: socket.socket, start: Start, modules: Preloading, installed: str, flaw: str) -> None:
-        self._link, self._start, self._modules, self._installed = link, start, modules, installed
+    def __init__(self, link: socket.socket, start: Start, modules: Preloading, flaw: str) -> None:
+        self._link, self._start, self._modules = link, start, modules
         self._pending = [(name, True) for name in start.preload]
         self._learned, self._taught = socket.socketpair()
         self._rest, self._known, self._heard = "", set(start.preload), 0.0
@@ -491,12 +546,12 @@ class Template:
                 if program is not None:
                     return program
             elif self._learned in ready:
-                self._receive((self._rest + self._learned.recv(_PIECE).decode(errors="replace")).split("\n"))
+                self._learn((self._rest + self._learned.recv(_PIECE).decode(errors="replace")).split("\n"))
             else:
                 self._working = True
                 self._load_next()
 
-    def _receive(self, lines: list[str]) -> None:
+    def _learn(self, lines: list[str]) -> None:
         *names, self._rest = lines
         fresh = [name for name in dict.fromkeys(names) if name not in self._known]
         if fresh:
@@ -513,7 +568,8 @@ class Template:
             self._pending.clear()
         if not self._pending:
             self._working = False
-            self._modules.settle()
+            gc.collect()
+            gc.freeze()  # that of forks then writes to no shared page
 
     def _answer(self) -> Program | None:
         try:
@@ -544,7 +600,7 @@ class Template:
         hear, say = os.pipe()
         middle = os.fork()
         if middle == 0:
-            with identity.next_child_on(order["host"]):
+            with next_child_on(order["host"]):
                 child = os.fork()
             if child != 0:
                 os.write(say, child.to_bytes(_HEADER, "little"))
@@ -571,14 +627,12 @@ class Template:
         for each in descriptors:
             os.close(each)
         if order["host"]:
-            identity.enter_host(order["host"])
+            enter_host(order["host"])
         if order["own_template"] and self._fork_template():
             return None
         os.setsid()
         if order["death_signal"]:
-            identity.die_with_parent(order["death_signal"])
-            if os.getppid() != (0 if order["host"] else order["owner"]):  # an owner on another host is seen as 0
-                os._exit(EXIT_ORPHAN)
+            die_with(0 if order["host"] else order["owner"], order["death_signal"])  # 0: an owner on another host
         gc.enable()
         atexit.register(skip_last_collection)
         self._learned.close()
@@ -586,9 +640,9 @@ class Template:
             sys.meta_path.insert(0, ImportRecorder(self._taught.detach()))
         else:
             self._taught.close()
-        identity.show(order["words"], order["environment"])
+        show(order["words"], order["environment"])
         self._modules.leave(self._modules.environment(order["environment"]))
-        return Program(command, order["words"], self._installed)
+        return command, order["words"]
 
     def _fork_template(self) -> bool:
         """Fork a template for this process: True in it."""
@@ -599,18 +653,19 @@ class Template:
             its.close()
             facts = self._start.facts  # this process also passes on the variables that the imports have set
             given = self._modules.environment(dict(facts.environment))
-            INHERITED.append(InheritedTemplate(mine, child, replace(facts, environment=given)))
+            INHERITED.append((mine, child, replace(facts, environment=given)))
             return False
         mine.close()
         os.setsid()
-        _die_with(owner)
+        die_with(owner)
         self._link = its
         self._learned, self._taught = socket.socketpair()
         return True
 
 
-def _die_with(owner: int) -> None:
-    identity.die_with_parent(signal.SIGKILL)
+def die_with(owner: int, signum: int = signal.SIGKILL) -> None:
+    """Make the kernel send ``signum`` when the parent's thread, which must be one of ``owner``, ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != owner:
         os._exit(EXIT_ORPHAN)
 
@@ -622,14 +677,14 @@ def main() -> None:
     link.set_inheritable(False)
     values, _ = receive(link)
     start = Start(**{**values, "facts": Facts(**values["facts"])})
-    _die_with(start.owner)
+    die_with(start.owner)
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory: a program gets its own entry
     installed = sys.path[0]
     flaw = ""
     try:
-        identity.show([TITLE], os.environ)
+        show([TITLE], os.environ)
     except OSError as error:
         flaw = f"this kernel does not let a fork change its displayed command ({error})"
-    program = Template(link, start, Preloading(start.without), installed, flaw).serve()
-    run(program.command, program.words, program.installed)
+    command, words = Template(link, start, Preloading(start.without), flaw).serve()
+    run(command, words, installed)

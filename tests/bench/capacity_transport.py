@@ -33,8 +33,7 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.descriptors import load_etcd3
-from elastic_trainer.store.etcd import KEEPALIVE_PATH, WATCH_CALL_S, _batch, _history
+from elastic_trainer.store.etcd import KEEPALIVE_PATH, WATCH_CALL_S, _batch, _history, load_etcd3
 from elastic_trainer.store.retry import within
 from elastic_trainer.store.watch import EventBatch, WatchLoop, WatchReading
 

@@ -10,6 +10,7 @@ from elastic_trainer.store.api import (
     Compare,
     Delete,
     Field,
+    KeyValue,
     Operation,
     Order,
     Put,
@@ -22,11 +23,8 @@ from elastic_trainer.store.api import (
     prefix_end,
     unchanged,
 )
-from tests.contract.worlds import World
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
+from tests.contract.conftest import World
+from tests.integration.store.support import soon
 
 
 def write(store: Store, *operations: Operation) -> TransactionResult:
@@ -37,26 +35,29 @@ def holds(store: Store, *guards: Compare) -> bool:
     return store.transact(guards, [], deadline=soon()).succeeded
 
 
+def found(store: Store, key: str) -> KeyValue:
+    item = store.get(key, soon()).first
+    assert item is not None
+    return item
+
+
 def test_a_key_is_created_once_and_keeps_its_create_revision(store: Store, world: World) -> None:
     """A put over an existing key changes its mod-revision only; deletion and another put begin a new life."""
     key = world.prefix + "a"
     assert store.get(key, soon()).first is None
     first = write(store, Put(key, b"1")).revision
     second = write(store, Put(key, b"2")).revision
-    item = store.get(key, soon()).first
-    assert item is not None
+    item = found(store, key)
     assert (item.key, item.value, item.create_revision, item.mod_revision) == (key, b"2", first, second)
     assert first < second
     write(store, Delete(key))
     assert store.get(key, soon()).items == ()
     third = write(store, Put(key, b"3")).revision
-    again = store.get(key, soon()).first
-    assert again is not None
+    again = found(store, key)
     assert again.create_revision == again.mod_revision == third > second
 
 
 def test_a_prefix_is_read_in_key_order_and_can_be_limited(store: Store, world: World) -> None:
-    """A range holds the keys of its prefix and no others, sorted."""
     write(store, *(Put(world.prefix + name, name.encode()) for name in ("n/b", "n/c", "n/a", "m/z", "o", "n")))
     found = store.range(world.prefix + "n/", soon())
     assert [item.value for item in found.items] == [b"n/a", b"n/b", b"n/c"]
@@ -99,23 +100,15 @@ def test_a_transaction_reads_the_oldest_keys_with_its_own_write_among_them(store
 
 
 def test_a_transaction_is_one_revision_and_reads_see_its_writes(store: Store, world: World) -> None:
-    """All writes of a transaction have the same revision, which is the one that it returns."""
-    done = write(
-        store,
-        Put(world.prefix + "x", b"1"),
-        Put(world.prefix + "y", b"2"),
-        Read(world.prefix, prefix_end(world.prefix)),
-    )
+    puts = Put(world.prefix + "x", b"1"), Put(world.prefix + "y", b"2")
+    done = write(store, *puts, Read(world.prefix, prefix_end(world.prefix)))
     assert done.succeeded
-    assert [(item.value, item.mod_revision) for item in done.reads[0].items] == [
-        (b"1", done.revision),
-        (b"2", done.revision),
-    ]
+    seen = [(item.value, item.mod_revision) for item in done.reads[0].items]
+    assert seen == [(b"1", done.revision), (b"2", done.revision)]
     assert done.reads[0].revision == done.revision
 
 
 def test_what_changes_nothing_takes_no_revision(store: Store, world: World) -> None:
-    """Reads, and the deletion of a key that is not there, leave the revision as it is."""
     before = write(store, Put(world.prefix + "a", b"")).revision
     assert write(store, Delete(world.prefix + "none")).revision == before
     assert write(store, Read(world.prefix + "a")).revision == before
@@ -123,7 +116,6 @@ def test_what_changes_nothing_takes_no_revision(store: Store, world: World) -> N
 
 
 def test_the_branch_follows_the_guards(store: Store, world: World) -> None:
-    """The success branch runs if all guards hold, else only the failure branch."""
     key = world.prefix + "round"
     created = store.transact([absent(key)], [Put(key, b"1")], [Read(key)], deadline=soon())
     assert created.succeeded
@@ -154,13 +146,10 @@ def test_relations_of_every_field(
     lease = store.grant(60.0, soon())
     try:
         revision = write(store, Put(key, b"m", lease.id)).revision
-        for fields, actual in (
-            ((Field.CREATE_REVISION, Field.MOD_REVISION), revision),
-            ((Field.LEASE,), lease.id),
-        ):
-            for field in fields:
-                verdicts = [holds(store, Compare(key, field, relation, actual + delta)) for delta in (1, 0, -1)]
-                assert verdicts == [below, same, above], field
+        actual = {Field.CREATE_REVISION: revision, Field.MOD_REVISION: revision, Field.LEASE: lease.id}
+        for field, number in actual.items():
+            verdicts = [holds(store, Compare(key, field, relation, number + delta)) for delta in (1, 0, -1)]
+            assert verdicts == [below, same, above], field
         values = [holds(store, Compare(key, Field.VALUE, relation, operand)) for operand in (b"z", b"m", b"a")]
         assert values == [below, same, above]
     finally:
@@ -168,7 +157,6 @@ def test_relations_of_every_field(
 
 
 def test_guards_on_a_missing_key(store: Store, world: World) -> None:
-    """A missing key has revisions and lease 0, and no comparison of its value holds."""
     key = world.prefix + "missing"
     for field in (Field.CREATE_REVISION, Field.MOD_REVISION, Field.LEASE):
         assert holds(store, Compare(key, field, Relation.EQUAL, 0))
@@ -192,13 +180,6 @@ def test_a_range_guard_must_hold_for_every_key(store: Store, world: World) -> No
     assert not holds(store, Compare(start, Field.VALUE, Relation.NOT_EQUAL, b"x", end))
 
 
-def test_ranges_are_deleted_at_once(store: Store, world: World) -> None:
-    """A deletion with a range end removes the range and nothing else."""
-    write(store, *(Put(f"{world.prefix}e/{number}", b"") for number in range(5)))
-    write(store, Delete(f"{world.prefix}e/0", f"{world.prefix}e/3"))
-    assert [item.key[-1] for item in store.range(world.prefix + "e/", soon()).items] == ["3", "4"]
-
-
 @pytest.mark.parametrize("operations", ["twice", "put and delete", "too many"])
 def test_what_etcd_refuses_is_refused(store: Store, world: World, operations: str) -> None:
     """A key written twice in one branch, and more than 128 operations, are permanent errors; nothing happens."""
@@ -216,7 +197,6 @@ def test_what_etcd_refuses_is_refused(store: Store, world: World, operations: st
 
 
 def test_a_put_under_a_dead_lease_changes_nothing(store: Store, world: World) -> None:
-    """The whole transaction fails when one of its leases is not there."""
     lease = store.grant(30.0, soon())
     store.revoke(lease.id, soon())
     with pytest.raises(LeaseLostError):
@@ -225,7 +205,6 @@ def test_a_put_under_a_dead_lease_changes_nothing(store: Store, world: World) ->
 
 
 def test_a_deadline_that_has_passed_asks_nothing(store: Store, world: World) -> None:
-    """No write is attempted without time for it."""
     gone = Deadline.after(-1.0)
     with pytest.raises(StoreUnavailableError):
         store.get(world.prefix, gone)
@@ -235,7 +214,6 @@ def test_a_deadline_that_has_passed_asks_nothing(store: Store, world: World) -> 
 
 
 def test_a_closed_store_raises(world: World) -> None:
-    """Use after close is an error that callers handle already, not a surprise of the client library."""
     store = world.client()
     assert store.version(soon())
     store.close()

@@ -5,28 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from elastic_trainer.clock import Deadline
-from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, Watch, WatchEvent
-from tests.contract.worlds import World
+from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, WatchEvent
+from tests.contract.conftest import World
+from tests.integration.store.support import put, soon, watching
 from tests.support.listeners import LIMIT_S, Recorder
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
-
-
-def put(store: Store, key: str, value: bytes = b"") -> int:
-    return store.transact([], [Put(key, value)], deadline=soon()).revision
 
 
 def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: Store, world: World) -> None:
     """Snapshot first, then every change of the prefix once and in order, from the watch's own thread."""
     key = world.prefix + "n/a"
     created = put(store, key, b"0")
-    recorder = Recorder()
-    watch = store.watch(world.prefix + "n/", recorder)
-    snapshot = recorder.wait_snapshots(1)
-    assert [(item.value, item.create_revision) for item in snapshot.items] == [(b"0", created)]
+    recorder = watching(store, world.prefix + "n/")
+    assert [(item.value, item.create_revision) for item in recorder.snapshots[0].items] == [(b"0", created)]
     put(store, world.prefix + "other", b"not mine")
     for number in range(1, 6):
         put(store, key, str(number).encode())
@@ -39,20 +29,16 @@ def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: S
     assert recorder.connected == [True]
     assert len(recorder.threads) == 1
     assert threading.current_thread().name not in recorder.threads
-    watch.close()
 
 
 def test_an_exact_watch_sees_one_key(store: Store, world: World) -> None:
-    """Neighbours that begin with the key are not part of it."""
-    recorder = Recorder()
-    watch = store.watch(world.prefix + "round", recorder, exact=True)
-    assert recorder.wait_snapshots(1).items == ()
+    recorder = watching(store, world.prefix + "round", exact=True)
+    assert recorder.snapshots[0].items == ()
     put(store, world.prefix + "round/x", b"no")
     put(store, world.prefix + "round2", b"no")
     put(store, world.prefix + "round", b"yes")
     recorder.wait_events(1)
     assert recorder.values() == [b"yes"]
-    watch.close()
 
 
 def test_the_events_of_a_transaction_arrive_together(store: Store, world: World) -> None:
@@ -64,14 +50,11 @@ def test_the_events_of_a_transaction_arrive_together(store: Store, world: World)
             sizes.append(len({event.item.mod_revision for event in events}) * 20 - len(events))
             super().on_events(events)
 
-    recorder = Sizes()
-    watch = store.watch(world.prefix, recorder)
-    recorder.wait_snapshots(1)
+    recorder = watching(store, world.prefix, Sizes())
     for _ in range(5):
         store.transact([], [Put(f"{world.prefix}{number}", b"") for number in range(20)], deadline=soon())
     recorder.wait_events(100)
     assert set(sizes) == {0}
-    watch.close()
 
 
 def test_writers_while_the_watch_begins_are_seen_once(store: Store, world: World) -> None:
@@ -87,11 +70,7 @@ def test_writers_while_the_watch_begins_are_seen_once(store: Store, world: World
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        recorders = [Recorder() for _ in range(8)]
-        watches: list[Watch] = []
-        for recorder in recorders:
-            watches.append(store.watch(world.prefix, recorder))
-            recorder.wait_snapshots(1)
+        recorders = [watching(store, world.prefix) for _ in range(8)]
     finally:
         stop.set()
         writer.join(LIMIT_S)
@@ -100,28 +79,21 @@ def test_writers_while_the_watch_begins_are_seen_once(store: Store, world: World
         seen = [item.mod_revision for item in recorder.snapshots[0].items]
         seen += [event.item.mod_revision for event in recorder.events]
         assert seen == written
-    for watch in watches:
-        watch.close()
 
 
 def test_nothing_arrives_after_close(store: Store, world: World) -> None:
-    """Close joins the watch's thread, and may be repeated; a listener may close its own watch."""
     recorder = Recorder()
     watch = store.watch(world.prefix, recorder)
     recorder.wait_snapshots(1)
     watch.close()
     watch.close()
-    other = Recorder()
-    second = store.watch(world.prefix, other)
-    other.wait_snapshots(1)
+    other = watching(store, world.prefix)
     put(store, world.prefix + "late")
     other.wait_events(1)
     assert recorder.events == []
-    second.close()
 
 
 def test_a_listener_may_close_its_own_watch(store: Store, world: World) -> None:
-    """Closing from inside a callback does not wait for itself."""
     closed = threading.Event()
 
     class Once(Recorder):
@@ -137,53 +109,38 @@ def test_a_listener_may_close_its_own_watch(store: Store, world: World) -> None:
     ready.set()
     assert closed.wait(LIMIT_S)
     put(store, world.prefix + "x")
-    other = Recorder()
-    store.watch(world.prefix, other)
-    other.wait_snapshots(1)
+    watching(store, world.prefix)
     assert recorder.events == []
 
 
 def test_a_failing_listener_does_not_end_the_watch(store: Store, world: World) -> None:
-    """An exception in a callback is logged, and later changes still arrive."""
-
     class Broken(Recorder):
         def on_events(self, events: Sequence[WatchEvent]) -> None:
             super().on_events(events)
             if len(self.events) == 1:
                 raise RuntimeError("a bug in the listener")
 
-    recorder = Broken()
-    store.version(soon())  # the connection is there: else its first attempt could be news
-    watch = store.watch(world.prefix, recorder)
-    recorder.wait_snapshots(1)
+    recorder = watching(store, world.prefix, Broken())
     put(store, world.prefix + "a", b"1")
     recorder.wait_events(1)
     put(store, world.prefix + "a", b"2")
     recorder.wait_events(2)
     assert recorder.values() == [b"1", b"2"]
     assert recorder.connected == [True]
-    watch.close()
 
 
 def test_compaction_does_not_disturb_a_watch_that_keeps_up(store: Store, world: World) -> None:
-    """A watch that has seen everything needs no history."""
-    recorder = Recorder()
-    watch = store.watch(world.prefix, recorder)
-    recorder.wait_snapshots(1)
+    recorder = watching(store, world.prefix)
     put(store, world.prefix + "a", b"1")
     recorder.wait_events(1)
     world.compact()
     put(store, world.prefix + "a", b"2")
     recorder.wait_events(2)
     assert len(recorder.snapshots) == 1
-    watch.close()
 
 
 def test_closing_the_store_ends_its_watches(world: World) -> None:
-    """No thread remains of a closed store."""
     store = world.client()
-    recorder = Recorder()
-    store.watch(world.prefix + "mine/", recorder)
-    recorder.wait_snapshots(1)
+    watching(store, world.prefix + "mine/")
     store.close()
     assert f"watch-{world.prefix}mine/" not in {thread.name for thread in threading.enumerate()}

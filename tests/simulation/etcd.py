@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.store.api import Lease, Operation, Snapshot, TransactionResult, WatchEvent, WatchListener
 from tests.simulation.loop import Host, Loop, Signal
-from tests.support.memory_backend import MemoryBackend, holds
+from tests.support.memory_store import MemoryBackend, holds
 
 Answer = TypeVar("Answer")
 LEASE_TURN_S = 0.5

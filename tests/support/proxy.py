@@ -22,8 +22,6 @@ class Proxy:
         self._open.set()
         self._replies = threading.Event()
         self._replies.set()
-        self._requests = threading.Event()
-        self._requests.set()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -31,7 +29,6 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect to."""
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}"
 
@@ -43,7 +40,6 @@ class Proxy:
                 _shut(each)
 
     def mend(self) -> None:
-        """Let connections through again."""
         self._open.set()
 
     def hold_replies(self) -> None:
@@ -51,7 +47,6 @@ class Proxy:
         self._replies.clear()
 
     def close(self) -> None:
-        """Break everything and end."""
         self.cut()
         self._replies.set()
         _shut(self._listener)
@@ -90,7 +85,7 @@ class Proxy:
             with server, self._listed(client), self._listed(server):
                 answers = threading.Thread(target=self._forward, args=(server, client, self._replies), daemon=True)
                 answers.start()
-                self._forward(client, server, self._requests)
+                self._forward(client, server)
                 answers.join(10.0)
 
     @contextlib.contextmanager
@@ -104,13 +99,12 @@ class Proxy:
                 self._sockets.discard(each)
 
     @staticmethod
-    def _forward(source: socket.socket, sink: socket.socket, allowed: threading.Event) -> None:
-        try:
+    def _forward(source: socket.socket, sink: socket.socket, allowed: threading.Event | None = None) -> None:
+        with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                allowed.wait()
+                if allowed is not None:
+                    allowed.wait()
                 sink.sendall(data)
-        except OSError:
-            pass
         _shut(source)
         _shut(sink)
 

@@ -48,19 +48,15 @@ class S3Server:
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process, self.address = process, address
         self.environment = {
-            "AWS_ENDPOINT_URL": address,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+            "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
 
     def inject(self, *faults: Fault) -> None:
         """Replace the faults that are in force; none ends them."""
         self._control("faults", [asdict(each) for each in faults])
 
     def hits(self) -> int:
-        """How many requests the present faults have met."""
         return int(self._control("hits"))
 
     def log(self) -> list[str]:

@@ -17,7 +17,6 @@ class SlowStorage:
         self.takes(0.0)
 
     def takes(self, seconds: float) -> None:
-        """That long for each fsync, from now on."""
         new = self.file.with_suffix(".new")
         new.write_text(str(seconds))
         os.replace(new, self.file)

@@ -16,7 +16,6 @@ from tests.support.requirements import needs, needs_root
 
 
 def run(*command: str) -> None:
-    """Do it, or raise CalledProcessError."""
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 

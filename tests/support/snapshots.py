@@ -22,55 +22,29 @@ HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"
 def rank(number: int, per_node: int = 2, **changes: Any) -> Json:
     """A rank that trains."""
     return {
-        "rank": number,
-        "local_rank": number % per_node,
-        "pid": 4100 + number,
-        "phase": "training",
-        "phase_s": 312.0 + number,
-        "still_s": 0.12,
-        "step": 48_210,
-        "step_s": 0.212 + 0.001 * (number % 3),
-        "compute_s": 0.181 + 0.002 * (number % 4),
-        "device": f"cuda:{number % per_node}",
-        "slowdown": 1.0 + 0.01 * (number % 4),
-        "straggler": False,
-        "stall": None,
-    } | changes
+        "rank": number, "local_rank": number % per_node, "pid": 4100 + number, "phase": "training",
+        "phase_s": 312.0 + number, "still_s": 0.12, "step": 48_210, "step_s": 0.212 + 0.001 * (number % 3),
+        "compute_s": 0.181 + 0.002 * (number % 4), "device": f"cuda:{number % per_node}",
+        "slowdown": 1.0 + 0.01 * (number % 4), "straggler": False, "stall": None,
+    } | changes  # fmt: skip
 
 
 def node(place: int, per_node: int = 2, **changes: Any) -> Json:
     """A node that is ready and in the round."""
     return {
-        "node": f"node-{place}",
-        "host": f"gpu-{place:03d}.cluster.example",
-        "state": "ready",
-        "in_round": True,
-        "metrics": f"http://10.0.0.{place % 250}:9401",
-        "age_s": 1.0 + place % 4,
+        "node": f"node-{place}", "host": f"gpu-{place:03d}.cluster.example", "state": "ready", "in_round": True,
+        "metrics": f"http://10.0.0.{place % 250}:9401", "age_s": 1.0 + place % 4,
         "ranks": [rank(place * per_node + local, per_node) for local in range(per_node)],
-    } | changes
+    } | changes  # fmt: skip
 
 
 def incident(wall: float, cause: str | None, **changes: Any) -> Json:
     """An incident of which everything is known, with what the monitor concludes from it."""
     values: Json = {
-        "wall": wall,
-        "by": "node-0",
-        "cause": cause,
-        "kind": "round",
-        "round": 5,
-        "next_round": 6,
-        "reason": "worker 3 of node-1 ended with signal 9",
-        "nodes": ["node-1"],
-        "ranks": [3],
-        "world_before": 6,
-        "world_after": 6,
-        "step": 41_007,
-        "steps_lost": 0,
-        "detect_s": 0.08,
-        "regroup_s": 0.31,
-        "resume_s": 0.42,
-    } | changes
+        "wall": wall, "by": "node-0", "cause": cause, "kind": "round", "round": 5, "next_round": 6,
+        "reason": "worker 3 of node-1 ended with signal 9", "nodes": ["node-1"], "ranks": [3], "world_before": 6,
+        "world_after": 6, "step": 41_007, "steps_lost": 0, "detect_s": 0.08, "regroup_s": 0.31, "resume_s": 0.42,
+    } | changes  # fmt: skip
     known = Incident.model_validate({name: value for name, value in values.items() if value is not None})
     return {**described(known), **values}
 
@@ -78,13 +52,9 @@ def incident(wall: float, cause: str | None, **changes: Any) -> Json:
 def transition(number: int, state: str, wall: float, world_size: int, reason: str, nodes: int = 3) -> Json:
     """One line of the journal."""
     return {
-        "number": number,
-        "state": state,
-        "wall": wall,
-        "reason": reason,
-        "world_size": world_size,
+        "number": number, "state": state, "wall": wall, "reason": reason, "world_size": world_size,
         "nodes": [f"node-{place}" for place in range(nodes)],
-    }
+    }  # fmt: skip
 
 
 def curves(points: int = 600, span_s: float = 10_800.0, until: float = WALL) -> Json:
@@ -120,82 +90,31 @@ def healthy(**changes: Any) -> Json:
     incidents = [
         incident(WALL - 1_300.7, "worker_lost", round=6, next_round=7),
         incident(
-            WALL - 3_960,
-            "node_joined",
-            round=5,
-            next_round=6,
-            reason="node-2 is ready",
-            nodes=["node-2"],
-            ranks=[],
-            world_before=4,
-            detect_s=0.0,
-            regroup_s=0.9,
-            resume_s=1.1,
+            WALL - 3_960, "node_joined", round=5, next_round=6, reason="node-2 is ready", nodes=["node-2"], ranks=[],
+            world_before=4, detect_s=0.0, regroup_s=0.9, resume_s=1.1,
         ),
         incident(
-            WALL - 8_100,
-            "node_lost",
-            round=4,
-            next_round=5,
-            reason="the key of node-2 has expired",
-            nodes=["node-2"],
-            ranks=[4, 5],
-            world_after=4,
-            steps_lost=12,
-            detect_s=6.1,
-            regroup_s=1.4,
-            resume_s=0.7,
+            WALL - 8_100, "node_lost", round=4, next_round=5, reason="the key of node-2 has expired",
+            nodes=["node-2"], ranks=[4, 5], world_after=4, steps_lost=12, detect_s=6.1, regroup_s=1.4, resume_s=0.7,
         ),
-    ]
+    ]  # fmt: skip
     return {
-        "run": "gpt-small-07",
-        "state": "training",
-        "state_s": 1_300.0,
-        "epoch": 1,
-        "min_nodes": 2,
-        "max_nodes": 4,
-        "recovery": "in_place",
-        "round": 7,
-        "round_reason": "3 nodes are ready",
-        "world_size": 6,
-        "step": 48_210,
-        "loss": 2.0871,
-        "samples": 9_256_320,
-        "samples_per_s": 905.4,
-        "steps_per_s": 4.7,
-        "step_s": 0.213,
-        "data_epoch": 3,
-        "goodput": 0.968,
+        "run": "gpt-small-07", "state": "training", "state_s": 1_300.0, "epoch": 1, "min_nodes": 2, "max_nodes": 4,
+        "recovery": "in_place", "round": 7, "round_reason": "3 nodes are ready", "world_size": 6, "step": 48_210,
+        "loss": 2.0871, "samples": 9_256_320, "samples_per_s": 905.4, "steps_per_s": 4.7, "step_s": 0.213,
+        "data_epoch": 3, "goodput": 0.968,
         "seconds": {
-            "starting": 184.0,
-            "waiting": 96.0,
-            "rendezvous": 41.0,
-            "healing": 122.0,
-            "training": 62_700.0,
-            "repeated": 15.2,
-            "data": 890.0,
-            "checkpoint": 610.0,
-            "evaluation": 118.0,
-            "ending": 0.0,
+            "starting": 184.0, "waiting": 96.0, "rendezvous": 41.0, "healing": 122.0, "training": 62_700.0,
+            "repeated": 15.2, "data": 890.0, "checkpoint": 610.0, "evaluation": 118.0, "ending": 0.0,
         },
         "checkpoint": {
-            "step": 48_000,
-            "age_s": 45.0,
-            "bytes": 1_483_000_000,
-            "duration_s": 2.9,
-            "interval_s": 300.0,
-            "saved": 36,
-            "failed": 0,
+            "step": 48_000, "age_s": 45.0, "bytes": 1_483_000_000, "duration_s": 2.9, "interval_s": 300.0,
+            "saved": 36, "failed": 0,
         },
-        "limits": {"straggler_ratio": 1.5},
-        "nodes": [node(place) for place in range(3)],
-        "rounds": journal,
-        "incidents": incidents,
-        "curves": curves(),
-        "unreadable": [],
-        "wall": WALL,
+        "limits": {"straggler_ratio": 1.5}, "nodes": [node(place) for place in range(3)], "rounds": journal,
+        "incidents": incidents, "curves": curves(), "unreadable": [], "wall": WALL,
         "store": {"connected": True, "age_s": 0.3},
-    } | changes
+    } | changes  # fmt: skip
 
 
 def recovering() -> Json:
@@ -223,21 +142,11 @@ def recovering() -> Json:
     run["incidents"].insert(
         0,
         incident(
-            WALL - 14,
-            "node_lost",
-            round=7,
-            next_round=None,
-            reason="the key of node-2 has expired",
-            nodes=["node-2"],
-            ranks=[4, 5],
-            world_after=None,
-            open=True,
-            steps_lost=None,
-            detect_s=6.2,
-            regroup_s=None,
-            resume_s=None,
+            WALL - 14, "node_lost", round=7, next_round=None, reason="the key of node-2 has expired",
+            nodes=["node-2"], ranks=[4, 5], world_after=None, open=True, steps_lost=None, detect_s=6.2,
+            regroup_s=None, resume_s=None,
         ),
-    )
+    )  # fmt: skip
     return run
 
 
@@ -256,16 +165,10 @@ def straggling() -> Json:
     run["incidents"].insert(
         0,
         incident(
-            WALL - 260,
-            None,
-            kind="straggler",
-            round=7,
-            next_round=None,
-            reason="rank 2 computes 2.3 times as long as the median of all ranks",
-            ranks=[2],
-            steps_lost=0,
+            WALL - 260, None, kind="straggler", round=7, next_round=None,
+            reason="rank 2 computes 2.3 times as long as the median of all ranks", ranks=[2], steps_lost=0,
         ),
-    )
+    )  # fmt: skip
     return run
 
 
@@ -276,13 +179,9 @@ def failed() -> Json:
     run["incidents"].insert(
         0,
         incident(
-            WALL - 5.0,
-            "finished",
-            next_round=None,
-            reason="a worker failed 3 times within 60 s",
-            steps_lost=40,
+            WALL - 5.0, "finished", next_round=None, reason="a worker failed 3 times within 60 s", steps_lost=40,
         ),
-    )
+    )  # fmt: skip
     run["round_reason"] = "a worker failed 3 times within 60 s"
     return run
 
@@ -310,14 +209,9 @@ def large(nodes: int = 512, turn: int = 0) -> Json:
 def empty() -> Json:
     """A run of which only the name is known."""
     return {"run": "new", "state": "gathering"} | {
-        "nodes": [],
-        "rounds": [],
-        "incidents": [],
-        "seconds": {},
-        "checkpoint": None,
-        "wall": WALL,
+        "nodes": [], "rounds": [], "incidents": [], "seconds": {}, "checkpoint": None, "wall": WALL,
         "curves": {"wall": [], "step": [], "loss": [], "step_s": [], "world_size": []},
-    }
+    }  # fmt: skip
 
 
 def nulls(value: Any = None) -> Json:
@@ -339,15 +233,11 @@ def hostile() -> Json:
     run = healthy(run="hostile", round_reason=HOSTILE, unreadable=[HOSTILE], state="</title><script>")
     run["nodes"] = [
         node(
-            0,
-            node=HOSTILE,
-            host=HOSTILE,
-            state=HOSTILE,
-            metrics="javascript:alert(1)//",
+            0, node=HOSTILE, host=HOSTILE, state=HOSTILE, metrics="javascript:alert(1)//",
             ranks=[rank(0, phase=HOSTILE, device=HOSTILE)],
         ),
         node(1, node="__proto__", state="constructor", ranks=[rank(1, phase="toString")]),
-    ]
+    ]  # fmt: skip
     run["incidents"][0] |= {"reason": HOSTILE, "nodes": [HOSTILE], "cause": HOSTILE}
     run["incidents"][1] |= {"kind": HOSTILE, "cause": None}
     run["rounds"][0] |= {"reason": HOSTILE, "state": HOSTILE}
@@ -358,12 +248,9 @@ def hostile() -> Json:
 def listing() -> Json:
     """Several runs."""
     every = [
-        healthy(),
-        recovering() | {"run": "gpt-small-09"},
-        straggling(),
-        large() | {"state_s": 86_400.0 * 3},
+        healthy(), recovering() | {"run": "gpt-small-09"}, straggling(), large() | {"state_s": 86_400.0 * 3},
         failed(),
-    ]
+    ]  # fmt: skip
     ended = healthy(run="resnet-baseline", state="succeeded", state_s=200_000.0, world_size=0, nodes=[], incidents=[])
     return {
         "runs": [_summary(run) for run in [*every, ended]],
@@ -383,12 +270,7 @@ def _summary(run: Json) -> Json:
 
 
 SMALL = {
-    "healthy": healthy,
-    "recovering": recovering,
-    "straggling": straggling,
-    "failed": failed,
-    "empty": empty,
-    "nulls": nulls,
-    "hostile": hostile,
-}
+    "healthy": healthy, "recovering": recovering, "straggling": straggling, "failed": failed, "empty": empty,
+    "nulls": nulls, "hostile": hostile,
+}  # fmt: skip
 """By name, those that a test can go through quickly."""

@@ -21,7 +21,6 @@ class Bucket:
         self._free_at = 0.0
 
     def take(self, size: int) -> None:
-        """Return when ``size`` bytes have passed."""
         with self._lock:
             self._free_at = max(self._free_at, SYSTEM.monotonic()) + size / self._rate
             wait_s = self._free_at - SYSTEM.monotonic()
@@ -40,38 +39,6 @@ class Stalled(Bucket):
             pause(0.05)
 
 
-class ThrottledSink:
-    """A file whose bytes pass through ``bucket``."""
-
-    def __init__(self, sink: Sink, bucket: Bucket) -> None:
-        self._sink, self._bucket = sink, bucket
-
-    def write(self, data: memoryview) -> None:
-        self._bucket.take(len(data))
-        self._sink.write(data)
-
-    def finish(self, *, durable: bool = True) -> None:
-        self._sink.finish(durable=durable)
-
-    def abandon(self) -> None:
-        self._sink.abandon()
-
-
-class ThrottledSource:
-    """A file whose bytes pass through ``bucket``."""
-
-    def __init__(self, source: ByteSource, bucket: Bucket) -> None:
-        self._source, self._bucket = source, bucket
-        self.size, self.readers = source.size, source.readers
-
-    def read_into(self, buffer: memoryview, offset: int) -> bool:
-        self._bucket.take(len(buffer))
-        return self._source.read_into(buffer, offset)
-
-    def close(self) -> None:
-        self._source.close()
-
-
 class ThrottledStorage(PosixStorage):
     """A directory into which, and from which, its holder moves ``rate`` bytes a second, or as that bucket says."""
 
@@ -80,7 +47,23 @@ class ThrottledStorage(PosixStorage):
         self._bucket = rate if isinstance(rate, Bucket) else Bucket(rate)
 
     def sink(self, name: str, file: str) -> Sink:
-        return ThrottledSink(super().sink(name, file), self._bucket)
+        sink = super().sink(name, file)
+        write = sink.write
+
+        def throttled(data: memoryview) -> None:
+            self._bucket.take(len(data))
+            write(data)
+
+        sink.write = throttled  # type: ignore[method-assign]
+        return sink
 
     def source(self, name: str, file: str) -> ByteSource:
-        return ThrottledSource(super().source(name, file), self._bucket)
+        source = super().source(name, file)
+        read_into = source.read_into
+
+        def throttled(buffer: memoryview, offset: int) -> bool:
+            self._bucket.take(len(buffer))
+            return read_into(buffer, offset)
+
+        source.read_into = throttled  # type: ignore[method-assign]
+        return source

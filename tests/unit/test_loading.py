@@ -13,7 +13,7 @@ ALLOWED = {
     (
         "checkpoint/exchange.py",
         "_Unpickler",
-    ),  # it knows a few classes, see tests/integration/checkpoint/test_exchange.py
+    ),  # it knows a few classes, see tests/unit/checkpoint/test_exporting.py
     ("data/workers.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
     ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called

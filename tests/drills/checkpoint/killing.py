@@ -21,6 +21,7 @@ from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry import logs
+from tests.unit.checkpoint.states import same
 
 Saver = Callable[[Any, Connection], None]
 COUNT = "ELASTIC_TRAINER_SAVE_KILLS"
@@ -42,24 +43,23 @@ def content(step: int) -> dict[str, Any]:
 
 
 def holds(state: dict[str, Any], step: int) -> bool:
-    """Whether ``state`` is exactly what ``step`` should hold."""
-    expected = content(step)
-    return (
-        state["step"] == step
-        and torch.equal(state["model"]["w"], expected["model"]["w"])
-        and torch.equal(state["model"]["b"], expected["model"]["b"])
-        and torch.equal(state["optimizer"][0], expected["optimizer"][0])
-    )
+    return same(state, content(step))
 
 
-def save_for_ever(directory: str | Path, say: Connection) -> None:
-    """Resume from the newest checkpoint and save one step after the other; say each that save() has returned from."""
+def resumed(directory: str | Path, say: Connection) -> tuple[CheckpointManager, int]:
+    """A manager, and the step of the newest checkpoint, which it says."""
     torch.set_num_threads(1)
     checkpoints = CheckpointManager(directory, Retention(keep_last=2))
     checkpoints.sweep()
     found = checkpoints.load_newest()
     step = 0 if found is None else int(found.state["step"])
     say.send(step)
+    return checkpoints, step
+
+
+def save_for_ever(directory: str | Path, say: Connection) -> None:
+    """Save one step after the other; say each that save() has returned from."""
+    checkpoints, step = resumed(directory, say)
     while True:
         step += 1
         checkpoints.save(content(step), SaveInfo(step=step))
@@ -68,13 +68,8 @@ def save_for_ever(directory: str | Path, say: Connection) -> None:
 
 def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
     """The same beside training: the state changes as soon as its copy is taken. Say each step that was committed."""
-    torch.set_num_threads(1)
-    checkpoints = CheckpointManager(directory, Retention(keep_last=2))
-    checkpoints.sweep()
-    found, saves = checkpoints.load_newest(), BackgroundSaves(checkpoints)
-    step = 0 if found is None else int(found.state["step"])
-    say.send(step)
-    state = content(step)
+    checkpoints, step = resumed(directory, say)
+    saves, state = BackgroundSaves(checkpoints), content(step)
     while True:
         step += 1
         following = content(step)
@@ -91,12 +86,7 @@ def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
 
 def save_together_for_ever(directory: str | Path, say: Connection) -> None:
     """The same with files that a co-writer in another thread writes too, which the kill takes as well."""
-    torch.set_num_threads(1)
-    checkpoints = CheckpointManager(directory, Retention(keep_last=2))
-    checkpoints.sweep()
-    found = checkpoints.load_newest()
-    step = 0 if found is None else int(found.state["step"])
-    say.send(step)
+    checkpoints, step = resumed(directory, say)
     while True:
         step += 1
         image = checkpoints.encode(content(step), SaveInfo(step=step), parts=3)
@@ -114,14 +104,18 @@ def save_together_for_ever(directory: str | Path, say: Connection) -> None:
 class Casualties:
     """What the kills did. ``interrupted`` counts those that hit a save half-way."""
 
-    kills: int = 0
     saves: int = 0
     interrupted: int = 0
     broken: list[str] = field(default_factory=list)
 
+    def check(self) -> None:
+        """All that were committed are whole, and the drill has proved it."""
+        assert self.broken == []
+        assert self.saves > 0
+        assert self.interrupted > 0, "no kill hit a save: the drill proved nothing"
+
 
 def forks() -> Any:
-    """Processes forked from a clean one that has torch imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "elastic_trainer.checkpoint", __name__, "tests.support.frozen"])
     return context
@@ -183,7 +177,6 @@ def kill_savers(
     result = Casualties()
     for _ in range(kills):
         first, said = one_life(saver, directory, draw.randrange(SAVES), draw.random(), longest_s)
-        result.kills += 1
         result.saves += said - first
         kinds = set(map(kind_of, open_storage(directory).names()))
         result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})

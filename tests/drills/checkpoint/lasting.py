@@ -29,19 +29,7 @@ from tests.support.small_disk import fill
 SAMPLES, BATCH, SAVE_EVERY = 96, 16, 4
 
 
-def shield(disk: Path) -> None:
-    """Make it read-only for whoever opens anything from now on. (To remount it would take that no file is open.)"""
-    for options in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
-        subprocess.run(["mount", *options], check=True, timeout=60)
-
-
-def unshield(disk: Path) -> None:
-    subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=60)
-
-
 class Faults:
-    """What happens to the disks."""
-
     def __init__(self, scenario: dict[str, Any]) -> None:
         self._faults: dict[str, str] = scenario["faults"]
         self._disks = [Path(each) for each in scenario.get("disks", ())]
@@ -62,10 +50,12 @@ class Faults:
         return True
 
     def _strike(self, what: str) -> None:
-        if what == "read_only":
-            shield(self._disks[0])
+        shielded = str(self._disks[0]) if self._disks else ""
+        if what == "read_only":  # for whoever opens anything from now on: to remount it would take that no file is open
+            for options in (["--bind", shielded, shielded], ["-o", "remount,bind,ro", shielded]):
+                subprocess.run(["mount", *options], check=True, timeout=60)
         elif what == "writable":
-            unshield(self._disks[0])
+            subprocess.run(["umount", "--lazy", shielded], check=True, timeout=60)
         for disk in self._disks:
             if what == "full":
                 fill(disk)

@@ -59,10 +59,8 @@ def main() -> None:
             if not step.committed:
                 continue
             if session.step_number % SAVE_EVERY == 0:
-                held = (
-                    directory
-                    / f"held-{session.step_number}-{session.rank}-{process_id(session.environment.ledger_dir)}"
-                )
+                mine = process_id(session.environment.ledger_dir)
+                held = directory / f"held-{session.step_number}-{session.rank}-{mine}"
                 torch.save(session.module.state_dict(), held.with_suffix(".part"))
                 held.with_suffix(".part").rename(held)
                 session.save()

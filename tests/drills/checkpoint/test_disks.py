@@ -17,12 +17,13 @@ import torch
 from elastic_trainer.checkpoint import CheckpointManager, Event, Owner, SaveInfo, Soundness, Transition, describe
 from elastic_trainer.checkpoint.manifest import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
+from elastic_trainer.cli.main import main as command
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.remote_job import train
 from tests.support.small_disk import fill, mounted, run
-from tests.unit.checkpoint.states import Heard, flip_bit
+from tests.unit.checkpoint.states import Heard, flip_bit, newest_of
 from tests.unit.checkpoint.test_commit import dead_process
 
 MB = 1 << 20
@@ -35,7 +36,6 @@ def state(megabytes: int, value: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 32 MB."""
     with mounted(tmp_path / "disk", SMALL_DISK) as path:
         yield path
 
@@ -67,7 +67,6 @@ def intact(directory: Path, value: int) -> bool:
 @pytest.mark.root
 @pytest.mark.parametrize("storage", [PosixStorage, Boundless], ids=["checked first", "found out while writing"])
 def test_a_full_disk_loses_nothing(small_disk: Path, storage: type[PosixStorage]) -> None:
-    """The save fails in a sentence, its partial files go, the earlier checkpoint loads, and a smaller save works."""
     directory = small_disk / "checkpoints"
     checkpoints = CheckpointManager(directory, storage=storage(directory))
     first = checkpoints.save(state(10), SaveInfo(1)).name
@@ -82,19 +81,6 @@ def test_a_full_disk_loses_nothing(small_disk: Path, storage: type[PosixStorage]
 
 
 @pytest.mark.root
-def test_what_a_dead_writer_left_makes_room(small_disk: Path) -> None:
-    """If the space is held by an abandoned temporary, it is swept and the save succeeds."""
-    directory = small_disk
-    abandoned = directory / temporary_name(dead_process())
-    abandoned.mkdir()
-    (abandoned / TENSORS_FILE).write_bytes(b"x" * (20 * MB))
-    heard = Heard()
-    CheckpointManager(directory, on_event=heard.append).save(state(15), SaveInfo(1))
-    assert heard.kinds() == ["checkpoint.swept", "checkpoint.committed"]
-    assert intact(directory, 1)
-
-
-@pytest.mark.root
 def test_what_a_dead_writer_left_does_not_keep_a_job_from_starting(small_disk: Path) -> None:
     """It fills the disk to the last byte: it is swept before the check, and before the claim that a save writes."""
     directory, owner = small_disk / "checkpoints", Owner("run")
@@ -102,16 +88,16 @@ def test_what_a_dead_writer_left_does_not_keep_a_job_from_starting(small_disk: P
         abandoned = directory / temporary_name(dead_process())
         abandoned.mkdir(parents=True)
         fill(abandoned, but_bytes=0)
-        manager = CheckpointManager(directory, owner=owner)
+        manager = CheckpointManager(directory, on_event=(heard := Heard()).append, owner=owner)
         start(manager)
         manager.close()
         assert not abandoned.exists()
+        assert heard.kinds()[0] == "checkpoint.swept"
     assert intact(directory, 1)
 
 
 @pytest.mark.root
 def test_a_disk_without_any_space_is_found_at_the_start(small_disk: Path) -> None:
-    """check_writable does not wait for the first save to find out."""
     fill(small_disk, but_bytes=MB)
     with pytest.raises(StorageError, match="is full"):
         CheckpointManager(small_disk / "checkpoints").check_writable()
@@ -131,8 +117,7 @@ def test_a_read_only_file_system_can_be_loaded_from(small_disk: Path) -> None:
         with pytest.raises(StorageError, match="read-only"):
             act()
     assert reading.sweep() == 0
-    loaded = reading.load_newest()
-    assert loaded is not None
+    loaded = newest_of(reading)
     assert loaded.manifest.step == 1
     assert heard.kinds() == ["checkpoint.failed", "checkpoint.skipped", "checkpoint.loaded"]
     assert "cannot be renamed" in heard[1].reason
@@ -149,7 +134,6 @@ def reachable() -> Iterator[Path]:
 
 
 def test_a_directory_of_somebody_else_is_found_at_the_start(reachable: Path) -> None:
-    """Permission denied is one sentence with the path; loading from there works."""
     CheckpointManager(reachable).save(state(1), SaveInfo(1))
     reachable.chmod(0o555)
     checkpoints = CheckpointManager(reachable)
@@ -226,3 +210,23 @@ def test_a_directory_that_fails_in_mid_run_costs_a_save_at_most(fault: str) -> N
     assert torch.equal(parameters, reference)
     assert saved == ([24, 20, 16, 12, 4] if fault == "permission" else [24, 20, 16, 12, 8])
     assert seen(Transition.FAILED, 8) is (fault == "permission")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("target", ["safetensors", "torch", "huggingface"])
+def test_an_export_to_a_full_disk_is_one_sentence(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 73, and nothing is left there; an import there says so too."""
+    CheckpointManager(tmp_path / "run").save({"model": {"w": torch.randn(1000, 1000)}}, SaveInfo(1))
+    theirs = tmp_path / "theirs.pt"
+    torch.save({"w": torch.randn(1000, 1000)}, theirs)
+    with mounted(tmp_path / "disk", 1 << 20) as disk:
+        capsys.readouterr()
+        assert command(["checkpoints", "export", str(tmp_path / "run"), str(disk / "goal"), "--to", target]) == 73
+        error = capsys.readouterr().err
+        assert f"{disk}/goal cannot be written: No space left on device" in error
+        assert error.count("elastic-trainer: ") == 1
+        assert list(disk.iterdir()) == []
+        assert command(["checkpoints", "import", str(theirs), "--into", str(disk)]) == 73
+        assert list(disk.iterdir()) == []

@@ -23,6 +23,7 @@ from tests.drills.checkpoint.lasting import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
 from tests.integration.training.launch import QUICK, ran, records
 from tests.support.small_disk import fill, mounted
+from tests.unit.checkpoint.states import newest_of
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
 
@@ -45,7 +46,6 @@ def alone(text: str) -> int:
 
 
 def saves(out: Path, rank: int) -> dict[int, str | None]:
-    """What session.save() returned behind each step."""
     return dict(json.loads(line) for line in (out / f"saves-{rank}.jsonl").read_text().splitlines())
 
 
@@ -72,8 +72,7 @@ def test_a_disk_that_fails_under_a_running_job_costs_no_step(
         assert told.keys() == set(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
         assert saves(out, 1).items() <= told.items()
         assert {each.status for each in describe(checkpoints)} == {Soundness.VERIFIED}
-        newest = CheckpointManager(checkpoints).load_newest()
-        assert newest is not None
+        newest = newest_of(CheckpointManager(checkpoints))
         assert newest.manifest.step == STEPS
     found = audit(lines)
     assert found.exact, found.reason
@@ -89,7 +88,6 @@ def test_a_disk_that_fails_under_a_running_job_costs_no_step(
 
 @pytest.mark.parametrize(("required", "code"), [(False, 0), (True, EXIT_CANNOT_WRITE)])
 def test_the_last_save_ends_a_job_only_if_asked(tmp_path: Path, required: bool, code: int) -> None:
-    """The disk stays full: the script comes to its end, with the exit code that it wants for that."""
     with mounted(tmp_path / "disk", 16 * MB) as disk:
         faults = {10: "full"}
         more = {"disks": [str(disk)], "faults": faults, "required": required}
@@ -98,8 +96,6 @@ def test_the_last_save_ends_a_job_only_if_asked(tmp_path: Path, required: bool, 
 
 
 class Unlucky(Mnist):
-    """Its disk fails at some steps of the training and comes back at others."""
-
     disk: Path | None = None
     steps = 0
 

@@ -20,21 +20,15 @@ MOST_AGAIN = 60
 """More steps than fit into four intervals between snapshots, on a machine of any speed: each takes ``PAUSE_S``."""
 
 
-def kill_all(job: Job) -> list[int]:
-    """SIGKILL every worker of every node at once."""
+def kill_all_at(step: int, job: Job, manager: CheckpointManager) -> None:
+    """SIGKILL every worker of every node at once; return when what they had in memory is committed."""
+    job.wait_for(lambda: job.newest() >= step, "the job stands still")
     pids = [worker.pid for node in job.nodes if (worker := node.worker()) is not None]
+    assert len(pids) == 2
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    return pids
-
-
-def await_step(job: Job, step: int) -> None:
-    job.wait_for(lambda: job.newest() >= step, "the job stands still")
-
-
-def await_saved(job: Job, manager: CheckpointManager, step: int) -> None:
-    """Wait for a checkpoint of ``step`` or later."""
-    job.wait_for(lambda: manager.entries()[0].step >= max(step, SAVED_AT + 1), "nobody commits what is in memory")
+    least = max(job.newest() - MOST_AGAIN, SAVED_AT + 1)
+    job.wait_for(lambda: manager.entries()[0].step >= least, "nobody commits what is in memory")
 
 
 @pytest.mark.timeout(300)
@@ -52,9 +46,7 @@ def test_a_job_whose_workers_all_die_loses_one_snapshot_interval(
         job.start(2)
         manager = CheckpointManager(directory / "checkpoints")
         for step in KILLED_AT:
-            await_step(job, step)
-            assert len(kill_all(job)) == 2
-            await_saved(job, manager, job.newest() - MOST_AGAIN)
+            kill_all_at(step, job, manager)
         assert job.exit_codes() == {"n0": 0, "n1": 0}, job.describe()
         logs = "".join(job.log(node.name) for node in job.nodes)
         assert logs.count('"snapshot.rescued"') >= len(KILLED_AT)

@@ -15,6 +15,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.checkpoint.sharing_job import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
+from tests.unit.checkpoint.states import same
 
 SCRIPT = "tests.drills.checkpoint.sharing_job"
 SHARED, HELPED, LATE = "checkpoint.shared", "checkpoint.helped", "checkpoint.helper_late"
@@ -28,19 +29,13 @@ def job_of(directory: Path, endpoint: str, run: str, *arguments: str, **options:
 
 
 def said(job: Job, event: str) -> list[dict[str, Any]]:
-    """The fields of all events of this name."""
     lines = [line for node in job.nodes for line in job.log(node.name).splitlines() if f'"{event}"' in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 
 def held(directory: Path, step: int) -> dict[int, dict[str, torch.Tensor]]:
-    """What the model of each rank held at the save of ``step``."""
     paths = directory.glob(f"held-{step}-*[0-9]")
     return {int(path.name.split("-")[2]): torch.load(path, weights_only=True) for path in paths}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def check_rank0s(directory: Path, checkpoints: Path, world: int, rescued: frozenset[str] = frozenset()) -> list[str]:
@@ -85,7 +80,6 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_file_costs_nothing(
         job.start(2)
 
         def helping() -> list[int]:
-            """The process that writes a file of a checkpoint and is not rank 0."""
             saving = {int(path.name.split("-")[3]) for path in directory.glob("held-4-0-*[0-9]")}
             workers = [worker for node in job.nodes if (worker := node.worker()) is not None]
             return [each.pid for each in workers if saving and each.pid not in saving and writes(each.pid)]
@@ -137,23 +131,17 @@ def writes(pid: int) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_nodes_with_directories_of_their_own_save_as_before(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """Nobody can help; nothing waits for help."""
-    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "12", "100", "own") as job:
+@pytest.mark.parametrize("writers", ["own", "rank0"])
+def test_where_nobody_can_or_is_to_help_rank_0_writes_alone(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, writers: str
+) -> None:
+    """Nodes with directories of their own wait for no help; with ``rank0`` no other rank even copies the state."""
+    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "8", "100", writers) as job:
         job.start(2)
         assert set(job.exit_codes(60.0).values()) == {0}, job.describe()
         shared = [each for each in said(job, SHARED) if each.get("rank") == 0]  # agents commit what others hold
-        (node,) = {each["node"] for each in shared}
-        assert len(check_rank0s(directory, directory / "checkpoints" / node, 2)) == len(shared) == 12 // SAVE_EVERY
+        node = {each["node"] for each in shared}.pop() if writers == "own" else "all"
+        assert len(check_rank0s(directory, directory / "checkpoints" / node, 2)) == 8 // SAVE_EVERY
+        assert len(shared) == (8 // SAVE_EVERY if writers == "own" else 0)
         assert said(job, HELPED) == []
     assert not any(each["helped"] or each["late"] for each in shared)
-
-
-@pytest.mark.timeout(300)
-def test_where_rank_0_is_to_write_alone_it_does(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """The others do not even copy the state."""
-    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "8", "100", "rank0") as job:
-        job.start(2)
-        assert set(job.exit_codes().values()) == {0}, job.describe()
-        assert len(check_rank0s(directory, directory / "checkpoints" / "all", 2)) == 8 // SAVE_EVERY
-        assert said(job, SHARED) == said(job, HELPED) == []

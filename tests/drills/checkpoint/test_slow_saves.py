@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,19 +58,15 @@ def costs(job: Job, storage: SlowStorage, fsync_s: float) -> dict[str, float]:
     return found
 
 
-def storage_job(tmp_path: Path, endpoint: str, run: str, storage: SlowStorage) -> Job:
-    directory = tmp_path / "job"
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SLOW), "SLOW_FSYNC": str(storage.file)}
-    entry = [str(SCRIPT), str(directory), "1000000000", "0.02"]
-    return Job(directory, endpoint, run, entry=entry, least=1, most=3, options=LASTING, environment=environment)
-
-
 @pytest.mark.timeout(300)
 def test_what_happens_amid_a_long_save_costs_no_more(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """A worker is lost, a node joins and one leaves, each without a save under way and amid one that takes far longer:
     the job trains on as soon. Then all workers die amid such a save: what was computed since it began is not lost."""
     storage = SlowStorage(tmp_path, tmp_path / "job" / "checkpoints")
-    with storage_job(tmp_path, etcd_endpoint, run_id, storage) as job:
+    directory = tmp_path / "job"
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SLOW), "SLOW_FSYNC": str(storage.file)}
+    more: dict[str, Any] = {"entry": [str(SCRIPT), str(directory), "1000000000", "0.02"], "environment": environment}
+    with Job(directory, etcd_endpoint, run_id, least=1, most=3, options=LASTING, **more) as job:
         job.start(2)
         job.await_world("n0", "n1")
         without, amid = costs(job, storage, 0.0), costs(job, storage, FSYNC_S)

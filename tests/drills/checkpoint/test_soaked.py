@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,6 @@ FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000"}
 
 
 class Victim(StrEnum):
-    """What a kill ends."""
-
     WORKER = "worker"
     WORKERS = "all workers"
     AGENT = "agent"
@@ -88,7 +87,6 @@ class Soak:
         self.await_training()
 
     def _drawn(self) -> Victim:
-        """Each kind once before any comes again."""
         if not self._bag:
             self._bag = self._random.sample(list(Victim), len(Victim))
         return self._bag.pop()
@@ -134,7 +132,6 @@ class Soak:
     # ---- what is left
 
     def await_training(self) -> None:
-        """Wait until both nodes make steps together."""
         names = [node.name for node in self._job.running]
         began = SYSTEM.monotonic()
 
@@ -183,17 +180,8 @@ def test_whatever_dies_at_whatever_moment_nothing_that_is_saved_is_lost(
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SLOW), "SLOW_FSYNC": str(storage.file)}
     entry = [str(SCRIPT), str(directory), "1000000000", str(PAUSE_S)]
     options = FREELY | {"recovery": recovery}
-    with Job(
-        directory,
-        etcd_endpoint,
-        run_id,
-        entry=entry,
-        least=1,
-        most=2,
-        options=options,
-        environment=environment,
-        max_restarts=1_000_000,
-    ) as job:
+    limits: dict[str, Any] = {"least": 1, "most": 2, "max_restarts": 1_000_000}
+    with Job(directory, etcd_endpoint, run_id, entry=entry, options=options, environment=environment, **limits) as job:
         job.start(2)
         soak = Soak(job, seed)
         soak.rage(KILLS, LEAST, BUDGET_S)

@@ -1,9 +1,8 @@
-"""One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE STEP``, with RANK and STORE, a file.
+"""One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE``, with RANK and STORE, a file.
 
 SHAPE is that of the mesh: "4" for FSDP alone, "2x2" for FSDP times tensor parallel, "2+2" for two replicas of two.
-``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``stallN`` does so
-too, but place N never ends writing. ``dcp`` has torch save a fresh model. ``load`` brings a fresh model to the
-newest checkpoint, and compares.
+``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``dcp`` has torch save
+a fresh model. ``load`` brings a fresh model to the newest checkpoint, and compares.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_trainer.checkpoint import CheckpointManager, LoadInto, SaveInfo, ShardGroup, commit
-from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from elastic_trainer.clock import pause
-from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 
 class Net(nn.Module):
@@ -51,7 +48,6 @@ class Net(nn.Module):
 
 
 def mesh_of(shape: str, rank: int) -> DeviceMesh:
-    """That of this rank's replica."""
     if "+" in shape:
         size = int(shape.split("+")[0])
         groups = [DeviceMesh("cpu", list(range(at, at + size)), mesh_dim_names=("fsdp",)) for at in (0, size)]
@@ -76,7 +72,6 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def full(value: Any) -> Any:
-    """``value`` with whole tensors."""
     if isinstance(value, DTensor):
         return cast("DTensor", value.detach()).full_tensor()
     if isinstance(value, dict):
@@ -85,21 +80,11 @@ def full(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-class Stalled(PosixStorage):
-    """The first write of tensors never ends."""
-
-    def sink(self, name: str, file: str) -> Sink:
-        if file.startswith("tensors"):
-            (self._root / "stalled").write_text(str(os.getpid()))
-            threading.Event().wait()
-        return super().sink(name, file)
-
-
-def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> None:
+def save(directory: Path, shape: str) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(shape, rank)
     model, optimizer = build(mesh, 1)
-    torch.manual_seed(step)
+    torch.manual_seed(1)
     for _ in range(2):
         model(torch.randn(5, 12)).square().mean().backward()
         optimizer.step()
@@ -107,36 +92,31 @@ def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> N
     state, places = collect(model, optimizer), ShardGroup(mesh)
     whole = full(state)
     dist.barrier()
-    storage = Stalled(directory) if rank == stalls else None
-    manager = CheckpointManager(directory, storage=storage)
-    image, draft = manager.encode(state, SaveInfo(step), places=places), manager.draft(SaveInfo(step))
+    manager = CheckpointManager(directory)
+    image, draft = manager.encode(state, SaveInfo(1), places=places), manager.draft(SaveInfo(1))
     if rank == 0:
-        commit.SHARDS_LEAST_PATIENCE_S = 60.0 if stalls is None else 2.0
-        torch.save(whole, directory / f"reference{step}.pt")
+        commit.SHARDS_LEAST_PATIENCE_S = 60.0
+        torch.save(whole, directory / "reference.pt")
         print("committed", manager.commit(image, draft).name)
     elif places.index:
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
-        if stalls is None:
-            threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
+        threading.Thread(target=watch, args=(manager, saved), daemon=True).start()
         print("wrote", *manager.write_share(image, draft, 0, saved))
-    if stalls is None:
-        dist.barrier()
+    dist.barrier()
 
 
-def watch(manager: CheckpointManager, step: int, saved: threading.Event) -> None:
-    while (newest := manager.newest()) is None or newest.manifest.step < step:
+def watch(manager: CheckpointManager, saved: threading.Event) -> None:
+    while manager.newest() is None:
         pause(0.05)
     saved.set()
 
 
-def load(directory: Path, shape: str, step: int) -> None:
+def load(directory: Path, shape: str) -> None:
     mesh = mesh_of(shape, dist.get_rank())
     model, optimizer = build(mesh, 99)
     held = {name: each.data_ptr() for name, each in locals_of(model).items()}
     like = {("optimizer", "state", index): each for index, each in enumerate(model.parameters())}
-    loaded = CheckpointManager(directory).load_newest(LoadInto({"model": model.state_dict()}, like))
-    assert loaded is not None
-    assert loaded.manifest.step == step
+    loaded = newest_of(CheckpointManager(directory), LoadInto({"model": model.state_dict()}, like))
     assert {name: each.data_ptr() for name, each in locals_of(model).items()} == held
     moments = loaded.state["optimizer"]["state"][0]["exp_avg"]
     assert isinstance(moments, DTensor)
@@ -144,7 +124,7 @@ def load(directory: Path, shape: str, step: int) -> None:
     optimizer.load_state_dict(loaded.state["optimizer"])
     found = full(collect(model, optimizer))
     if dist.get_rank() == 0:
-        assert same(found, torch.load(directory / f"reference{step}.pt", weights_only=False))
+        assert same(found, torch.load(directory / "reference.pt", weights_only=False))
     torch.manual_seed(3)
     before = full(collect(model, optimizer))
     model(torch.randn(5, 12)).sum().backward()
@@ -158,7 +138,7 @@ def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    action, place, shape, step = sys.argv[1:]
+    action, place, shape = sys.argv[1:]
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(os.environ["STORE"], size)
@@ -168,13 +148,11 @@ def main() -> None:
             mesh = mesh_of(shape, rank)
             whole = full(state := collect(*build(mesh, 1)))
             save_dcp(state, checkpoint_id=f"{place}/dcp")
-            torch.save(whole, f"{place}/reference{step}.pt")
+            torch.save(whole, f"{place}/reference.pt")
         elif action == "load":
-            load(Path(place), shape, int(step))
+            load(Path(place), shape)
         else:
-            save(Path(place), shape, int(step), int(action.removeprefix("stall")) if action != "save" else None)
-    except CheckpointError as error:
-        print("refused", error)
+            save(Path(place), shape)
     finally:
         dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, commi
 from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, records, tensors_file
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 PARTS = 4
 
@@ -31,7 +32,6 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def prepared(directory: Path, held: dict[str, Any], step: int = 1) -> tuple[Image, Manifest]:
-    """The files of a state, and its manifest, as each writer makes them."""
     manager = CheckpointManager(directory)
     image = codec.encode(held, parts=PARTS, own=lambda name: name == "random")
     return image, manager.draft(SaveInfo(step, 1)).with_files(records(image))
@@ -43,67 +43,18 @@ class Slow(PosixStorage):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.gate = threading.Event()
-        self.wrote: list[str] = []
 
     def sink(self, name: str, file: str) -> Sink:
         if file.startswith("tensors"):
-            self.wrote.append(file)
             assert self.gate.wait(30.0)
         return super().sink(name, file)
 
 
-def helping(
-    storage: PosixStorage, held: dict[str, Any], turn: int, directory: Path
-) -> tuple[threading.Thread, list[str]]:
-    image, manifest = prepared(directory, held)
-    wrote: list[str] = []
-
-    def run() -> None:
-        wrote.extend(commit.write_share(storage, image, manifest, turn, threading.Event()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, wrote
-
-
 def loaded(directory: Path) -> dict[str, Any]:
-    found = CheckpointManager(directory).load_newest()
-    assert found is not None
+    found = newest_of(CheckpointManager(directory))
     tensors = {tensors_file(part, PARTS) for part in range(PARTS)}
     assert {path.name for path in (directory / found.name).iterdir()} == {MANIFEST_FILE, STATE_FILE, *tensors}
     return found.state
-
-
-def test_each_writer_writes_a_part(tmp_path: Path) -> None:
-    """Three help; all of them and the one that saves have the same slow disk."""
-    storages = [Slow(tmp_path) for _ in range(PARTS)]
-    image, manifest = prepared(tmp_path, state())
-    helpers = [helping(storages[turn], state(), turn, tmp_path) for turn in range(1, PARTS)]
-    saver = threading.Thread(target=commit.commit, args=(storages[0], image, manifest))
-    saver.start()
-    eventually(lambda: all(storage.wrote for storage in storages), "somebody writes nothing")
-    for storage in storages:
-        storage.gate.set()
-    saver.join(30.0)
-    for thread, wrote in helpers:
-        thread.join(30.0)
-        assert wrote
-    assert same(loaded(tmp_path), state())
-
-
-def test_without_help_one_process_writes_all(tmp_path: Path) -> None:
-    """At once: helpers that write to a disk of their own see nothing of it, and give up."""
-    (tmp_path / "other").mkdir()
-    stop = threading.Event()
-    image, manifest = prepared(tmp_path, state())
-    storage, done = PosixStorage(tmp_path / "other"), []
-    helper = threading.Thread(target=lambda: done.append(commit.write_share(storage, image, manifest, 1, stop)))
-    helper.start()
-    commit.commit(PosixStorage(tmp_path), image, manifest)
-    assert same(loaded(tmp_path), state())
-    stop.set()
-    helper.join(30.0)
-    assert done == [()]
 
 
 def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> None:
@@ -111,20 +62,17 @@ def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> Non
     other = state()
     other["random"] = torch.zeros(9)
     other["model"]["layer7"] += 1
-    saver, helper = Slow(tmp_path), PosixStorage(tmp_path)
-    image, manifest = prepared(tmp_path, state())
-    thread, wrote = helping(helper, other, 0, tmp_path)
-    later_image, later = prepared(tmp_path, state(), step=2)
-    stop = threading.Event()
+    saver, helper, stop = Slow(tmp_path), PosixStorage(tmp_path), threading.Event()
     threading.Timer(1.0, stop.set).start()
-    saving = threading.Thread(target=commit.commit, args=(saver, image, manifest))
-    saving.start()
-    assert commit.write_share(helper, later_image, later, 0, stop) == ()
-    thread.join(30.0)
-    saver.gate.set()
-    saving.join(30.0)
-    assert set(wrote) >= {tensors_file(1, PARTS), tensors_file(2, PARTS)}
-    assert set(wrote).isdisjoint({tensors_file(0, PARTS), tensors_file(3, PARTS)})
+    with ThreadPoolExecutor(2) as pool:
+        helped = pool.submit(commit.write_share, helper, *prepared(tmp_path, other), 0, threading.Event())
+        saving = pool.submit(commit.commit, saver, *prepared(tmp_path, state()))
+        assert commit.write_share(helper, *prepared(tmp_path, state(), step=2), 0, stop) == ()
+        wrote = set(helped.result(30.0))
+        saver.gate.set()
+        saving.result(30.0)
+    assert wrote >= {tensors_file(1, PARTS), tensors_file(2, PARTS)}
+    assert wrote.isdisjoint({tensors_file(0, PARTS), tensors_file(3, PARTS)})
     assert same(loaded(tmp_path), state())
 
 

@@ -20,8 +20,6 @@ from elastic_trainer.errors import DataError
 
 
 class Noisy(Dataset[Any]):
-    """A sample is its number and three random numbers, each from another generator."""
-
     def __init__(self, length: int = 20) -> None:
         self.length = length
 
@@ -33,8 +31,6 @@ class Noisy(Dataset[Any]):
 
 
 class Counted(Noisy):
-    """Counts, over all processes, how often each sample was fetched."""
-
     def __init__(self, length: int = 20) -> None:
         super().__init__(length)
         self.fetched = torch.zeros(length, dtype=torch.int64)
@@ -74,15 +70,11 @@ class Raising(Noisy):
 
 
 class Large(Noisy):
-    """Samples that a pipe does not hold."""
-
     def __getitem__(self, index: int) -> Any:
         return bytes(1 << 22)
 
 
 class Holed(Noisy):
-    """Samples 1, 2 and 3 raise."""
-
     def __getitem__(self, index: int) -> Any:
         if index in (1, 2, 3):
             raise ValueError(f"bad {index}")
@@ -102,14 +94,11 @@ class Inherited(Noisy):
             except OSError:
                 continue
         return (
-            sockets,
-            int(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN),
+            sockets, int(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGINT) is signal.SIG_IGN),
             int(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN),
-            int(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL),
-            signal.set_wakeup_fd(-1),
-            os.getpid(),
-        )
+            int(signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL), signal.set_wakeup_fd(-1), os.getpid(),
+        )  # fmt: skip
 
 
 class Words:
@@ -125,7 +114,6 @@ class Words:
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         return client, server.accept()[0]

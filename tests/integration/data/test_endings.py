@@ -19,27 +19,23 @@ from tests.integration.worker.launch import Started, finished, started, tail
 from tests.integration.worker.test_stopping import ledger, lines, steps_of
 from tests.support.waiting import eventually
 
-SCRIPT = Path(__file__).parent / "scripts" / "job.py"
+SCRIPT = Path(__file__).with_name("job.py")
 LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that trains, its data workers, and a connection that it holds."""
-
     process: Started
     workers: list[psutil.Process]
     connection: socket.socket
     log: Path
 
     def ended(self) -> None:
-        """All its data workers are gone, soon."""
         assert not psutil.wait_procs(self.workers, LIMIT_S)[1], tail(self.log)
 
 
 @contextmanager
 def training(directory: Path) -> Iterator[Job]:
-    """A job in its first steps."""
     log = directory / "log"
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(LIMIT_S)

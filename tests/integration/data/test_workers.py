@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,6 @@ from tests.integration.data.datasets import (
     Collecting,
     Counted,
     Cycle,
-    Holed,
     Inherited,
     Large,
     Noisy,
@@ -47,7 +47,6 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fetcher(dataset: Any, workers: int = 2, collate: Any = None, **options: Any) -> Iterator[Fetcher]:
-    """A source whose processes are gone at the end."""
     before = multiprocessing.active_children()
     source = Fetcher(dataset, CPU, collate, seed=7, loading=Loading(workers=workers, **options))
     try:
@@ -100,7 +99,6 @@ def test_with_workers_the_samples_are_those_without_them(
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_ways_to_start_processes_give_the_same_samples(method: str) -> None:
-    """As do those of torch."""
     plan = EpochPlan(8, 4, 2, seed=1)
     with fetcher(Noisy(8), 0) as direct, fetcher(Noisy(8), 1, multiprocessing_context=method) as ahead:
         assert epochs(ahead, plan, [1]) == epochs(direct, plan, [1])
@@ -153,23 +151,11 @@ def test_whole_parts_are_foreseen_once_a_step_uses_them() -> None:
 
 
 def test_streams_are_read_in_worker_processes() -> None:
-    """Each process seeks what it is asked for."""
     with fetcher(Words()) as source:
         sampler = Sampler(source, EpochPlan(20, 4, 2, shuffle=False))
         read = [rows(sampler.draw(Cursor(0, start), 0, 1)) for start in range(0, 20, 4)]
     assert [int(row[0]) for each in read for row in each] == list(range(20))
     assert {int(row[1]) for each in read for row in each} == {0, 1}
-
-
-def test_bad_samples_are_skipped_in_worker_processes() -> None:
-    """And counted here, once, when they are used."""
-    with fetcher(Holed(), 1, bad_samples="skip") as source:
-        batch = Sampler(source, EpochPlan(20, 16, 8, shuffle=False)).draw(Cursor(), 0, 1)
-        for _ in range(2):
-            assert [part.x.tolist() for part in batch.micro_batches] == [[0, 4, 5, 6, 7], list(range(8, 16))]
-        assert [part.weight for part in batch.micro_batches] == [5 / 16, 0.5]
-        with pytest.raises(DataError, match=r"all 3 raised: \[1, 2, 3\]"):
-            _ = Sampler(source, EpochPlan(4, 3, shuffle=False)).draw(Cursor(0, 1), 0, 1).data
 
 
 def draw_one(source: Fetcher, number: int) -> Batch:
@@ -246,6 +232,17 @@ def kill_all() -> None:
         process.kill()
 
 
+@contextmanager
+def killed_soon() -> Iterator[None]:
+    """All workers stand still, and die a second later."""
+    for process in multiprocessing.active_children():
+        psutil.Process(process.pid).suspend()
+    killer = threading.Timer(1.0, kill_all)
+    killer.start()
+    yield
+    killer.join()
+
+
 def draw_all(source: Fetcher) -> None:
     for number in range(1, 20):
         _ = draw_one(source, number).data
@@ -255,13 +252,8 @@ def test_a_worker_that_is_killed_in_the_middle_of_sending_ends_the_wait_for_the_
     """Its pipe stays open in the other processes, so the end of the data would never come."""
     with fetcher(Large(), collate=list) as source:
         assert len(draw_one(source, 0).data[0]) == 1 << 22
-        for process in multiprocessing.active_children():
-            psutil.Process(process.pid).suspend()  # with some of the next samples in the pipe
-        killer = threading.Timer(1.0, kill_all)
-        killer.start()
-        with pytest.raises(DataError, match="signal 9"):
+        with killed_soon(), pytest.raises(DataError, match="signal 9"):  # some of the next samples are in the pipe
             draw_all(source)
-        killer.join()
 
 
 def test_closing_does_not_wait_for_a_sample_that_takes_long() -> None:
@@ -361,27 +353,19 @@ def test_workers_that_are_slow_to_go_on_are_waited_for() -> None:
         children = [psutil.Process(process.pid) for process in multiprocessing.active_children()]
         for child in children:
             child.suspend()
-        again = [threading.Timer(3 * workers.LOOK_S, child.resume) for child in children]
-        for timer in again:
-            timer.start()
+        again = threading.Timer(3 * workers.LOOK_S, lambda: deque(map(psutil.Process.resume, children)))
+        again.start()
         assert sampler.draw(Cursor(0, 0), 0, 1).x.tolist() == list(range(10))
-        for timer in again:
-            timer.join()
+        again.join()
 
 
 def test_workers_that_die_when_they_are_to_go_on_are_said_to_be_dead() -> None:
-    """At once."""
     with fetcher(Counted()) as source:
         sampler = Sampler(source, EpochPlan(20, 10, shuffle=False), until=1)
         for start in (0, 10):
             assert len(sampler.draw(Cursor(0, start), 0, 1).x) == 10
-        for process in multiprocessing.active_children():
-            psutil.Process(process.pid).suspend()
-        killer = threading.Timer(1.0, kill_all)
-        killer.start()
-        with pytest.raises(DataError, match=r"was killed \(signal 9\)") as caught:
+        with killed_soon(), pytest.raises(DataError, match=r"was killed \(signal 9\)") as caught:
             _ = sampler.draw(Cursor(0, 0), 0, 1).x
-        killer.join()
         assert not is_collective_failure(caught.value)
 
 

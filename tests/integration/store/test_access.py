@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,27 +26,30 @@ from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.etcd import StoreConnection
-from tests.integration.store.support import client, put, settings, soon
+from tests.integration.store.support import client, put, settings, soon, watching
 from tests.support.certificates import Authority
 from tests.support.guarded import guard
-from tests.support.listeners import Recorder
 
 
 def checked(endpoint: str, limit_s: float = 30.0, **options: Any) -> None:
-    """Connect as a command does, and close again."""
     connect_checked(settings(endpoint, **options), Deadline.after(limit_s)).close()
 
 
 def refusal(endpoint: str, limit_s: float = 30.0, **options: Any) -> ElasticTrainerError:
-    """The error of connecting."""
     with pytest.raises(ElasticTrainerError) as caught:
         checked(endpoint, limit_s, **options)
     return caught.value
 
 
+def refused(endpoint: str, **options: Any) -> str:
+    """The sentence of the configuration error."""
+    error = refusal(endpoint, **options)
+    assert isinstance(error, ConfigError)
+    return str(error)
+
+
 @pytest.fixture
 def guarded(own_etcd: EtcdServer) -> EtcdServer:
-    """An etcd with authentication: ``root``, and ``trainer`` who may use ``/elastic_trainer/`` only."""
     return guard(own_etcd, "secret")
 
 
@@ -53,10 +58,8 @@ TRAINER: dict[str, Any] = {"user": "trainer", "password": "secret"}
 
 def test_a_user_works_over_plaintext_and_outlives_its_token(guarded: EtcdServer) -> None:
     """Reads, writes, leases and watches carry the token; a restart of etcd, which forgets it, is not noticed."""
-    recorder = Recorder()
     with client(guarded.endpoint, **TRAINER) as store:
-        store.watch("/elastic_trainer/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/elastic_trainer/")
         lease = store.grant(60.0, soon())
         put(store, "/elastic_trainer/a", b"1", lease.id)
         recorder.wait_events(1)
@@ -73,14 +76,8 @@ def test_many_threads_share_one_new_token(guarded: EtcdServer) -> None:
     with client(guarded.endpoint, **TRAINER) as store:
         put(store, "/elastic_trainer/a")
         guarded.restart()
-        revisions: list[int] = []
-        threads = [
-            threading.Thread(target=lambda n=n: revisions.append(put(store, f"/elastic_trainer/{n}"))) for n in range(6)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(6) as pool:
+            revisions = list(pool.map(lambda number: put(store, f"/elastic_trainer/{number}"), range(6)))
         assert len(set(revisions)) == 6
         assert max(revisions) - min(revisions) == 5
 
@@ -105,41 +102,31 @@ def test_a_password_may_change_while_a_store_is_open(guarded: EtcdServer, tmp_pa
     file = tmp_path / "password"
     file.write_text("secret\n")
     login: dict[str, Any] = {"user": "trainer", "password_file": file}
-    recorder = Recorder()
     with client(guarded.endpoint, **login) as store:
-        store.watch("/elastic_trainer/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/elastic_trainer/")
         put(store, "/elastic_trainer/a", b"1")
         recorder.wait_events(1)
         with Accounts(settings(guarded.endpoint, user="root", password="r00t"), soon()) as accounts:
-            accounts.set_password("trainer", "another")
+            accounts.ask("UserChangePassword", name="trainer", password="another")
         with pytest.raises(StoreUnavailableError):
             store.get("/elastic_trainer/a", Deadline.after(2.0))
-        assert isinstance(refusal(guarded.endpoint, **login), ConfigError)
+        refused(guarded.endpoint, **login)
         file.write_text("another\n")
         put(store, "/elastic_trainer/a", b"2")
         recorder.wait_events(2)
         assert recorder.values() == [b"1", b"2"]
     file.unlink()
-    absent = refusal(guarded.endpoint, **login)
-    assert isinstance(absent, ConfigError)
-    assert "No such file" in str(absent)
+    assert "No such file" in refused(guarded.endpoint, **login)
 
 
 def test_wrong_credentials_are_told_at_once(guarded: EtcdServer) -> None:
     """A wrong password, no user at all, and a prefix without rights are configuration errors that name etcd."""
     began = SYSTEM.monotonic()
-    wrong = refusal(guarded.endpoint, user="trainer", password="guess")
-    assert isinstance(wrong, ConfigError)
-    assert guarded.endpoint in str(wrong)
-    assert "credentials" in str(wrong)
-    assert "guess" not in str(wrong)
-    nobody = refusal(guarded.endpoint)
-    assert isinstance(nobody, ConfigError)
-    assert "user" in str(nobody)
-    foreign = refusal(guarded.endpoint, prefix="/other", **TRAINER)
-    assert isinstance(foreign, ConfigError)
-    assert "denies access" in str(foreign)
+    wrong = refused(guarded.endpoint, user="trainer", password="guess")
+    assert f"etcd at {guarded.endpoint} refuses the credentials" in wrong
+    assert "guess" not in wrong
+    assert "user" in refused(guarded.endpoint)
+    assert "denies access" in refused(guarded.endpoint, prefix="/other", **TRAINER)
     assert SYSTEM.monotonic() - began < 20.0
     checked(guarded.endpoint, **TRAINER)
 
@@ -190,92 +177,54 @@ def test_client_certificates(secured: tuple[EtcdServer, dict[str, Any]]) -> None
     server, options = secured
     port = server.client_port
     for endpoint in (server.endpoint, f"localhost:{port}", f"127.0.0.1:{port},localhost:{port}"):
-        recorder = Recorder()
         with client(endpoint, **options) as store:
-            store.watch("/w/", recorder)
-            recorder.wait_snapshots(1)
+            recorder = watching(store, "/w/")
             put(store, "/w/a", b"1")
             recorder.wait_events(1)
-    recorder = Recorder()
-    with client(server.endpoint, **options) as store:
-        store.watch("/w/", recorder)
-        recorder.wait_snapshots(1)
-        server.restart()
-        put(store, "/w/a", b"2")
-        recorder.wait_events(1)
-    assert recorder.values() == [b"2"]
-
-
-def test_users_over_tls(secured: tuple[EtcdServer, dict[str, Any]]) -> None:
-    """User and password on top of certificates."""
-    server, options = secured
-    server.call("auth/user/add", name="root", password="r00t")
-    server.call("auth/role/add", name="root")
-    server.call("auth/user/grant", user="root", role="root")
-    server.call("auth/enable")
-    with client(server.endpoint, user="root", password="r00t", **options) as store:
-        put(store, "/w/a", b"1")
-        server.restart()
-        put(store, "/w/a", b"2")
-    assert isinstance(refusal(server.endpoint, user="root", password="no", **options), ConfigError)
+            if endpoint == server.endpoint:
+                server.restart()
+            put(store, "/w/a", b"2")
+            recorder.wait_events(2)
+        assert recorder.values() == [b"1", b"2"]
 
 
 def test_tls_mistakes_are_explained(secured: tuple[EtcdServer, dict[str, Any]], etcd: EtcdServer) -> None:
     """TLS on one side only, and a CA that did not sign etcd's certificate."""
     server, options = secured
-    plain = refusal(server.endpoint)
-    assert isinstance(plain, ConfigError)
-    assert f"{server.endpoint} requires TLS" in str(plain)
-    assert "ca_cert" in str(plain)
-    over = refusal(etcd.endpoint, **options)
-    assert isinstance(over, ConfigError)
-    assert "does not use TLS" in str(over)
+    plain = refused(server.endpoint)
+    assert f"{server.endpoint} requires TLS" in plain
+    assert "ca_cert" in plain
+    assert "does not use TLS" in refused(etcd.endpoint, **options)
     stranger = Authority(Path(str(options["ca_cert"])).parent / "other")
-    wrong = refusal(server.endpoint, ca_cert=stranger.certificate)
-    assert isinstance(wrong, ConfigError)
-    assert f"the TLS handshake with {server.endpoint} fails" in str(wrong)
-    assert "its certificate is rejected: " in str(wrong)
-    naked = refusal(server.endpoint, 4.0, ca_cert=options["ca_cert"])
-    assert isinstance(naked, ConfigError)
-    assert "it requires a client certificate, and none is configured" in str(naked)
-    assert f"the TLS handshake with {server.endpoint} fails" in str(naked)
-    assert "cert and key" in str(naked)
-
-
-class _WebPage(BaseHTTPRequestHandler):
-    """Any web server."""
-
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+    fails = f"the TLS handshake with {server.endpoint} fails: "
+    assert f"{fails}its certificate is rejected: " in refused(server.endpoint, ca_cert=stranger.certificate)
+    naked = refused(server.endpoint, limit_s=4.0, ca_cert=options["ca_cert"])
+    assert f"{fails}it requires a client certificate, and none is configured" in naked
+    assert "cert and key" in naked
 
 
 def test_a_web_server_is_not_etcd() -> None:
     """Told well before the deadline, since waiting cannot help."""
-    with HTTPServer(("127.0.0.1", 0), _WebPage) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        endpoint = f"127.0.0.1:{server.server_address[1]}"
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         began = SYSTEM.monotonic()
-        error = refusal(endpoint, 60.0)
+        assert "is a web server" in refused(f"127.0.0.1:{server.server_address[1]}", limit_s=60.0)
         server.shutdown()
-        thread.join()
-    assert isinstance(error, ConfigError)
-    assert f"{endpoint} is a web server" in str(error)
     assert SYSTEM.monotonic() - began < 30.0
 
 
 def test_an_absent_etcd_is_waited_for_until_the_deadline(own_etcd: EtcdServer) -> None:
-    """Unknown names and closed ports are named in one sentence; an etcd that comes up in time is found."""
+    """Unknown names, closed ports and silence are named in one sentence; an etcd that comes up in time is found."""
     own_etcd.kill()
     absent = refusal(own_etcd.endpoint, 3.0)
     assert isinstance(absent, StoreUnavailableError)
     assert f"nothing listens at {own_etcd.endpoint}" in str(absent)
     unknown = refusal("no-such-host.invalid:2379", 1.0)
     assert "'no-such-host.invalid' does not resolve" in str(unknown)
-    assert "\n" not in f"{absent}{unknown}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = refusal(f"127.0.0.1:{silent.getsockname()[1]}", 1.0)
+    assert "accepts no connection or does not answer" in str(nobody)
+    assert "\n" not in f"{absent}{unknown}{nobody}"
     restart = threading.Thread(target=own_etcd.start)
     restart.start()
     checked(own_etcd.endpoint, 60.0)
@@ -284,10 +233,8 @@ def test_an_absent_etcd_is_waited_for_until_the_deadline(own_etcd: EtcdServer) -
 
 def test_a_cluster_survives_the_loss_of_its_leader(etcd_binary: str) -> None:
     """Writes and a watch go on without a gap when the leader is killed; without a quorum both say so."""
-    recorder = Recorder()
     with EtcdCluster(3) as cluster, client(cluster.endpoint) as store:
-        store.watch("/w/", recorder)
-        recorder.wait_snapshots(1)
+        recorder = watching(store, "/w/")
         written = [_put_certainly(store, number) for number in range(5)]
         first = cluster.leader()
         cluster.kill(first)
@@ -311,10 +258,9 @@ def test_a_cluster_survives_the_loss_of_its_leader(etcd_binary: str) -> None:
 
 def _put_certainly(store: Store, number: int) -> int:
     """Write until acknowledged (a write under way when a member dies has an unknown outcome)."""
-    deadline = Deadline.after(60.0)
+    deadline, write = Deadline.after(60.0), Put("/w/k", str(number).encode())
     while True:
         try:
-            value = str(number).encode()
-            return store.transact([], [Put("/w/k", value)], deadline=deadline.at_most(5.0)).revision
+            return store.transact([], [write], deadline=deadline.at_most(5.0)).revision
         except TransientError:
             assert not deadline.expired

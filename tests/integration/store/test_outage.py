@@ -13,23 +13,15 @@ import pytest
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError, TransientError
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.store.api import Delete, Put, Store, Watch, absent
+from elastic_trainer.store.api import Delete, Put, Store, absent
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.store.watch import WatchLoop
-from tests.integration.store.support import client, put, soon
+from tests.integration.store.support import client, put, soon, watching
 from tests.support.listeners import LIMIT_S, Recorder
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
 WRITE_S = 2.0
-
-
-def watch(store: Store, recorder: Recorder, prefix: str = "/w/") -> Watch:
-    """A watch that has begun, over a connection that is there: nothing but what the test does is news of either."""
-    store.version(soon())
-    begun = store.watch(prefix, recorder)
-    recorder.wait_snapshots(1)
-    return begun
 
 
 class Writer:
@@ -66,9 +58,8 @@ class Writer:
 
 def test_a_watch_misses_and_repeats_nothing_while_etcd_is_killed(own_etcd: EtcdServer) -> None:
     """Three times kill -9 under a writer: every acknowledged write is seen exactly once and in order."""
-    recorder = Recorder()
-    with client(own_etcd.endpoint) as watching, client(own_etcd.endpoint) as writing:
-        watch(watching, recorder)
+    with client(own_etcd.endpoint) as reading, client(own_etcd.endpoint) as writing:
+        recorder = watching(reading, "/w/")
         writer = Writer(writing)
         try:
             for _ in range(3):
@@ -89,10 +80,8 @@ def test_a_watch_misses_and_repeats_nothing_while_etcd_is_killed(own_etcd: EtcdS
 
 
 def test_contact_is_regained_soon_after_etcd_is_back(own_etcd: EtcdServer) -> None:
-    """After an outage long enough for the longest pauses, watches and calls work again within seconds."""
-    recorder = Recorder()
     with client(own_etcd.endpoint) as store:
-        watch(store, recorder)
+        recorder = watching(store, "/w/")
         own_etcd.kill()
         recorder.wait(lambda me: me.connected == [True, False], "the loss")
         pause(5.0)
@@ -105,11 +94,8 @@ def test_contact_is_regained_soon_after_etcd_is_back(own_etcd: EtcdServer) -> No
 
 
 def test_nothing_spins_while_etcd_is_down(own_etcd: EtcdServer) -> None:
-    """Four watches and a lease session cost next to no processor time during an outage."""
     with client(own_etcd.endpoint) as store:
-        recorders = [Recorder() for _ in range(4)]
-        for number, recorder in enumerate(recorders):
-            watch(store, recorder, f"/w/{number}")
+        recorders = [watching(store, f"/w/{number}") for number in range(4)]
         session = LeaseSession(store, 5.0, soon())
         own_etcd.kill()
         for recorder in recorders:
@@ -123,9 +109,8 @@ def test_nothing_spins_while_etcd_is_down(own_etcd: EtcdServer) -> None:
 
 def test_a_compaction_behind_an_outage_leads_to_a_new_snapshot(own_etcd: EtcdServer) -> None:
     """What the watch missed is compacted before it is back: it gets the present state, then events as ever."""
-    recorder = Recorder()
     with Proxy(own_etcd.endpoint) as proxy, client(proxy.endpoint) as store, client(own_etcd.endpoint) as other:
-        watch(store, recorder)
+        recorder = watching(store, "/w/")
         put(other, "/w/a", b"1")
         recorder.wait_events(1)
         proxy.cut()
@@ -141,22 +126,6 @@ def test_a_compaction_behind_an_outage_leads_to_a_new_snapshot(own_etcd: EtcdSer
         recorder.wait_events(2)
     assert recorder.values() == [b"1", b"3"]
     assert recorder.connected == [True, False, True]
-
-
-def test_what_was_missed_is_delivered_where_history_still_has_it(own_etcd: EtcdServer) -> None:
-    """Without a compaction every change behind a partition arrives as an event, deletions too."""
-    recorder = Recorder()
-    with Proxy(own_etcd.endpoint) as proxy, client(proxy.endpoint) as store, client(own_etcd.endpoint) as other:
-        watch(store, recorder)
-        proxy.cut()
-        recorder.wait(lambda me: me.connected == [True, False], "the loss")
-        for number in range(50):
-            put(other, f"/w/{number % 5}", str(number).encode())
-        other.transact([], [Delete("/w/3")], deadline=soon())
-        proxy.mend()
-        recorder.wait_events(51)
-    assert recorder.values() == [str(number).encode() for number in range(50)]
-    assert len(recorder.snapshots) == 1
 
 
 def test_a_wiped_etcd_leads_to_a_new_snapshot(own_etcd: EtcdServer) -> None:
@@ -193,9 +162,7 @@ def test_a_lease_that_expired_behind_a_partition_is_lost_once_etcd_says_so(own_e
     with Proxy(own_etcd.endpoint) as proxy, client(proxy.endpoint) as store, client(own_etcd.endpoint) as other:
         session = LeaseSession(store, 2.0, soon())
         first = put(store, "/w/node", b"", session.lease_id)
-        watched = Recorder()
-        other.watch("/w/", watched)
-        watched.wait_snapshots(1)
+        watched = watching(other, "/w/")
         proxy.cut()
         watched.wait_events(1)
         assert not session.lost.is_set()
@@ -238,9 +205,8 @@ def test_a_frozen_etcd_is_noticed(own_etcd: EtcdServer) -> None:
     What was sent into the freeze may be read after the thaw, and after what a new connection brings: only its guard
     keeps such a write from undoing a later one.
     """
-    recorder = Recorder()
     with client(own_etcd.endpoint) as store:
-        watch(store, recorder)
+        recorder = watching(store, "/w/")
         own_etcd.pause()
         try:
             began = SYSTEM.monotonic()
@@ -263,8 +229,7 @@ def test_a_frozen_etcd_is_noticed(own_etcd: EtcdServer) -> None:
 def test_closing_is_prompt_while_etcd_is_frozen(own_etcd: EtcdServer) -> None:
     """A watch that waits for etcd, before or after its first answer, does not hold up the end of the process."""
     with client(own_etcd.endpoint) as store:
-        recorder = Recorder()
-        watch(store, recorder)
+        watching(store, "/w/")
         own_etcd.pause()
         late = Recorder()
         store.watch("/w/", late)
@@ -283,7 +248,8 @@ def test_progress_notifications_keep_a_quiet_watch_ahead_of_compaction(etcd_bina
     server = EtcdServer(binary=_with_progress_flag(etcd_binary), arguments=[flag])
     recorder = Recorder()
     with server, Proxy(server.endpoint) as proxy, client(proxy.endpoint) as store, client(server.endpoint) as other:
-        watched = watch(store, recorder)
+        watched = store.watch("/w/", recorder)
+        recorder.wait_snapshots(1)
         assert isinstance(watched, WatchLoop)
         for _ in range(20):
             revision = put(other, "/elsewhere")
@@ -309,9 +275,8 @@ def test_a_key_that_is_no_text_stops_no_watch(etcd: EtcdServer, run_id: str) -> 
     """Anybody who may write can write any bytes: what follows them is heard, and they can be read and deleted."""
     root = f"/{run_id}/"
     strange = root.encode() + b"\xff\xfe"
-    recorder = Recorder()
     with client(etcd.endpoint) as store:
-        watch(store, recorder, root)
+        recorder = watching(store, root)
         etcd.call("kv/put", key=b64encode(strange).decode(), value=b64encode(b"1").decode())
         put(store, f"{root}a", b"2")
         recorder.wait_events(2)

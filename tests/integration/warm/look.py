@@ -27,30 +27,20 @@ def read(name: str) -> list[str]:
 
 if __name__ == "__main__":
     seen = {
-        "argv": sys.argv,
-        "orig_argv": sys.orig_argv,
-        "path": sys.path,
-        "flags": str(sys.flags),
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": str(sys.flags),
         "main": {name: type(value).__name__ for name, value in sorted(globals().items()) if name.startswith("__")},
-        "file": __file__,
-        "spec": str(__spec__ and __spec__.name),
-        "own": sys.modules["__main__"].Mine is Mine,
+        "file": __file__, "spec": str(__spec__ and __spec__.name), "own": sys.modules["__main__"].Mine is Mine,
         "directory": os.getcwd(),
         "signals": {str(each): str(signal.getsignal(each)) for each in sorted(signal.valid_signals())},
         "blocked": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-        "parent": os.getppid(),
-        "limits": [resource.getrlimit(each) for each in range(16)],
-        "environment": dict(os.environ),
+        "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()], "parent": os.getppid(),
+        "limits": [resource.getrlimit(each) for each in range(16)], "environment": dict(os.environ),
         "shown": [read("environ"), read("cmdline")],
         "streams": [
             (each.name, each.fileno(), each.encoding, each.errors, each.line_buffering)
             for each in (sys.stdin, sys.stdout, sys.stderr)
         ],
-        "threads": threading.active_count(),
-        "status": standing(),
-        "hook": sys.excepthook is sys.__excepthook__,
-        "warnings": sys.warnoptions,
-        "thresholds": gc.get_threshold(),
-    }
+        "threads": threading.active_count(), "status": standing(), "hook": sys.excepthook is sys.__excepthook__,
+        "warnings": sys.warnoptions, "thresholds": gc.get_threshold(),
+    }  # fmt: skip
     print(json.dumps(seen, indent=1, sort_keys=True, default=str))

@@ -27,7 +27,6 @@ BARE = {name: value for name, value in os.environ.items() if not name.startswith
 
 @contextmanager
 def starter(*modules: str, learn: bool = False, **environment: str) -> Iterator[Starter]:
-    """A template with ``modules``."""
     it = Starter(modules, ["-u"], BARE | environment, learn=learn)
     try:
         yield it
@@ -36,20 +35,16 @@ def starter(*modules: str, learn: bool = False, **environment: str) -> Iterator[
 
 
 class Place:
-    """Where a program's output goes."""
-
     def __init__(self, directory: Path) -> None:
         self.out, self.err = directory / "out", directory / "err"
         self.more: dict[str, str] = {}
 
     def warm(self, it: Starter, *words: str) -> Adopted:
-        """Start ``python -u words``."""
         with self.out.open("w") as out, self.err.open("w") as err:
             environment = BARE | {"RANK": "1"} | self.more
             return it.start(StartRequest([sys.executable, "-u", *words], environment, 0, out.fileno(), err.fileno()))
 
     def cold(self, *words: str) -> subprocess.Popen[bytes]:
-        """The same, by the interpreter."""
         with self.out.open("w") as out, self.err.open("w") as err:
             return subprocess.Popen(
                 [sys.executable, "-u", *words], env=BARE | {"RANK": "1"} | self.more,
@@ -57,11 +52,9 @@ class Place:
             )  # fmt: skip
 
     def result(self, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-        """How it ended, and what it wrote."""
         return process.wait(LIMIT_S), self.out.read_text(), self.err.read_text()
 
     def of(self, it: Starter, script: Path, *words: str) -> tuple[int, str, str]:
-        """What ``script`` does, forked."""
         return self.result(self.warm(it, str(script), *words))
 
 
@@ -71,7 +64,6 @@ def place(tmp_path: Path) -> Place:
 
 
 def script(directory: Path, text: str, name: str = "train.py") -> Path:
-    """A script of these lines."""
     path = directory / name
     path.write_text(text)
     return path
@@ -127,7 +119,7 @@ def test_a_fork_has_its_own_signals(tmp_path: Path, place: Place) -> None:
     )
     with starter() as it:
         process = place.warm(it, str(script(tmp_path, text)))
-        await_text(place.out, "ready")
+        eventually(lambda: "ready" in place.out.read_text(), place.out.read_text)
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(LIMIT_S) == 143
 
@@ -257,7 +249,6 @@ def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
 
 
 def templates() -> list[psutil.Process]:
-    """The templates of this process."""
     return [each for each in psutil.Process().children() if "template of processes" in " ".join(each.cmdline())]
 
 
@@ -283,11 +274,6 @@ def test_a_template_dies_with_its_owner(tmp_path: Path) -> None:
     eventually(lambda: not alive(template), "the template lives on")
     assert alive(program)
     program.kill()
-
-
-def await_text(path: Path, text: str) -> None:
-    """Wait until ``path`` has ``text``."""
-    eventually(lambda: text in path.read_text(), path.read_text)
 
 
 def test_the_end_of_a_process_that_loaded_torch_says_nothing() -> None:

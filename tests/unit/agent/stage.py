@@ -12,7 +12,7 @@ from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 
 BASE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=29500, probe_port=1)
 KEY = 77

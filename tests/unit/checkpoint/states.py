@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Event, Retention, StateSnapshot
+from elastic_trainer.checkpoint import CheckpointManager, Event, Loaded, LoadInto, Retention, StateSnapshot
 from elastic_trainer.checkpoint.memory import LocalMemory
+from elastic_trainer.checkpoint.reading import LOAD_NEW
 
 
 def descriptor_of(snapshot: StateSnapshot) -> int:
@@ -36,7 +40,6 @@ def same(left: Any, right: Any) -> bool:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements' bytes."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
@@ -53,30 +56,63 @@ def training_state(seed: int = 0, width: int = 16) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
     return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": torch.get_rng_state(),
-        "cursor": {"epoch": 1, "samples": 96},
-    }
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(), "cursor": {"epoch": 1, "samples": 96},
+    }  # fmt: skip
+
+
+def newest_of(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded:
+    loaded = checkpoints.load_newest(live)
+    assert loaded is not None
+    return loaded
 
 
 class Heard(list[Event]):
-    """Collects events."""
-
     def kinds(self) -> list[str]:
-        """Their kinds, in order."""
         return [str(event.kind) for event in self]
 
 
 def manager(directory: Path, keep_last: int = 10, **policy: Any) -> tuple[CheckpointManager, Heard]:
-    """A manager and what it reports."""
     heard = Heard()
     return CheckpointManager(directory, Retention(keep_last=keep_last, **policy), heard.append), heard
 
 
 def flip_bit(path: Path, bit: int) -> None:
-    """Change one bit of the file ``path``."""
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << (bit % 8)
-    path.write_bytes(bytes(content))
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(descriptor, 1, bit // 8)[0]
+        os.pwrite(descriptor, bytes([byte ^ 1 << bit % 8]), bit // 8)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    """One bit of ``path`` is wrong inside the block."""
+    flip_bit(path, bit)
+    try:
+        yield
+    finally:
+        flip_bit(path, bit)
+
+
+class Place:
+    """Place ``index`` of two, which holds all that it is asked about, or the tensors of ``own`` first number."""
+
+    count = 2
+
+    def __init__(self, index: int, own: int | None = None) -> None:
+        self.index, self.own = index, own
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        return self.own is None or int(tensor[0]) % 10 == self.own
+
+
+class Harmful:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)

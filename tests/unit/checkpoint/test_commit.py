@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -37,7 +36,8 @@ from elastic_trainer.checkpoint.manifest import (
 )
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.errors import StorageError
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
+from tests.unit.checkpoint.states import Place
 
 ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")
 NAME = "step-000000120-r7-0123456789ab"
@@ -66,7 +66,6 @@ def test_fate(writer: WriterIdentity, alive: bool | None, idle_s: float | None, 
 
 
 def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
-    """An entry with a file in it, last written ``age_s`` ago."""
     path = directory / name
     path.mkdir()
     (path / "tensors.safetensors").write_bytes(b"x" * 100)
@@ -78,23 +77,18 @@ def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
 
 def dead_process() -> WriterIdentity:
     """The identity of a process that has lived on this machine and is gone."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_tell, args=(send,))
-    child.start()
-    writer = receive.recv()
-    child.join(60)
-    assert isinstance(writer, WriterIdentity)
-    return writer
-
-
-def _tell(send: multiprocessing.connection.Connection) -> None:
-    send.send(this_process())
+    code = "import dataclasses, json\nfrom elastic_trainer.checkpoint.manifest import this_process\n"
+    command = [sys.executable, "-c", f"{code}print(json.dumps(dataclasses.astuple(this_process())))"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    return WriterIdentity(*json.loads(said))
 
 
 def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
     """A dead process's temporary and interrupted removals go; live, foreign and committed entries stay."""
     me = this_process()
+    assert me.pid == os.getpid()
+    assert me.start > 0 < me.namespace
+    assert me.boot != "0" * 32
     dead = dead_process()
     reused = WriterIdentity(me.pid, me.start + 1, me.boot, me.namespace, me.host)
     elsewhere = WriterIdentity(1, 1, "b" * 32, 1, "elsewhere")
@@ -116,15 +110,6 @@ def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
     assert all(event.kind is Transition.SWEPT for event in events)
     assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in stays)
     assert list(sweep(PosixStorage(tmp_path / "missing"))) == []
-
-
-def test_this_process_is_known_to_the_kernel() -> None:
-    """On Linux every part of the identity is filled in."""
-    me = this_process()
-    assert me.pid == os.getpid()
-    assert me.start > 0
-    assert me.namespace > 0
-    assert me.boot != "0" * 32
 
 
 HOLDER = """
@@ -199,15 +184,6 @@ def test_who_reads_holds_nothing_and_is_kept_out_by_nobody(tmp_path: Path) -> No
         CheckpointManager(tmp_path).sweep()
 
 
-class Place:
-    """Place 1 of two, which holds all that it is asked about."""
-
-    index, count = 1, 2
-
-    def writes(self, tensor: torch.Tensor) -> bool:
-        return True
-
-
 class Helper(ManualClock):
     """Place 1, which is to help to save step 2; a wait lets its time pass."""
 
@@ -229,7 +205,7 @@ class Helper(ManualClock):
 
     def _prepared(self, step: int) -> tuple[Image, Manifest]:
         info = SaveInfo(step, round=1)
-        return self._manager.encode({"w": torch.ones(3)}, info, places=Place()), self._manager.draft(info)
+        return self._manager.encode({"w": torch.ones(3)}, info, places=Place(1)), self._manager.draft(info)
 
     def offer(self, step: int, *, alive: bool = True) -> str:
         """Place 0 begins to save ``step``."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, exchange
 from elastic_trainer.cli.main import main
-from tests.unit.checkpoint.states import same, training_state
+from tests.unit.checkpoint.states import Harmful, newest_of, same, training_state
 
 
 class Tied(nn.Module):
@@ -31,7 +35,6 @@ class Tied(nn.Module):
 
 
 def tied_model() -> dict[str, Any]:
-    """A state with such a model."""
     torch.manual_seed(5)
     return {**training_state(), "model": Tied().state_dict(), "user": {"note": "ü", "raw": bytes(5000)}}
 
@@ -41,7 +44,6 @@ INFO = SaveInfo(12, 3, 1, 640, 4, {"loss": float("nan")}, True, {"seed": 7, "con
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A directory with one checkpoint."""
     CheckpointManager(tmp_path / "run").save(tied_model(), INFO)
     return tmp_path / "run"
 
@@ -123,8 +125,7 @@ def test_a_whole_state_comes_back_bit_by_bit(target: str, run: Path, tmp_path: P
     before = os.listdir(tmp_path / "new")
     command("import", goal, "--into", tmp_path / "new")
     assert set(before) < set(os.listdir(tmp_path / "new"))
-    loaded = CheckpointManager(tmp_path / "new").load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(tmp_path / "new"))
     assert same(loaded.state, tied_model())
     before_it = CheckpointManager(run).newest()
     assert before_it is not None
@@ -179,29 +180,16 @@ def test_weights_in_safetensors_are_taken_as_they_are(run: Path, tmp_path: Path)
     assert same(dict(sorted(one.items())), dict(sorted(three.items())))
 
 
-class Trap:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_in_a_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that needs pickle is refused in a sentence, and its code was not executed."""
     for legacy in (False, True):
-        torch.save({"model": Trap(tmp_path / "ran")}, tmp_path / "trap.pt", _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            {"model": Harmful(tmp_path / "ran")}, tmp_path / "trap.pt", _use_new_zipfile_serialization=not legacy
+        )
         command("import", tmp_path / "trap.pt", "--into", tmp_path / "new", code=78)
         assert "holds a posix.mkdir, which only pickle can read" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "new").exists()
-
-
-def _whole(run: Path, tmp_path: Path) -> bytes:
-    command("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--all")
-    return (tmp_path / "all.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +217,8 @@ def test_a_whole_state_that_was_changed_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A note that does not fit its tensors makes no checkpoint."""
-    content = _whole(run, tmp_path)
+    command("export", run, tmp_path / "all.safetensors", "--to", "safetensors", "--all")
+    content = (tmp_path / "all.safetensors").read_bytes()
     for old, new in ((b"user/raw", b"user/war"), (b'\\"step\\": 12', b'\\"step\\": -2')):
         assert old in content
         (tmp_path / "changed.safetensors").write_bytes(content.replace(old, new, 1))
@@ -266,3 +255,98 @@ def test_what_a_target_cannot_hold_is_named(tmp_path: Path, capsys: pytest.Captu
     assert torch.equal(torch.load(tmp_path / "c.pt", weights_only=True)["c"], torch.zeros(2) * 1j)
     command("export", tmp_path / "run", tmp_path / "d.pt", "--to", "torch", "--part", "net", code=1)
     assert "has no tensors under 'net' (its parts are: model, n)" in capsys.readouterr().err
+
+
+# ---- folders
+
+
+def prefixed() -> dict[str, torch.Tensor]:
+    return {"module.up.weight": torch.randn(40, 30), "module.up.bias": torch.randn(40).bfloat16()}
+
+
+def imported(source: Path, into: Path, *options: str) -> dict[str, torch.Tensor]:
+    command("import", source, "--into", into, *options)
+    return dict(sorted(load_file(into / f"{source.name}.safetensors").items()))
+
+
+def test_a_hugging_face_folder_of_several_files_is_imported(tmp_path: Path) -> None:
+    """As it is exported here, and as others have it: prefixes go, a tensor comes from the file that the index says."""
+    state = {"model": {f"w{number}": torch.randn(1000) for number in range(5)}}
+    CheckpointManager(tmp_path / "run").save(state, SaveInfo(1))
+    words = ["--to", "huggingface", "--shard-size", "9000"]
+    command("export", tmp_path / "run", tmp_path / "ours", *words)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) == 3
+    assert same(imported(tmp_path / "ours", tmp_path / "into"), state["model"])
+    theirs = tmp_path / "theirs-1.5"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    tensors, index = prefixed(), dict[str, str]()
+    for number, name in enumerate(tensors):
+        save_file({name: tensors[name], "module.stale": torch.zeros(number + 1)}, theirs / f"{number}.safetensors")
+        index |= {name: f"{number}.safetensors", "module.stale": "0.safetensors"}
+    (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = imported(theirs, tmp_path / "into")
+    assert found.keys() == {"up.weight", "up.bias", "stale"}
+    assert found["stale"].shape == (1,)
+    assert all(torch.equal(each, found[name.removeprefix("module.")]) for name, each in tensors.items())
+
+
+def dcp_of(directory: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_dcp(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def test_a_directory_of_torchs_distributed_checkpoint_is_imported(tmp_path: Path) -> None:
+    """The model that is found there, or the part that is named; no other tensor is read."""
+    state: dict[str, Any] = {"model": prefixed(), "ema": {"w": torch.ones(3)}, "optimizer": {"lr": 0.1}, "step": 7}
+    folder = dcp_of(tmp_path / "dcp", state)
+    expected = {name.removeprefix("module."): state["model"][name] for name in sorted(state["model"])}
+    assert same(imported(folder, tmp_path / "one"), expected)
+    assert same(imported(folder, tmp_path / "two", "--part", "ema"), {"w": torch.ones(3)})
+    assert set(imported(dcp_of(tmp_path / "flat", prefixed()), tmp_path / "three")) == set(expected)
+
+
+def refusal(source: Path, into: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    command("import", source, "--into", into, code=78)
+    said = capsys.readouterr().err
+    assert said.count("elastic-trainer: ") == 1
+    assert not into.exists() or not list(into.glob("*.safetensors"))
+    return said
+
+
+def test_a_folder_that_is_damaged_or_harmful_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No code of it runs, no file outside of it is read, and nothing is left."""
+    into, harm = tmp_path / "into", tmp_path / "harm"
+    folder = dcp_of(tmp_path / "dcp", {"model": prefixed()})
+    metadata = folder / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Harmful(harm)))
+    assert "which may run any code" in refusal(folder, into, capsys)
+    assert not harm.exists()
+    metadata.write_bytes(whole.replace(b"__0_0.distcp", b"../.././data"))
+    assert "names the file ../.././data, which is outside of the checkpoint" in refusal(folder, into, capsys)
+    metadata.write_bytes(whole[:-20])
+    assert "cannot be read" in refusal(folder, into, capsys)
+    metadata.write_bytes(whole)
+    (folder / "__0_0.distcp").write_bytes(b"short")
+    assert "cannot be read" in refusal(folder, into, capsys)
+    (folder / "__0_0.distcp").unlink()
+    assert "No such file or directory" in refusal(folder, into, capsys)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    assert "is not a folder of weights" in refusal(shards, into, capsys)
+    index = shards / "model.safetensors.index.json"
+    save_file(prefixed(), shards / "a.safetensors")
+    for content, sentence in (
+        ("{", "is not a valid index"),
+        ('{"weight_map": {"w": "../a.safetensors"}}', "is not a valid index"),
+        ('{"weight_map": {"w": "a.safetensors"}}', "does not hold 'w', as the index says"),
+        ('{"weight_map": {"w": "b.safetensors"}}', "No such file or directory"),
+    ):
+        index.write_text(content)
+        assert sentence in refusal(shards, into, capsys)

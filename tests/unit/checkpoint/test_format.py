@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint.commit import commit
 from elastic_trainer.checkpoint.manifest import Image, Manifest
 from elastic_trainer.checkpoint.storage import PosixStorage
 from tests.unit.checkpoint import reader
-from tests.unit.checkpoint.states import raw, same
+from tests.unit.checkpoint.states import newest_of, raw, same
 from tests.unit.checkpoint.test_tensors import box_image, boxes
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/checkpoints"
@@ -102,8 +102,7 @@ def test_kept_checkpoints_are_read_bit_by_bit(folder: str) -> None:
     """By the manager, as a job that resumes would; every byte is verified."""
     (found,) = describe(FIXTURES / folder)
     assert (found.status, found.name) == (Soundness.VERIFIED, NAME)
-    loaded = CheckpointManager(FIXTURES / folder).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(FIXTURES / folder))
     assert same(loaded.state, expected(folder))
     manifest = loaded.manifest
     assert (manifest.format, manifest.step, manifest.run, manifest.best) == (int(folder[7]), 120, "night", True)
@@ -147,6 +146,10 @@ def test_each_file_of_tensors_opens_with_safetensors(folder: str) -> None:
     names = [name for file in files for name in file]
     assert len(names) == len(set(names))
     assert any("[" in name for name in names) == (folder != "format-1")
+    if folder == "format-1":
+        state = fixed_state()
+        assert all(same(files[0][f"model/{name}"], each) for name, each in state["model"].items())
+        assert same(files[0]["empty"], state["empty"])
     assert ("square[0:2,3:7]" in names) == (folder == "format-2-boxes")
 
 

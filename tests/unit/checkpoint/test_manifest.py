@@ -1,58 +1,55 @@
-"""The manifest and checksums: any change of any bit is seen, and numbers that are not finite are named."""
+"""Names, manifests and checksums: any change of any bit is seen; which checkpoints stay, and why."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, SaveInfo, codec
 from elastic_trainer.checkpoint.manifest import (
-    FORMAT,
+    CheckpointName,
     FileRecord,
     Image,
+    Kind,
     Manifest,
-    UnreadableError,
+    WriterIdentity,
     checked,
     checked_fields,
-    checksum,
+    host_label,
+    kind_of,
+    parse_checkpoint,
+    parse_temporary,
+    quarantine_name,
+    quarantined,
     record,
     records,
     seal,
+    temporary_name,
+    trash_name,
     unseal,
 )
-from elastic_trainer.errors import CheckpointError, NonFiniteError
+from elastic_trainer.checkpoint.retention import BestMode, Candidate, Retention, by_metric, decide
+from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
 
 NAME = "step-000000120-r7-0123456789ab"
 
 
 def manifest(**changes: object) -> Manifest:
-    """A small manifest."""
     values = {
-        "name": NAME,
-        "step": 120,
-        "round": 7,
-        "epoch": 2,
-        "samples": 640,
-        "world_size": 4,
-        "created": 1.5e9,
+        "name": NAME, "step": 120, "round": 7, "epoch": 2, "samples": 640, "world_size": 4, "created": 1.5e9,
         "metrics": {"loss": 0.25, "broken": math.nan, "far": -math.inf},
         "fields": {"seed": 7, "nested": [1, None, {"a": "ü"}]},
         "files": [FileRecord(name="a.bin", size=5, head_size=2, chunk_size=2, chunks=("0", "1", "2"))],
-    }
+    }  # fmt: skip
     return Manifest.model_validate({**values, **changes})
-
-
-def test_a_manifest_comes_back() -> None:
-    """All values survive, metrics that are not finite among them."""
-    back = unseal(seal(manifest()), NAME)
-    assert math.isnan(back.metrics["broken"])
-    assert back.metrics["far"] == -math.inf
-    assert back.model_dump(exclude={"metrics"}) == manifest().model_dump(exclude={"metrics"})
 
 
 def test_any_change_of_the_file_is_seen() -> None:
@@ -66,19 +63,11 @@ def test_any_change_of_the_file_is_seen() -> None:
 
 
 def test_the_manifest_of_another_checkpoint_is_damage() -> None:
-    """A manifest vouches only for the name that it was written for."""
     with pytest.raises(DamagedError, match="is that of"):
         unseal(seal(manifest()), NAME.replace("120", "121"))
 
 
-def test_a_newer_format_is_not_damage() -> None:
-    """What a later version wrote may be good: it is unreadable here, and the hint says upgrade."""
-    with pytest.raises(UnreadableError, match="upgrade"):
-        unseal(seal(manifest(format=FORMAT + 1)), NAME)
-
-
 def test_a_sealed_manifest_with_bad_values_names_the_field() -> None:
-    """Right checksum, wrong content: the report names the field."""
     wrong = manifest().model_copy(update={"step": -1})
     with pytest.raises(DamagedError, match="'step'"):
         unseal(seal(wrong), NAME)
@@ -93,21 +82,14 @@ def test_sizes_and_checksums_must_fit_together(size: int, head: int, count: int)
 
 @pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", ".hidden", "", "a/b"])
 def test_a_file_name_cannot_leave_the_checkpoint(name: str) -> None:
-    """Names with path separators are refused."""
     with pytest.raises(ValidationError):
         FileRecord(name=name, size=0, head_size=0, chunk_size=1, chunks=())
 
 
 @pytest.mark.parametrize("value", [math.nan, {1, 2}, object(), b"x"], ids=lambda value: type(value).__name__)
 def test_fields_that_are_not_json_are_refused_by_name(value: object) -> None:
-    """The error names the field."""
     with pytest.raises(CheckpointError, match="'bad'"):
         checked_fields({"good": 1, "bad": value})
-
-
-def test_the_checksum_is_xxh3_128() -> None:
-    """The algorithm is part of the format: the published digest of the empty input."""
-    assert checksum(b"") == "99aa06d3014798d86001c324468d497f"
 
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -173,3 +155,135 @@ def test_a_body_that_is_not_all_there_gets_no_checksums() -> None:
     longer = replace(image.files[0], body_size=image.files[0].body_size + 1)
     with pytest.raises(RuntimeError, match=r"received \d+ of \d+ bytes"):
         checked(Image((longer,)))
+
+
+# ---- names: what is formatted parses back; nothing else is taken for ours
+
+
+def test_a_name_reads_as_designed() -> None:
+    assert str(CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
+
+
+@given(st.integers(0, 10**17), st.integers(0, 10**17))
+def test_every_name_parses_back(step: int, round_number: int) -> None:
+    """Formatting and parsing are inverse, also beyond nine digits."""
+    name = CheckpointName(round=round_number, step=step)
+    assert parse_checkpoint(str(name)) == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step-120-r7-0123456789ab", "step-0000000120-r7-0123456789ab", "step-000000120-r07-0123456789ab",
+        "step-000000120-r7-0123456789AB", "step-000000120-r7-0123456789ab\n", "step-000000120-r7-0123456789ab.bak",
+        "tmp-notes", "trash-", "corrupt-data", "corrupt-" + NAME, "latest",
+    ],
+)  # fmt: skip
+def test_near_misses_are_foreign(text: str) -> None:
+    """A name that is not exactly ours is never touched."""
+    assert kind_of(text) is Kind.FOREIGN
+    assert parse_checkpoint(text) is None
+
+
+def test_negative_steps_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="step -1"):
+        CheckpointName(round=0, step=-1)
+
+
+@given(st.text(max_size=100), st.integers(1, 2**31), st.integers(0, 2**60), st.integers(0, 2**40))
+def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, namespace: int) -> None:
+    """The identity comes back from the name, whatever the host's name; names fit a file system, and never repeat."""
+    writer = WriterIdentity(pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=host_label(host))
+    name = temporary_name(writer)
+    assert parse_temporary(name) == writer
+    assert temporary_name(writer) != name
+    assert kind_of(name) is Kind.TEMPORARY
+    assert len(name.encode()) < 255
+    assert "/" not in name
+
+
+def test_trash_and_quarantine_are_recognized() -> None:
+    """Neither counts as committed; a quarantine name tells what it was."""
+    assert kind_of(trash_name(NAME)) is Kind.TRASH
+    assert kind_of(quarantine_name(NAME, 3)) is Kind.QUARANTINED
+    assert quarantined(quarantine_name(NAME, 3)) == NAME
+
+
+def test_of_two_saves_of_one_step_the_later_is_newer() -> None:
+    """The first may have been on schedule, the second knows that it is the best."""
+    saves = [CheckpointName(round=3, step=40) for _ in range(50)]
+    assert saves == sorted(saves)
+    assert len({save.nonce for save in saves}) == 50
+
+
+# ---- retention: what stays, what goes, and the reasons
+
+
+def story(*steps: int, **metrics: float) -> list[Candidate]:
+    """Checkpoints at ``steps``, newest first; ``s7=0.5`` gives the one of step 7 that loss."""
+    values = {name: {"loss": value} for name, value in metrics.items()}
+    return [Candidate(f"s{step}", step, metrics=values.get(f"s{step}", {})) for step in steps]
+
+
+def kept(candidates: list[Candidate], policy: Retention, *protected: str) -> list[str]:
+    return [verdict.name for verdict in decide(candidates, policy, frozenset(protected)) if verdict.keep]
+
+
+SCORED = story(5, 4, 3, 2, 1, s4=math.nan, s3=0.5, s2=0.1, s1=0.9)
+FLAGGED = [Candidate("a", 4), Candidate("b", 3, best=True), Candidate("c", 2, best=True)]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "policy", "protected", "staying"),
+    [
+        (story(5, 4, 9, 2), Retention(keep_last=2), (), ["s5", "s4"]),
+        (story(25, 24, 20, 15, 10), Retention(keep_last=1, keep_every=10), (), ["s25", "s20", "s10"]),
+        (SCORED, Retention(keep_last=1, metric="loss", mode=BestMode.MIN), (), ["s5", "s2"]),
+        (SCORED, Retention(keep_last=1, metric="loss", mode=BestMode.MAX), (), ["s5", "s1"]),
+        (FLAGGED, Retention(keep_last=1), (), ["a", "b"]),
+        (story(9, 8, 7), Retention(keep_last=1), ("s7",), ["s9", "s7"]),
+    ],
+    ids=["newest", "milestones", "lowest", "highest", "flagged", "protected"],
+)
+def test_each_rule_keeps_its_checkpoints(
+    candidates: list[Candidate], policy: Retention, protected: tuple[str, ...], staying: list[str]
+) -> None:
+    """The order counts, not step numbers; NaN and missing metrics are never best; only the newest flag counts."""
+    assert kept(candidates, policy, *protected) == staying
+
+
+def test_of_equally_good_ones_the_newest_is_best() -> None:
+    """Ties do not depend on chance."""
+    policy = Retention(metric="loss")
+    assert [each.name for each in by_metric(story(3, 2, 1, s3=1.0, s2=0.5, s1=0.5), policy)] == ["s2", "s1", "s3"]
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"keep_best": 0}, "keep_best"),
+        ({"metric": "loss", "mode": "minimum"}, "minimum"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Retention(**values)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans(), st.floats()), unique_by=lambda each: each[0], max_size=12),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 7)),
+)
+def test_invariants(values: list[tuple[int, bool, float]], keep_last: int, keep_every: int | None) -> None:
+    """Every checkpoint gets one verdict with a reason; the newest stays; deciding again removes nothing more."""
+    candidates = [Candidate(str(step), step, best, {"loss": loss}) for step, best, loss in values]
+    policy = Retention(keep_last=keep_last, keep_every=keep_every, metric="loss")
+    verdicts = decide(candidates, policy, frozenset())
+    assert [verdict.name for verdict in verdicts] == [each.name for each in candidates]
+    assert all(verdict.reason for verdict in verdicts)
+    assert all(verdict.keep for verdict in verdicts[:keep_last])
+    staying = [each for each, verdict in zip(candidates, verdicts, strict=True) if verdict.keep]
+    assert kept(staying, policy) == [each.name for each in staying]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.checkpoint.storage import PosixStorage, is_url, open_storage, posix
-from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, PosixSource, explain
+from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, explain
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.jobs.config import load_job
 
@@ -81,17 +81,13 @@ def test_any_sequence_of_pieces_is_written_as_it_is(
     """Aligned, unaligned and read-only pieces of many sizes; also where the file system refuses direct writes."""
     if not direct:
         monkeypatch.setattr(posix, "_set_direct", lambda descriptor, on: False)
-    draw, parts, position = random.Random(seed), [], draw_start(seed)
-    begin = position
+    draw, parts = random.Random(seed), []
+    begin = position = (0, 8, 4088, 4096, 1, 5000)[seed]
     while position < SIZE:
         part = content[position : position + draw.choice(AWKWARD)]
         parts.append(part if draw.random() < 0.8 else memoryview(bytes(part)))
         position += len(part)
     assert written(tmp_path / "file", parts) == content[begin:]
-
-
-def draw_start(seed: int) -> int:
-    return (0, 8, 4088, 4096, 1, 5000)[seed]
 
 
 def test_a_head_and_a_body_that_lies_as_in_the_file_go_to_the_disk_from_where_they_are(
@@ -142,13 +138,3 @@ def test_a_full_disk_is_explained_and_the_file_closed(tmp_path: Path, monkeypatc
     sink.abandon()
     with pytest.raises(ValueError, match="closed"):
         sink.finish()
-
-
-def test_reading_by_position_stops_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"0123456789")
-    source, buffer = PosixSource(tmp_path / "file"), bytearray(4)
-    assert source.size == 10
-    assert source.read_into(memoryview(buffer), 3)
-    assert buffer == b"3456"
-    assert not source.read_into(memoryview(buffer), 8)
-    source.close()

@@ -1,16 +1,16 @@
-"""Files of tensors, whole ones and slices, parsed as if an enemy had written them; boxes of sharded ones."""
+"""Files of tensors, parsed as if an enemy had written them; boxes of sharded ones; reading boxes into live tensors."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -60,11 +60,10 @@ from elastic_trainer.checkpoint.manifest import (
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
 from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import flip_bit, raw, same, training_state
+from tests.unit.checkpoint.states import flip_bit, newest_of, raw, same, training_state
 
 
 def head(entries: Any) -> bytes:
-    """A header around any JSON."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -85,58 +84,24 @@ def test_a_built_header_parses_back_aligned(kinds: list[tuple[str, list[int]]]) 
     assert all(each.begin % ELEMENT_SIZE[each.dtype] == 0 for each in parsed)
 
 
-def test_safetensors_reads_the_file(tmp_path: Path) -> None:
-    """The tensors file is an ordinary safetensors file for everybody else."""
-    state = {
-        "half": torch.randn(3).to(torch.bfloat16),
-        "double": torch.randn(2, 2, dtype=torch.float64),
-        "flag": torch.tensor([True, False, True]),
-        "scalar": torch.tensor(5),
-        "none": torch.empty(0, 4),
-    }
-    file = next(each for each in codec.encode(state).files if each.name == TENSORS_FILE)
-    path = tmp_path / TENSORS_FILE
-    path.write_bytes(file.head + b"".join(file.body()))
-    read = safetensors.torch.load_file(path)
-    assert set(read) == set(state)
-    assert all(torch.equal(read[name], state[name]) and read[name].dtype == state[name].dtype for name in state)
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\x01\x00",
-        head({})[:-1],
-        head({}) + b" ",
-        (1 << 63).to_bytes(8, "little") + b"{}",
-        head(b"{"),
-        head(b"\xff\xfe"),
-        head([]),
-        head(b'{"a":' * 50_000),
+        b"", b"\x01\x00", head({})[:-1], head({}) + b" ", (1 << 63).to_bytes(8, "little") + b"{}", head(b"{"),
+        head(b"\xff\xfe"), head([]), head(b'{"a":' * 50_000),
         head(
             b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
         ),
-        head({"a": 1}),
-        head({"a": {"dtype": "F32"}}),
-        head({"a": tensor(dtype="F31")}),
-        head({"a": tensor(dtype=["F32"])}),
-        head({"a": tensor(shape=[-2])}),
-        head({"a": tensor(shape=[2.0])}),
-        head({"a": tensor(shape=[True, 2])}),
-        head({"a": tensor(shape=[1 << 62, 1 << 62])}),
-        head({"a": tensor(shape="2")}),
-        head({"a": tensor(begin=8, end=0)}),
-        head({"a": tensor(end=12)}),
-        head({"a": tensor(begin=8, end=16)}),
-        head({"a": tensor(), "b": tensor()}),
-        head({"a": tensor(), "b": tensor(begin=4, end=12)}),
-        head({"a": tensor(), "b": tensor(begin=8, end=16)}),
-        head({"a": tensor("U8", [3], 0, 3), "b": tensor("F32", [1], 3, 7), "c": tensor("U8", [1], 7, 8)}),
-        head({}),
+        head({"a": 1}), head({"a": {"dtype": "F32"}}), head({"a": tensor(dtype="F31")}),
+        head({"a": tensor(dtype=["F32"])}), head({"a": tensor(shape=[-2])}), head({"a": tensor(shape=[2.0])}),
+        head({"a": tensor(shape=[True, 2])}), head({"a": tensor(shape=[1 << 62, 1 << 62])}),
+        head({"a": tensor(shape="2")}), head({"a": tensor(begin=8, end=0)}), head({"a": tensor(end=12)}),
+        head({"a": tensor(begin=8, end=16)}), head({"a": tensor(), "b": tensor()}),
+        head({"a": tensor(), "b": tensor(begin=4, end=12)}), head({"a": tensor(), "b": tensor(begin=8, end=16)}),
+        head({"a": tensor("U8", [3], 0, 3), "b": tensor("F32", [1], 3, 7), "c": tensor("U8", [1], 7, 8)}), head({}),
     ],
     ids=lambda content: repr(content[:60]),
-)
+)  # fmt: skip
 def test_a_header_that_does_not_fit_eight_bytes_of_data_is_damage(content: bytes) -> None:
     """Wrong lengths, types, shapes, gaps, overlaps and misalignment are all refused before memory is asked for."""
     with pytest.raises(DamagedError):
@@ -162,7 +127,6 @@ def test_no_mutation_breaks_the_parser(start: int, cut: int, put: bytes) -> None
 
 
 def draft() -> Manifest:
-    """Of a checkpoint that nothing else is known about."""
     name = str(CheckpointName(round=1, step=7))
     return Manifest(name=name, step=7, round=1, epoch=0, samples=0, world_size=1, created=0.0, files=())
 
@@ -200,15 +164,6 @@ def test_what_several_write_is_loaded_as_one_state(parts: int, tmp_path: Path) -
     assert max(sizes) - min(sizes) < 2 * codec.UNCUT
 
 
-def test_each_file_opens_with_safetensors(tmp_path: Path) -> None:
-    """A slice is a tensor there, named by its box; all of them together are the state's bytes."""
-    whole = torch.randn(4, 300_000)
-    _, manifest = saved_by(2, {"w": whole}, tmp_path)
-    one, two = (safetensors.torch.load_file(tmp_path / manifest.name / each.name) for each in manifest.tensor_files())
-    assert [list(one), list(two)] == [["w[0:2,0:300000]"], ["w[2:4,0:300000]"]]
-    assert torch.equal(torch.cat([*one.values(), *two.values()]), whole)
-
-
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 
 
@@ -242,7 +197,6 @@ def test_a_tensor_that_is_called_like_a_slice_keeps_its_name() -> None:
 
 
 def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list[tuple[TensorSlice, torch.Tensor]]:
-    """``whole`` cut at ``cuts`` of its first two dimensions."""
     ends = [list(zip([0, *each], [*each, size], strict=True)) for each, size in zip(cuts, whole.shape, strict=True)]
     return [
         (
@@ -263,7 +217,6 @@ def box_image(files: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]], names
 
 
 def committed(files: Sequence[Any], names: Sequence[str], directory: Path) -> tuple[PosixStorage, Manifest]:
-    """A checkpoint of them."""
     storage = PosixStorage(directory)
     storage.prepare()
     return storage, commit(storage, box_image(files, names), draft())
@@ -280,21 +233,6 @@ def _file(pairs: Sequence[tuple[TensorSlice, torch.Tensor]], number: int, count:
         len(content),
         lambda: (memoryview(content),),
     )
-
-
-def test_boxes_in_two_dimensions_come_together(tmp_path: Path) -> None:
-    """Columns of rows, spread over files in any order, several of one tensor in a file, beside rows and whole ones."""
-    square, tall, small = torch.randn(900, 1100), torch.randn(500, 4), torch.randn(3)
-    pieces = boxes(square, "square", [[300, 301], [512]]) + boxes(tall, "tall", [[250], []])
-    pieces.insert(3, (TensorSlice("small", "F32", (3,), (0,), (3,)), small))
-    storage, manifest = committed([pieces[0::3], pieces[1::3], pieces[2::3]], ["square", "tall", "small"], tmp_path)
-    assert same(reading.read_state(storage, manifest), {"square": square, "tall": tall, "small": small})
-    for record in manifest.tensor_files():
-        path = tmp_path / manifest.name / record.name
-        flip_bit(path, 8 * record.size - 5)
-        with pytest.raises(DamagedError, match=f"{record.name} do not match"):
-            reading.read_state(storage, manifest)
-        flip_bit(path, 8 * record.size - 5)
 
 
 WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
@@ -349,29 +287,27 @@ def test_files_of_tensors_are_one_or_all_of_several(names: list[str], found: lis
     assert list(tensor_files(names)) == found
 
 
-class _Counting:
-    """A storage that counts the bytes that are read of it."""
+class CountingSource(PosixSource):
+    """Notes the sizes of what is read."""
 
-    def __init__(self, inner: PosixStorage) -> None:
-        self.inner, self.read = inner, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def source(self, name: str, file: str) -> ByteSource:
-        return _CountingSource(self, self.inner.source(name, file))
-
-
-class _CountingSource:
-    def __init__(self, owner: _Counting, inner: ByteSource) -> None:
-        self.owner, self.inner, self.size, self.readers = owner, inner, inner.size, inner.readers
+    def __init__(self, path: Path, sizes: list[int]) -> None:
+        super().__init__(path)
+        self._sizes = sizes
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
-        self.owner.read += len(buffer)
-        return self.inner.read_into(buffer, offset)
+        self._sizes.append(len(buffer))
+        return super().read_into(buffer, offset)
 
-    def close(self) -> None:
-        self.inner.close()
+
+class CountingStorage(PosixStorage):
+    """Knows how many bytes were read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.sizes: list[int] = []
+
+    def source(self, name: str, file: str) -> ByteSource:
+        return CountingSource(self._root / name / file, self.sizes)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -379,11 +315,11 @@ def test_of_tensors_that_nobody_wants_only_shared_chunks_are_read(parts: int, tm
     """One tensor of several costs its own chunks, which are verified as ever."""
     state = {name: torch.randn(3, 2 << 20) for name in ("a", "b", "c")}
     inner, manifest = saved_by(parts, state, tmp_path)
-    storage = _Counting(inner)
+    storage = CountingStorage(tmp_path)
     found, slabs = reading.read_tensors(storage, manifest, lambda name: name == "a")
     (name, array), *more = codec.arrays(found, slabs).items()
     assert (name, more, array.tobytes()) == ("a", [], raw(state["a"]))
-    assert storage.read <= 4 * CHUNK + 4096
+    assert sum(storage.sizes) <= 4 * CHUNK + 4096
     flip_bit(tmp_path / manifest.name / tensors_file(0, parts), 8 * 9000)
     with pytest.raises(DamagedError, match="checksum"):
         reading.read_tensors(inner, manifest, lambda name: name == "a")
@@ -419,19 +355,13 @@ MESH_SHAPES = [(8, 6), (7, 5), (1, 3), (3, 1), (2, 9), (0, 4)]
 @pytest.mark.parametrize(
     ("mesh", "placements"),
     [
-        ((1,), [Shard(0)]),
-        ((4,), [Shard(0)]),
-        ((3,), [Shard(1)]),
-        ((5,), [Replicate()]),
-        ((2, 3), [Shard(0), Shard(1)]),
-        ((2, 2), [Shard(0), Shard(0)]),
-        ((2, 2), [Replicate(), Shard(0)]),
-        ((3, 2), [Shard(1), Replicate()]),
-        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+        ((1,), [Shard(0)]), ((4,), [Shard(0)]), ((3,), [Shard(1)]), ((5,), [Replicate()]),
+        ((2, 3), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)]), ((2, 2), [Replicate(), Shard(0)]),
+        ((3, 2), [Shard(1), Replicate()]), ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
         ((2, 2, 2), [Replicate(), _StridedShard(1, split_factor=2), Shard(1)]),
         ((2, 2, 2), [_StridedShard(0, split_factor=2), Shard(1), Shard(0)]),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shape", MESH_SHAPES)
 def test_the_boxes_of_all_ranks_are_the_tensor(
     mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
@@ -492,29 +422,6 @@ def test_without_places_a_sharded_tensor_is_refused() -> None:
             codec.encode({"t": distributed(4, device_mesh=mesh, placements=[Shard(0)])})
 
 
-class CountingSource(PosixSource):
-    """Notes the sizes of what is read."""
-
-    def __init__(self, path: Path, sizes: list[int]) -> None:
-        super().__init__(path)
-        self._sizes = sizes
-
-    def read_into(self, buffer: memoryview, offset: int) -> bool:
-        self._sizes.append(len(buffer))
-        return super().read_into(buffer, offset)
-
-
-class CountingStorage(PosixStorage):
-    """Knows how many bytes were read."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.sizes: list[int] = []
-
-    def source(self, name: str, file: str) -> ByteSource:
-        return CountingSource(self._root / name / file, self.sizes)
-
-
 @pytest.mark.parametrize(("placement", "most"), [(Shard(0), 2), (Shard(1), 5)])
 def test_a_rank_reads_the_chunks_of_its_own_box_alone(tmp_path: Path, placement: Shard, most: int) -> None:
     """A quarter of the rows is a quarter of the bytes, and the rest of the chunks at both ends; columns lie in all."""
@@ -531,3 +438,111 @@ def test_a_rank_reads_the_chunks_of_its_own_box_alone(tmp_path: Path, placement:
         assert torch.equal(live.to_local(), whole.chunk(4, placement.dim)[1])
     chunks = -(-whole.nbytes // CHUNK) + 2 if most == 5 else whole.nbytes // 4 // CHUNK + most
     assert sum(storage.sizes) < chunks * CHUNK + (1 << 20)
+
+
+# ---- from boxes in files to boxes in memory: whatever is cut how, each byte arrives where it belongs, and no other
+
+
+KINDS = ((torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.bool, "BOOL"), (torch.int64, "I64"))
+
+
+def cuts(shape: tuple[int, ...], chance: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes that make up ``shape``: offsets and shapes."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(chance.randrange(6)):
+        offset, size = boxes.pop(chance.randrange(len(boxes)))
+        axis = chance.randrange(len(shape))
+        first = chance.randint(0, size[axis])
+        for begin, end in ((0, first), (first, size[axis])):
+            moved = tuple(o + begin * (a == axis) for a, o in enumerate(offset))
+            boxes.append((moved, tuple(end - begin if a == axis else s for a, s in enumerate(size))))
+    return [box for box in boxes if all(box[1])]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_of_any_cut_are_read_into_live_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Contiguous and strided ones, of several types; what is around them in memory stays."""
+    monkeypatch.setattr(reading, "MOST_STAGED", 300)
+    chance = random.Random(seed)
+    wholes: dict[str, torch.Tensor] = {}
+    parts = []
+    for number, (dtype, kind) in enumerate(KINDS):
+        shape = tuple(chance.randint(1, 9) for _ in range(chance.randint(1, 3)))
+        whole = wholes[f"t{number}"] = torch.randint(0, 100, shape).to(dtype)
+        for offset, size in cuts(shape, chance):
+            box = whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
+            parts.append((TensorSlice(f"t{number}", kind, shape, offset, size), box))
+    chance.shuffle(parts)
+    storage, manifest = committed([parts[0::2], parts[1::2]], list(wholes), tmp_path)
+    live: dict[str, torch.Tensor] = {}
+    around: dict[str, torch.Tensor] = {}
+    for name, whole in wholes.items():
+        wide = torch.full([size + 2 for size in whole.shape], 1).to(whole.dtype)
+        inner = wide[tuple(slice(1, -1) for _ in whole.shape)]
+        live[name], around[name] = (inner, wide) if chance.random() < 0.5 else (torch.zeros_like(whole), wide)
+    state = reading.read_state(storage, manifest, LoadInto(live))
+    assert same(state, wholes)
+    assert all(state[name] is live[name] for name in wholes)
+    for name, wide in around.items():
+        wide[tuple(slice(1, -1) for _ in wide.shape)] = 1
+        assert bool((wide == 1).all()), name
+
+
+def saved(directory: Path, state: dict[str, Any]) -> CheckpointManager:
+    manager = CheckpointManager(directory)
+    manager.save(state, SaveInfo(1))
+    return manager
+
+
+def test_live_tensors_of_another_kind_are_left_alone(tmp_path: Path) -> None:
+    """What has another shape or type, or is not there, comes back as new tensors."""
+    tied = torch.randn(4)
+    state = {
+        "a": torch.randn(3, 2), "b": torch.randn(5), "c": [tied, tied], "bytes": b"y" * 9000,
+        "z": torch.ones(2) * 1j,
+    }  # fmt: skip
+    live: dict[str, Any] = {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float64), "z": torch.ones(2)}
+    live["c"] = [torch.zeros(4)]
+    loaded = newest_of(saved(tmp_path, state), LoadInto(live))
+    assert same(loaded.state, state)
+    assert loaded.state["a"] is live["a"]
+    assert loaded.state["c"][0] is loaded.state["c"][1]
+    assert live["b"].eq(0).all()
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    """The check sees types and shapes before a byte of the tensors is read."""
+    manager = saved(tmp_path, {"a": torch.randn(3, 2), "step": 7})
+    seen: list[Any] = []
+
+    def fits(state: dict[str, Any]) -> bool:
+        seen.extend((state["a"].shape, state["a"].device.type, state["step"]))
+        raise CheckpointError("of another model")
+
+    live = {"a": torch.zeros(3, 2)}
+    with pytest.raises(CheckpointError, match="of another model"):
+        manager.load_newest(LoadInto(live, fits=fits))
+    assert seen == [(3, 2), "meta", 7]
+    loaded = newest_of(manager, LoadInto(live, fits=lambda state: False))
+    assert loaded.state["a"].ne(0).all()
+    assert live["a"].eq(0).all()
+
+
+def test_over_a_damaged_state_the_one_before_is_read(tmp_path: Path) -> None:
+    """Damage in the last chunk is found after the first ones have gone into the live tensors."""
+    manager = CheckpointManager(tmp_path)
+    states = [{"a": torch.full((5_000_000,), float(step)), "b": torch.randn(10)} for step in (1, 2)]
+    for step, state in enumerate(states, 1):
+        manager.save(state, SaveInfo(step))
+    newest = manager.newest()
+    assert newest is not None
+    flip_bit(path := newest.path / "tensors.safetensors", 8 * path.stat().st_size - 8)
+    live = {"a": torch.zeros(5_000_000), "b": torch.zeros(10)}
+    with pytest.raises(DamagedError):
+        manager.load(newest, LoadInto(live))
+    assert live["a"][0] == 2.0
+    loaded = newest_of(manager, LoadInto(live))
+    assert loaded.manifest.step == 1
+    assert same(live, states[0])

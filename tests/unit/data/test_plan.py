@@ -54,14 +54,6 @@ def test_shares_differ_by_at_most_one_micro_batch_and_none_is_empty(
         assert len({len(pieces) for pieces in shares}) == 1
 
 
-def test_ranks_without_work_get_one_filler_of_real_samples() -> None:
-    """More ranks than samples: the rest compute a weightless piece, so that collectives match."""
-    shares = divide(2, None, 4)
-    assert [len(pieces) for pieces in shares] == [1, 1, 1, 1]
-    assert [pieces[0].weight for pieces in shares] == [2.0, 2.0, 0.0, 0.0]
-    assert all(pieces[0].size == 1 for pieces in shares)
-
-
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     """Two epochs, or two seeds, are shuffled differently; the same pair always alike, and unshuffled is in order."""
     first = epoch_order(1000, 7, 0, True)

@@ -10,14 +10,13 @@ import pickle
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import structlog
 import torch
 
-from elastic_trainer.data import tar_shards
 from elastic_trainer.data import tar_shards as tar_index
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Fetcher, Sampler
@@ -26,9 +25,8 @@ from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
 
-def shard(path: Path, files: Mapping[str, bytes]) -> Path:
-    """A tar file with ``files`` in their order."""
-    with tarfile.open(path, "w") as tar:
+def shard(path: Path, files: Mapping[str, bytes], mode: Literal["w", "w:gz"] = "w") -> Path:
+    with tarfile.open(path, mode) as tar:
         for name, data in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
@@ -49,21 +47,15 @@ def array(values: list[float]) -> bytes:
 def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Path) -> None:
     """Up to the first dot of the name it is the key; folders belong to it, and hidden files to nothing."""
     files = {
-        "a/1.cls": b"7",
-        "a/1.txt": b"caf\xc3\xa9",
-        "a/1.json": json.dumps({"x": [1]}).encode(),
-        "a/.hidden": b"",
-        "README": b"",
-        "b/1.x.npy": array([1.5]),
-        "b/1.BIN": b"\0\1",
-    }
+        "a/1.cls": b"7", "a/1.txt": b"caf\xc3\xa9", "a/1.json": json.dumps({"x": [1]}).encode(), "a/.hidden": b"",
+        "README": b"", "b/1.x.npy": array([1.5]), "b/1.BIN": b"\0\1",
+    }  # fmt: skip
     first, second = (TarShards(shard(tmp_path / "s.tar", files))[number] for number in (0, 1))
     assert first == {"__key__": "a/1", "cls": 7, "txt": "café", "json": {"x": [1]}}
     assert (second["__key__"], second["x.npy"].tolist(), second["bin"]) == ("b/1", [1.5], b"\0\1")
 
 
 def test_images_are_decoded_where_pillow_is_there(tmp_path: Path) -> None:
-    """Else they stay bytes."""
     image = pytest.importorskip("PIL.Image")
     buffer = io.BytesIO()
     image.new("RGB", (3, 2), (10, 20, 30)).save(buffer, "png")
@@ -97,34 +89,20 @@ def test_several_shards_are_one_data_set_that_is_shuffled_and_divided_exactly(tm
 
 
 def test_patterns_with_braces_name_each_file() -> None:
-    """Numbers keep their leading zeros."""
     assert tar_index.braces("a{08..10}{x,y}.tar") == [f"a{n}{c}.tar" for n in ("08", "09", "10") for c in "xy"]
 
 
 def damaged(path: Path, kind: str) -> Path:
-    """A shard of five samples with something wrong."""
     if kind == "compressed":
-        return _zipped(path)
+        return shard(path, {"a.cls": b"1"}, "w:gz")
     numbered(path, 0, 5)
     data = path.read_bytes()
     broken = {
-        "cut in a header": data[: 2 * 1024 + 100],
-        "cut between files": data[: 3 * 1024],
-        "cut in a file": data[: 2 * 1024 + 512],
-        "header overwritten": data[:2048] + b"\xff" * 512 + data[2560:],
-        "no bytes": b"",
-        "no tar": b"hello " * 1000,
-        "zeros": bytes(10240),
-    }
+        "cut in a header": data[: 2 * 1024 + 100], "cut between files": data[: 3 * 1024],
+        "cut in a file": data[: 2 * 1024 + 512], "header overwritten": data[:2048] + b"\xff" * 512 + data[2560:],
+        "no bytes": b"", "no tar": b"hello " * 1000, "zeros": bytes(10240),
+    }  # fmt: skip
     path.write_bytes(broken[kind])
-    return path
-
-
-def _zipped(path: Path) -> Path:
-    with tarfile.open(path, "w:gz") as tar:
-        member = tarfile.TarInfo("a.cls")
-        member.size = 1
-        tar.addfile(member, io.BytesIO(b"1"))
     return path
 
 
@@ -172,7 +150,6 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
 
 
 def test_shards_of_one_name_keep_their_indexes_apart(tmp_path: Path) -> None:
-    """In a directory where the indexes of several data sets are kept."""
     kept = tmp_path / "kept"
     kept.mkdir()
     for name, first in (("a", 0), ("b", 7)):
@@ -188,7 +165,7 @@ def test_shards_of_one_name_keep_their_indexes_apart(tmp_path: Path) -> None:
 def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when what was kept is damaged; never without being asked."""
+    """Never without being asked."""
     path = numbered(tmp_path / "s.tar", 0, 5)
     (tmp_path / "kept").mkdir()
     cache = tar_index.cache_file(path, tmp_path / "kept")
@@ -209,9 +186,6 @@ def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
     os.utime(path, ns=(1, 1))
     assert [TarShards(path, index=tmp_path / "kept")[number]["cls"] for number in range(4)] == [10, 11, 12, 13]
     assert len(scanned) == 1
-    cache.write_bytes(cache.read_bytes()[:-100])
-    assert len(TarShards(path, index=tmp_path / "kept")) == 4
-    assert len(scanned) == 2
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
     TarShards(path, index=True)
     assert (tmp_path / "s.tar.index.npz").exists()
@@ -240,11 +214,8 @@ def test_an_index_that_cannot_be_kept_is_said_once(tmp_path: Path) -> None:
         tar_index._not_kept.cache_clear()
         TarShards(paths, index=True)
     (said,) = logs
-    assert (said["event"], said["directory"], said["error"]) == (
-        "tar_index.not_kept",
-        str(tmp_path),
-        "File name too long",
-    )
+    found = said["event"], said["directory"], said["error"]
+    assert found == ("tar_index.not_kept", str(tmp_path), "File name too long")
 
 
 def _read(shards: TarShards, number: int, results: Any) -> None:
@@ -255,7 +226,7 @@ def test_each_process_opens_the_files_for_itself_and_only_a_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork may share nothing with its parent that moves; a pickled data set opens its files again."""
-    monkeypatch.setattr(tar_shards, "MOST_OPEN", 2)
+    monkeypatch.setattr(tar_index, "MOST_OPEN", 2)
     for number in range(4):
         numbered(tmp_path / f"s{number}.tar", number, number + 1)
     shards = TarShards(f"{tmp_path}/s{{0..3}}.tar")
@@ -272,7 +243,6 @@ def test_each_process_opens_the_files_for_itself_and_only_a_few(
 
 
 def test_a_shard_that_became_shorter_is_an_error(tmp_path: Path) -> None:
-    """Not a short read taken for data."""
     path = numbered(tmp_path / "s.tar", 0, 5)
     shards = TarShards(path)
     os.truncate(path, 1024)

@@ -1,33 +1,35 @@
-"""Reading samples: keyed random numbers, streams, bad samples."""
+"""Reading samples: keyed random numbers, streams, bad samples; a rank's part of a batch from any kind of data set."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from elastic_trainer.data.plan import EpochPlan, SampleRequest
-from elastic_trainer.data.sampler import Fetcher, Sampler
+from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.data.seeds import SEEDED, SampleSeeds, seed_host, undisturbed
 from elastic_trainer.data.sources import (
     LEAST_LIMIT,
     Missing,
     SeekableStream,
     Tally,
+    checked_length,
     deterministic,
     generators,
     is_stream,
     limit,
     worth_a_line,
 )
-from elastic_trainer.data.workers import Loading, SampleReader
+from elastic_trainer.data.workers import Loading, SampleReader, placed, versions
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
+from tests.integration.data.datasets import Noisy
 
 DRAWS: dict[str, Callable[[], float]] = {
     "random": lambda: random.gauss(0.0, 1.0),
@@ -103,19 +105,7 @@ def test_generators_are_put_back_as_they_were_also_after_an_error(name: str) -> 
 CPU = torch.device("cpu")
 
 
-class Noisy(Dataset[Any]):
-    """A sample is its number and three random numbers, each from another generator."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(), torch.rand(())
-
-
 class NoisyMany(Noisy):
-    """The same, and several at a time."""
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
@@ -148,11 +138,10 @@ def test_drawing_leaves_the_generators_as_they_were() -> None:
 
 
 class Fixed(NoisyMany):
-    """Says that it draws no random numbers."""
-
     deterministic = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[list[int]] = []
 
     def __getitem__(self, index: int) -> Any:
@@ -193,11 +182,8 @@ def test_a_data_set_may_name_the_generators_that_it_draws_from() -> None:
     first, again = (reader.read(request(3)).data for _ in range(2))
     assert float(first[0]) == float(again[0])
     assert float(first[2]) != float(again[2])
-    assert SampleReader(OfPythons(), list, seed=7).draws == (
-        "random",
-        "numpy",
-        "torch",
-    )  # its collate may draw from all
+    collating = SampleReader(OfPythons(), list, seed=7)  # which may draw from all
+    assert collating.draws == ("random", "numpy", "torch")
 
 
 def test_only_generators_that_are_known_can_be_named() -> None:
@@ -219,8 +205,6 @@ def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
 
 
 def test_set_epoch_is_called_once_for_each_epoch() -> None:
-    """Before the first sample of each, where it wants to know."""
-
     class Knowing(Noisy):
         told: list[int] = []  # noqa: RUF012
 
@@ -237,8 +221,6 @@ def test_set_epoch_is_called_once_for_each_epoch() -> None:
 
 
 class Words:
-    """A stream with an order of its own in each epoch; counts how often it is sought in."""
-
     def __init__(self, length: int = 10, real: int | None = None) -> None:
         self.length, self.real = length, real if real is not None else length
         self.sought: list[tuple[int, int]] = []
@@ -273,7 +255,6 @@ def test_a_stream_that_is_shorter_than_it_says_is_an_error_also_where_bad_sample
 
 
 def test_a_bad_sample_of_a_stream_is_passed_over() -> None:
-    """The stream is sought behind it."""
     read = SampleReader(Words(), None, seed=1, skips=True).read(request(6, 7, 8, epoch=5))
     assert (read.data.tolist(), [each.number for each in read.missing]) == ([506, 508], [7])
 
@@ -294,8 +275,6 @@ class Holed(Dataset[Any]):
 
 
 class HoledMany(Holed):
-    """Several at a time, deterministic."""
-
     deterministic = True
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
@@ -325,7 +304,6 @@ def test_by_default_a_bad_sample_is_an_error_that_names_it() -> None:
 
 
 def test_a_micro_batch_of_bad_samples_only_is_an_error_that_names_them() -> None:
-    """There is nothing to compute on."""
     with pytest.raises(DataError, match=r"all 3 raised: \[1, 2, 3\]; sample 1: ValueError: bad 1"):
         Fetcher(Holed(), CPU, seed=1, loading=Loading(bad_samples="skip")).draw(request(1, 2, 3))
 
@@ -364,3 +342,132 @@ def test_lines_about_bad_samples_become_fewer_but_never_end() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Loading(**options)
+
+
+# ---- a rank's part of a batch
+
+
+class Pairs(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(float(index)), -index
+
+
+class Many(Pairs):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        assert all(type(index) is int for index in indices)
+        return [self[index] for index in indices]
+
+
+def tensors() -> TensorDataset:
+    return TensorDataset(torch.arange(10.0), -torch.arange(10))
+
+
+@pytest.mark.parametrize("dataset", [Pairs(), Many(), tensors()], ids=["getitem", "getitems", "tensors"])
+def test_all_kinds_of_data_set_give_the_same_batches(dataset: Any) -> None:
+    plan = EpochPlan(10, 6, seed=1)
+    batch = Sampler(Fetcher(dataset, CPU), plan).draw(Cursor(0, 0), 1, 2)
+    assert batch.ids.tolist() == plan.order(0)[3:6].tolist()
+    assert batch.x.tolist() == [float(i) for i in batch.ids]
+    assert batch.y.tolist() == [-int(i) for i in batch.ids]
+    assert (len(batch), batch.weight, batch.global_size, batch.following) == (3, 1.0, 6, Cursor(0, 6))
+
+
+def test_micro_batches_together_are_the_whole_batch() -> None:
+    """The parts of a rank have the samples of its batch in order, and weights that add up to the batch's."""
+    batch = Sampler(Fetcher(tensors(), CPU), EpochPlan(10, 10, 3)).draw(Cursor(), 0, 2)
+    assert [len(part) for part in batch.micro_batches] == [3, 3]
+    assert np.concatenate([part.ids for part in batch.micro_batches]).tolist() == batch.ids.tolist()
+    assert sum(part.weight for part in batch.micro_batches) == pytest.approx(batch.weight)
+    assert torch.equal(torch.cat([part.x for part in batch.micro_batches]), batch.x)
+
+
+def test_a_rank_without_work_gets_data_but_no_samples_that_count() -> None:
+    """A filler has data to compute on, weight 0 and no ids."""
+    batch = Sampler(Fetcher(tensors(), CPU), EpochPlan(10, 4, 4)).draw(Cursor(), 1, 2)
+    assert (len(batch.x), batch.weight, batch.ids.tolist()) == (4, 0.0, [])
+    assert batch.micro_batches == (batch,)
+
+
+def test_data_are_fetched_when_asked_for_and_once() -> None:
+    """Micro-batches that are not looked at cost no loading; released ones are fetched again."""
+    asked: list[int] = []
+
+    class Counting(Pairs):
+        def __getitem__(self, index: int) -> Any:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    batch = Sampler(Fetcher(Counting(), CPU), EpochPlan(10, 4, 2, shuffle=False)).draw(Cursor(), 0, 1)
+    assert not asked
+    first = batch.micro_batches[0]
+    assert (first.x.tolist(), first.y.tolist(), asked) == ([0.0, 1.0], [0, -1], [0, 1])
+    first.release()
+    assert (first.x.tolist(), asked) == ([0.0, 1.0], [0, 1, 0, 1])
+
+
+class Shifted(TensorDataset):
+    """Not the rows themselves."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.tensors[0][index] + 100,)
+
+
+def test_a_tensor_dataset_with_samples_of_its_own_is_asked_for_them() -> None:
+    assert Fetcher(Shifted(torch.arange(3)), CPU)(np.array([2, 0])).data[0].tolist() == [102, 100]
+
+
+def test_a_collate_function_of_ones_own_is_used() -> None:
+    """Also for a TensorDataset, whose samples it then gets one by one."""
+    batch = Batch(Fetcher(tensors(), CPU, collate=lambda samples: {"n": len(samples)}), np.arange(3), np.arange(3))
+    assert batch.data == {"n": 3}
+    assert batch.x == {"n": 3}
+    with pytest.raises(DataError, match="no second part"):
+        _ = batch.y
+
+
+class Iterated(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Unsized(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [(Iterated(), "read_from"), (Unsized(), "map-style"), (42, "map-style"), ([], "empty"), (iter([1]), "map-style")],
+)
+def test_a_data_set_that_cannot_be_planned_is_refused(dataset: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        checked_length(dataset)
+
+
+def test_nested_data_keep_their_structure_on_the_way_to_the_device() -> None:
+    class Sample(NamedTuple):
+        a: torch.Tensor
+        b: str
+
+    data = {"s": Sample(torch.ones(1), "x"), "l": [torch.zeros(2), 3], "t": (b"raw", None)}
+    moved = placed(data, torch.device("meta"))
+    assert isinstance(moved["s"], Sample)
+    assert moved["s"].a.device.type == moved["l"][0].device.type == "meta"
+    assert (moved["s"].b, moved["l"][1], moved["t"]) == ("x", 3, (b"raw", None))
+
+
+def test_data_that_were_changed_in_place_are_known() -> None:
+    """By the tensors' own counts, also through views; what leaves no trace is never taken for untouched."""
+    data = {"x": [torch.zeros(3), torch.ones(2)], "name": "a", "n": 3}
+    before = versions(data)
+    assert before is not None
+    assert versions(data) == before
+    data["x"][1][:1].add_(1)  # type: ignore[index]
+    assert versions(data) != before
+    assert versions([np.zeros(2)]) is None

@@ -43,8 +43,7 @@ from elastic_trainer.membership.writes import (
 from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Delete, Put, RunKeys, TransactionResult
 from tests.simulation.node import Flag
-from tests.support.late import LateStore
-from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")
 TTL_S = 2.0

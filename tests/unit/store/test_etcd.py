@@ -1,7 +1,9 @@
-"""Targets, options and TLS files of the channel; what etcd's and gRPC's failures mean to a caller."""
+"""The door to etcd: etcd3's messages, targets, options and TLS files of the channel, what failures and answers mean."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,95 @@ from elastic_trainer.errors import (
     PermanentError,
     StoreUnavailableError,
 )
-from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.settings import Endpoint, StoreSettings, parse_endpoints
+from elastic_trainer.store import etcd
 from elastic_trainer.store.api import prefix_end
-from elastic_trainer.store.etcd import StoreConnection, is_stale_token, options, resolved, target, translate
+from elastic_trainer.store.connect import judge
+
+# ---- etcd3
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints that treats warnings as errors."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_etcd3_loads_once_without_a_warning_and_works() -> None:
+    """With warnings as errors etcd3 imports on the installed protobuf, and its messages survive the wire; the first of
+    several threads installs, the others wait for it."""
+    code = (
+        "import threading\n"
+        "from elastic_trainer.store.etcd import load_etcd3\n"
+        "found = []\n"
+        "threads = [threading.Thread(target=lambda: found.append(load_etcd3().etcdrpc)) for _ in range(8)]\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+        "rpc = found[0]\n"
+        "back = rpc.PutRequest.FromString(rpc.PutRequest(key=b'k', value=b'v', lease=7).SerializeToString())\n"
+        "print(back.key, back.lease, rpc.RangeRequest.DESCEND, rpc.Compare.NOT_EQUAL)\n"
+        "print(len(found), len({each.TxnRequest for each in found}))"
+    )
+    assert run_python(code).split("\n") == ["b'k' 7 2 3", "8 1"]
+    assert etcd.load_etcd3() is etcd.load_etcd3()
+
+
+def test_other_etcd_clients_are_left_alone() -> None:
+    """Nothing is registered in the default pool, and a client that did so before keeps its own messages."""
+    code = (
+        "from google.protobuf import descriptor_pool\n"
+        "from elastic_trainer.store import etcd\n"
+        "pool = descriptor_pool.Default()\n"
+        "etcd.load_etcd3()\n"
+        "try:\n"
+        "    pool.FindFileByName('rpc.proto')\n"
+        "    print('disturbed')\n"
+        "except KeyError:\n"
+        "    pass\n"
+        "for name in ('kv', 'auth', 'rpc'):\n"
+        "    pool.AddSerializedFile(etcd.serialized_descriptor(etcd.source_directory() / f'{name}_pb2.py'))\n"
+        "print(pool.FindMessageTypeByName('etcdserverpb.PutRequest').full_name)"
+    )
+    assert run_python(code) == "etcdserverpb.PutRequest"
+
+
+def test_importing_the_store_package_is_cheap() -> None:
+    names = "('grpc', 'etcd3', 'torch', 'google.protobuf')"
+    code = f"import sys, elastic_trainer.store\nprint([name for name in {names} if name in sys.modules])"
+    assert run_python(code) == "[]"
+
+
+def test_what_is_not_etcd3_is_named(tmp_path: Path) -> None:
+    """Missing files, sources without a descriptor, and descriptors that are damaged, foreign or incomplete."""
+    path = tmp_path / "kv_pb2.py"
+    with pytest.raises(ConfigError, match=r"kv_pb2\.py cannot be read"):
+        etcd.serialized_descriptor(path)
+    path.write_text("print('hello')\n")
+    with pytest.raises(ConfigError, match=r"kv_pb2\.py holds no descriptor"):
+        etcd.serialized_descriptor(path)
+    for literal in ("data", "_b('\\u1234')", "b'\\x1'"):
+        path.write_text(f"f(serialized_pb={literal})\n")
+        with pytest.raises(ConfigError, match="in an unknown form"):
+            etcd.serialized_descriptor(path)
+    source = (etcd.source_directory() / "rpc_pb2.py").read_text()
+    for text in ("f(serialized_pb=b'\\xff\\xff')\n", source):
+        for name in ("kv", "auth", "rpc"):
+            (tmp_path / f"{name}_pb2.py").write_text(text)
+        with pytest.raises(ConfigError, match="unexpected descriptors"):
+            etcd.build(tmp_path)
+
+
+def test_the_sources_are_parsed_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    for name in ("kv", "auth", "rpc"):
+        source = (etcd.source_directory() / f"{name}_pb2.py").read_text()
+        (tmp_path / f"{name}_pb2.py").write_text(f"open({str(marker)!r}, 'w').close()\n{source}")
+    assert {etcd.PACKAGE, f"{etcd.PACKAGE}.rpc_pb2", f"{etcd.PACKAGE}.rpc_pb2_grpc"} <= set(etcd.build(tmp_path))
+    assert not marker.exists()
+
+
+# ---- the channel
 
 
 @pytest.mark.parametrize(
@@ -33,126 +121,124 @@ from elastic_trainer.store.etcd import StoreConnection, is_stale_token, options,
     ],
 )
 def test_targets(endpoints: str, expected: str) -> None:
-    """One endpoint is left to gRPC's resolver; several become a list of addresses."""
-    assert target(resolved(parse_endpoints(endpoints))) == expected
+    """One endpoint is left to gRPC's resolver; several become a list of addresses, with the first one's certificate."""
+    parsed = parse_endpoints(endpoints)
+    assert etcd.target(etcd.resolved(parsed)) == expected
+    name = dict(etcd.options(parsed)).get("grpc.ssl_target_name_override")
+    assert name == (parsed[0].host if len(parsed) > 1 else None)
 
 
 def test_a_list_of_names_is_resolved_and_unknown_ones_are_passed_over() -> None:
     """gRPC takes one name only, people have lists; one dead name must not hide the others."""
-    addresses = resolved(parse_endpoints("localhost:1,no-such-host.invalid:2,10.0.0.3:3"))
+    addresses = etcd.resolved(parse_endpoints("localhost:1,no-such-host.invalid:2,10.0.0.3:3"))
     assert "10.0.0.3:3" in addresses
     assert {"127.0.0.1:1", "[::1]:1"} & set(addresses)
     assert not [address for address in addresses if address.endswith(":2")]
-    assert target(addresses).startswith("ipv4:")
+    assert etcd.target(addresses).startswith("ipv4:")
     with pytest.raises(StoreUnavailableError, match=r"a\.invalid, b\.invalid"):
-        resolved(parse_endpoints("a.invalid,b.invalid"))
-
-
-def test_one_name_for_the_certificate_of_a_list() -> None:
-    """Only a list needs to know which name its certificates carry."""
-    assert "grpc.ssl_target_name_override" not in dict(options(parse_endpoints("a:1")))
-    assert dict(options(parse_endpoints("a:1,b:2")))["grpc.ssl_target_name_override"] == "a"
+        etcd.resolved(parse_endpoints("a.invalid,b.invalid"))
 
 
 def test_tls_files_are_checked_before_grpc_sees_them(tmp_path: Path) -> None:
     """gRPC reports bad files as a failed handshake, for ever; this names the file."""
-    endpoints = parse_endpoints("127.0.0.1:1")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        StoreConnection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "none"))
-    (tmp_path / "der").write_bytes(b"\x30\x82")
-    with pytest.raises(ConfigError, match="not in PEM form"):
-        StoreConnection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "der"))
-    with pytest.raises(ConfigError, match="no 'ca_cert'"):
-        StoreConnection(StoreSettings(endpoints=endpoints, cert=tmp_path / "der", key=tmp_path / "der"))
+    (der := tmp_path / "der").write_bytes(b"\x30\x82")
+    for files, sentence in (
+        ({"ca_cert": tmp_path / "none"}, "cannot be read: No such file"),
+        ({"ca_cert": der}, "not in PEM form"),
+        ({"cert": der, "key": der}, "no 'ca_cert'"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            etcd.StoreConnection(StoreSettings(endpoints=parse_endpoints("127.0.0.1:1"), **files))
 
 
 def test_the_end_of_a_prefix() -> None:
-    """It is the first key after all that begin with the prefix."""
-    assert prefix_end("/run/nodes/") == "/run/nodes0"
-    assert prefix_end("a") == "b"
+    assert (prefix_end("/run/nodes/"), prefix_end("a")) == ("/run/nodes0", "b")
     for wrong in ("", "ü", "\x7f"):
         with pytest.raises(ValueError, match="a prefix must"):
             prefix_end(wrong)
 
 
-def kind(code: str, text: str, *, write: bool) -> type[ElasticTrainerError]:
-    return type(translate(code, text, where="10.0.0.1:2379", write=write))
+# ---- failures
+
+
+AWAY, UNKNOWN = StoreUnavailableError, OutcomeUnknownError
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("code", "text", "of_a_read", "of_a_write"),
     [
-        ("UNAVAILABLE", "Socket closed"),
-        ("UNAVAILABLE", "recvmsg:Connection reset by peer"),
-        ("UNAVAILABLE", "keepalive watchdog timeout"),
-        ("UNAVAILABLE", "etcdserver: request timed out"),
-        ("UNAVAILABLE", "etcdserver: request timed out, possibly due to previous leader failure"),
-        ("UNAVAILABLE", "etcdserver: leader changed"),
-        ("UNAVAILABLE", "etcdserver: server stopped"),
-        ("DEADLINE_EXCEEDED", "Deadline Exceeded"),
-        ("UNKNOWN", "raft proposal dropped"),
-        ("INTERNAL", "anything"),
-        ("CANCELLED", ""),
-        ("SOMETHING_NEW", "a text of a later version"),
+        ("UNAVAILABLE", "Socket closed", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "recvmsg:Connection reset by peer", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "keepalive watchdog timeout", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "etcdserver: request timed out, possibly due to previous leader failure", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "etcdserver: leader changed", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "etcdserver: server stopped", AWAY, UNKNOWN),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", AWAY, UNKNOWN),
+        ("UNKNOWN", "raft proposal dropped", AWAY, UNKNOWN),
+        ("INTERNAL", "anything", AWAY, UNKNOWN),
+        ("CANCELLED", "", AWAY, UNKNOWN),
+        ("SOMETHING_NEW", "a text of a later version", AWAY, UNKNOWN),
+        ("UNAVAILABLE", "failed to connect to all addresses; last error: ... Connection refused", AWAY, AWAY),
+        ("UNAVAILABLE", "connections to all backends failing; last error: UNAVAILABLE", AWAY, AWAY),
+        ("UNAVAILABLE", "DNS resolution failed for etcd:2379", AWAY, AWAY),
+        ("UNAVAILABLE", "etcdserver: no leader", AWAY, AWAY),
+        ("RESOURCE_EXHAUSTED", "etcdserver: too many requests", AWAY, AWAY),
+        ("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", AWAY, AWAY),
+        ("NOT_FOUND", "etcdserver: requested lease not found", LeaseLostError, LeaseLostError),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", AccessDeniedError, AccessDeniedError),
+        ("UNAUTHENTICATED", "etcdserver: invalid auth token", CredentialsError, CredentialsError),
+        ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user", CredentialsError, CredentialsError),
+        ("INVALID_ARGUMENT", "etcdserver: user name is empty", ConfigError, ConfigError),
+        ("UNIMPLEMENTED", "unknown service etcdserverpb.KV", ConfigError, ConfigError),
+        ("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request", PermanentError, PermanentError),
+        ("OUT_OF_RANGE", "etcdserver: too large lease TTL", PermanentError, PermanentError),
     ],
 )
-def test_a_write_that_may_have_happened_is_unknown(code: str, text: str) -> None:
-    """A read that failed so is merely unavailable; for a write only the careful answer is right."""
-    assert kind(code, text, write=False) is StoreUnavailableError
-    assert kind(code, text, write=True) is OutcomeUnknownError
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("UNAVAILABLE", "failed to connect to all addresses; last error: ... Connection refused"),
-        ("UNAVAILABLE", "connections to all backends failing; last error: UNAVAILABLE"),
-        ("UNAVAILABLE", "DNS resolution failed for etcd:2379"),
-        ("UNAVAILABLE", "etcdserver: no leader"),
-        ("RESOURCE_EXHAUSTED", "etcdserver: too many requests"),
-        ("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded"),
-    ],
-)
-def test_a_write_that_was_never_taken_may_be_repeated(code: str, text: str) -> None:
-    """Where nothing can have happened the error says so, which lets the caller try again."""
-    expected = StoreUnavailableError
-    assert kind(code, text, write=False) is expected
-    if "space" not in text:
-        assert kind(code, text, write=True) is expected
-    else:
-        assert "no space" in str(translate(code, text, where="h:1", write=True))
-
-
-@pytest.mark.parametrize("write", [False, True])
-@pytest.mark.parametrize(
-    ("code", "text", "expected"),
-    [
-        ("NOT_FOUND", "etcdserver: requested lease not found", LeaseLostError),
-        ("PERMISSION_DENIED", "etcdserver: permission denied", AccessDeniedError),
-        ("UNAUTHENTICATED", "etcdserver: invalid auth token", CredentialsError),
-        ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password", CredentialsError),
-        ("INVALID_ARGUMENT", "etcdserver: user name is empty", ConfigError),
-        ("UNIMPLEMENTED", "unknown service etcdserverpb.KV", ConfigError),
-        ("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request", PermanentError),
-        ("INVALID_ARGUMENT", "etcdserver: request is too large", PermanentError),
-        ("OUT_OF_RANGE", "etcdserver: too large lease TTL", PermanentError),
-    ],
-)
-def test_what_trying_again_cannot_mend(code: str, text: str, expected: type[ElasticTrainerError], write: bool) -> None:
-    """Refusals are permanent for reads and writes alike."""
-    assert kind(code, text, write=write) is expected
+def test_what_a_failure_means(
+    code: str, text: str, of_a_read: type[ElasticTrainerError], of_a_write: type[ElasticTrainerError]
+) -> None:
+    """A write that may have happened is unknown; one that was never taken may be repeated; a refusal is final."""
+    found = [etcd.translate(code, text, where="10.0.0.1:2379", write=write) for write in (False, True)]
+    assert [type(each) for each in found] == [of_a_read, of_a_write]
+    assert ("no space left" in str(found[1])) == ("space exceeded" in text)
 
 
 def test_messages_name_the_endpoint_and_a_short_cause() -> None:
-    """gRPC's paragraph becomes one clause."""
     text = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:2379: Failed: Connection refused"
-    error = translate("UNAVAILABLE", text, where="10.0.0.1:2379", write=False)
+    error = etcd.translate("UNAVAILABLE", text, where="10.0.0.1:2379", write=False)
     assert str(error) == "etcd at 10.0.0.1:2379 does not answer: connection refused"
 
 
 def test_stale_tokens_are_distinguished_from_wrong_passwords() -> None:
     """Only the former is worth another authentication."""
-    assert is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
-    assert is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")
-    assert not is_stale_token("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password")
-    assert not is_stale_token("PERMISSION_DENIED", "etcdserver: permission denied")
+    assert etcd.is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
+    assert etcd.is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")
+    assert not etcd.is_stale_token("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password")
+    assert not etcd.is_stale_token("PERMISSION_DENIED", "etcdserver: permission denied")
+
+
+ETCD = b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5.1","etcdcluster":"3.5.0"}'
+HTTPS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "tls", "text", "permanent"),
+    [
+        (ETCD, False, "up but does not serve requests", False),
+        (ETCD, True, "does not use TLS", True),
+        (HTTPS, False, "10.0.0.1:2379 requires TLS", True),
+        (HTTPS, True, "TLS handshake with 10.0.0.1:2379 fails", False),
+        (b"\x15\x03\x01\x00\x02\x02\x16", False, "requires TLS", True),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n<html>", False, "is a web server (HTTP/1.1 404), not etcd", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n<html>", False, "answers HTTP/1.1 503", False),  # a proxy's
+        (b"SSH-2.0-OpenSSH_9.2\r\n", False, "is not etcd", True),
+        (b"", False, "closes connections without an answer", False),
+    ],
+)
+def test_judging_an_answer(answer: bytes, tls: bool, text: str, permanent: bool) -> None:
+    """The sentence names the endpoint and what is wrong; only hopeless cases are permanent."""
+    finding = judge(answer, Endpoint(host="10.0.0.1", port=2379), tls=tls)
+    assert text in finding.text
+    assert "10.0.0.1:2379" in finding.text
+    assert finding.permanent is permanent
+    assert finding.hint

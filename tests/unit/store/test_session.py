@@ -10,8 +10,8 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.store.api import Put, unchanged
 from elastic_trainer.store.session import LeaseSession, Slot
-from tests.support.late import LateStore
-from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.integration.store.support import soon
+from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
 from tests.support.threadless import no_new_threads
 from tests.unit.agent.stage import Jumping
 
@@ -48,10 +48,6 @@ def test_a_lease_that_no_thread_keeps_alive_counts_as_lost() -> None:
     assert store.refreshed.wait(LIMIT_S)
     assert store.kept == renewed
     session.close()
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @pytest.fixture

@@ -98,15 +98,11 @@ def test_texts_are_harmless_and_numbers_are_numbers(value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("\x1b[2Jcleared", "\\x1b[2Jcleared"),
-        ("one\nround 7 closed: forged", "one round 7 closed: forged"),
-        ("\x9b31m", "\\x9b31m"),
-        ("abc\u202edef", "abc\\u202edef"),
-        ("\ud800", "\\ud800"),
-        ("x" * 5000, "x" * LONGEST_TEXT + "..."),
-        ("größe 12 µs and “fine” 漢字", "größe 12 µs and “fine” 漢字"),
+        ("\x1b[2Jcleared", "\\x1b[2Jcleared"), ("one\nround 7 closed: forged", "one round 7 closed: forged"),
+        ("\x9b31m", "\\x9b31m"), ("abc\u202edef", "abc\\u202edef"), ("\ud800", "\\ud800"),
+        ("x" * 5000, "x" * LONGEST_TEXT + "..."), ("größe 12 µs and “fine” 漢字", "größe 12 µs and “fine” 漢字"),
     ],
-)
+)  # fmt: skip
 def test_what_a_terminal_would_obey_is_shown(text: str, expected: str) -> None:
     """Escapes, lines of one's own, writing from right to left; other languages stay."""
     assert plain(text) == expected
@@ -118,17 +114,12 @@ def test_what_a_terminal_would_obey_is_shown(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        b'{"n": NaN}',
-        b'{"n": -Infinity}',
-        b'{"n": 1e999}',
-        b'{"n": ' + b"9" * 5000 + b"}",
-        b'{"n": -9223372036854775809000}',
-        b'["\\u0007"' + b"[" * 100_000,
-        b"[" * 100_000 + b'"\\u0007"' + b"]" * 100_000,
-        b'"' + b"x" * (9 << 20) + b'"',
+        b'{"n": NaN}', b'{"n": -Infinity}', b'{"n": 1e999}', b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"n": -9223372036854775809000}', b'["\\u0007"' + b"[" * 100_000,
+        b"[" * 100_000 + b'"\\u0007"' + b"]" * 100_000, b'"' + b"x" * (9 << 20) + b'"',
     ],
     ids=["NaN", "-Infinity", "1e999", "5000 digits", "65 bits", "cut off", "deep", "9 MiB"],
-)
+)  # fmt: skip
 def test_what_cannot_be_a_number_or_is_too_much_is_refused(value: bytes) -> None:
     """Before it reaches arithmetic, or the depths of a parser."""
     with pytest.raises(ValueError, match=r"."):

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.warm.template import Facts, PythonCommand, StartDecision, decide
+from elastic_trainer.warm.template import Facts, PythonCommand, decide
 
-FACTS = Facts("/bin/python", ("-u",), "/job", {"PATH": "/bin", "OMP_NUM_THREADS": "1"}, free=("FREE",))
+ENVIRONMENT = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
+FACTS = Facts("/bin/python", ("-u",), "/job", ENVIRONMENT, free=("FREE",))
 FITTING = ["/bin/python", "-u", "train.py", "--lr", "1"]
+OF_A_WORKER = {"RANK": "1", "MASTER_PORT": "2", "TORCHELASTIC_RUN_ID": "x", "ELASTIC_TRAINER_ROUND": "3", "FREE": "4"}
 
 
-def decided(words: list[str] = FITTING, directory: str = "/job", **more: str) -> StartDecision:
-    return decide(words, {**FACTS.environment, **more}, directory, FACTS)
-
-
-def test_a_script_fits_whatever_its_rank_is() -> None:
-    """Ranks, rounds and ports differ between workers and between their lives, and are no reason."""
-    found = decided(RANK="1", MASTER_PORT="2", TORCHELASTIC_RUN_ID="x", ELASTIC_TRAINER_ROUND="3", FREE="4")
+def test_a_script_or_module_fits_whatever_its_rank_is() -> None:
+    """Ranks, rounds and ports differ between workers and between their lives; what follows ``-m`` is the module's."""
+    found = decide(FITTING, ENVIRONMENT | OF_A_WORKER, "/job", FACTS)
     assert found.command == PythonCommand("/bin/python", ("-u",), False, "train.py", ("--lr", "1"))
-
-
-def test_a_module_fits() -> None:
-    """``-m`` names a module; what follows is its own."""
-    found = decided(["/bin/python", "-u", "-m", "pkg.train", "-m", "x"])
+    words = ["/bin/python", "-u", "-m", "pkg.train", "-m", "x"]
+    found = decide(words, ENVIRONMENT, "/job", FACTS)
     assert found.command == PythonCommand("/bin/python", ("-u",), True, "pkg.train", ("-m", "x"))
-
-
-def test_a_variable_does_as_well_as_the_option_for_unbuffered_output() -> None:
-    """PYTHONUNBUFFERED is -u."""
-    facts = Facts("/bin/python", (), "/job", {"PYTHONUNBUFFERED": "1"})
-    assert decide(FITTING, {"PYTHONUNBUFFERED": "1"}, "/job", facts).command is not None
+    unbuffered = Facts("/bin/python", (), "/job", {"PYTHONUNBUFFERED": "1"})
+    assert decide(FITTING, {"PYTHONUNBUFFERED": "1"}, "/job", unbuffered).command is not None
 
 
 @pytest.mark.parametrize(
@@ -47,21 +38,17 @@ def test_a_variable_does_as_well_as_the_option_for_unbuffered_output() -> None:
 )
 def test_another_command_starts_cold(words: list[str], reason: str) -> None:
     """Another interpreter, a binding to cores, other options."""
-    found = decided(words)
+    found = decide(words, ENVIRONMENT, "/job", FACTS)
     assert found.command is None
     assert reason in found.reason
 
 
 def test_what_imported_modules_may_have_read_must_be_the_same() -> None:
-    """The directory and all other variables, set, changed or missing."""
-    assert decided(directory="/other").reason == "the working directory is /other, not /job"
-    found = decided(CUDA_VISIBLE_DEVICES="1", OMP_NUM_THREADS="2")
-    assert found.reason == "the environment differs in CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS"
-    assert decide(FITTING, {"PATH": "/bin"}, "/job", FACTS).reason == "the environment differs in OMP_NUM_THREADS"
-
-
-def test_a_workers_variable_that_the_template_has_must_be_the_same() -> None:
-    """Its modules may have read it."""
+    """The directory and all variables, set, changed or missing; of a worker's those that the template has."""
+    assert decide(FITTING, ENVIRONMENT, "/other", FACTS).reason == "the working directory is /other, not /job"
+    more = {"CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"}
+    for environment, names in ((ENVIRONMENT | more, ", ".join(more)), ({"PATH": "/bin"}, "OMP_NUM_THREADS")):
+        assert decide(FITTING, environment, "/job", FACTS).reason == f"the environment differs in {names}"
     facts = Facts("/bin/python", ("-u",), "/job", {"ELASTIC_TRAINER_LEDGER_DIR": "/a"})
     assert decide(FITTING, {"ELASTIC_TRAINER_LEDGER_DIR": "/a"}, "/job", facts).command is not None
     assert decide(FITTING, {"ELASTIC_TRAINER_LEDGER_DIR": "/b"}, "/job", facts).command is None

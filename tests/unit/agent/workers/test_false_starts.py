@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.deaths import AT_START_S, StartupWatch, described
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 
 PORT = 0x1234
 

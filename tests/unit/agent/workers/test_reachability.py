@@ -18,8 +18,7 @@ from elastic_trainer.ipc.channel import Failed, Leaving
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.rules import UNFORMED_ROUNDS
 from elastic_trainer.store.api import Put, RunKeys, Store
-from tests.support.memory_backend import MemoryBackend
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.threadless import no_new_threads
 from tests.support.waiting import LIMIT_S
 from tests.unit.agent.stage import BASE, OTHER, Stage, Worker

@@ -12,7 +12,7 @@ from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavai
 from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.writes import RoundFailure
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.unit.agent.stage import BASE
 
 FAILURE = RoundFailure(4, "silent")

@@ -14,7 +14,7 @@ import pytest
 from elastic_trainer.agent.workers import watchdog as module
 from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.agent.workers.watchdog import AGAIN_S, Supervisor, kill_workers, worker_pids
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.support.waiting import LIMIT_S
 
 Spawn = Callable[..., subprocess.Popen[bytes]]

@@ -33,8 +33,7 @@ from elastic_trainer.worker.state.restore import (
     restore,
     state_digest,
 )
-from tests.drills.checkpoint.flipping import flipped
-from tests.unit.checkpoint.states import descriptor_of
+from tests.unit.checkpoint.states import descriptor_of, flipped
 from tests.unit.worker.ranks import outcome, run_ranks
 
 EARLIER, NEWER, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, "a"), (4, 1, "a"), (3, 8, "b")))

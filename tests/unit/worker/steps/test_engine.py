@@ -31,7 +31,7 @@ from elastic_trainer.worker.steps.engine import (
     smoothed,
 )
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.toys import Job, data, linear, loss_of
 

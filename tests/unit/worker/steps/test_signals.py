@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elastic_trainer.worker.steps.signals import SAVE_PATIENCES, Signals
-from tests.support.memory_backend import ManualClock
+from tests.support.memory_store import ManualClock
 
 
 class Left(Exception):

@@ -17,8 +17,6 @@ from elastic_trainer.clock import pause
 
 
 class Slow(Dataset[Any]):
-    """Pairs that take a moment."""
-
     def __len__(self) -> int:
         return 10_000
 
