@@ -134,7 +134,7 @@ from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
-from elastic_trainer.worker.comm.abort import InterruptibleWaits
+from elastic_trainer.worker.comm.control import InterruptibleWaits
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 works = InterruptibleWaits(interruptible=True)
