@@ -81,7 +81,6 @@ def test_a_run_without_nodes_goes_on_with_another_command_but_for_the_same_owner
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_spec_of_an_earlier_version_lets_everybody_in(alive: bool) -> None:
-    """It knows nothing of the job; without nodes it learns."""
     store = MemoryStore()
     store.transact([], [Put(KEYS.spec, SPEC.encode())], deadline=soon())
     if alive:
@@ -149,7 +148,6 @@ def close(store: MemoryStore, result: RunResult, reason: str = "said so") -> Non
 
 
 def test_the_first_node_writes_the_spec_and_others_agree_with_it() -> None:
-    """The second node with the same limits is let in and changes nothing."""
     store = MemoryStore()
     admit(store, KEYS, SPEC, reopen=False, deadline=soon())
     before = store.get(KEYS.spec, soon()).first
@@ -159,7 +157,6 @@ def test_the_first_node_writes_the_spec_and_others_agree_with_it() -> None:
 
 
 def test_a_node_that_disagrees_with_a_live_run_is_refused() -> None:
-    """Exit code 78, the difference with both values, and what to do."""
     store = MemoryStore()
     admit(store, KEYS, SPEC, reopen=False, deadline=soon())
     store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
@@ -220,7 +217,6 @@ def test_reopening_begins_a_new_epoch_and_keeps_the_number() -> None:
 
 
 def test_foreign_content_under_the_run_is_an_error() -> None:
-    """Another program's key is neither overwritten nor taken for a run."""
     for key in (KEYS.round, KEYS.spec):
         store = MemoryStore()
         store.transact([], [Put(key, b"hello")], deadline=soon())

@@ -76,7 +76,6 @@ def test_failures_at_random_steps_never_end_the_run() -> None:
 def test_what_is_no_failure_of_a_worker_at_a_step_neither_counts_nor_resets(
     step: int | None, culprits: str, gone: str
 ) -> None:
-    """The loss of a node, of contact alone, and scripts that report no steps."""
     scene = running()
     again(scene, 3, "a")
     again(scene, 3, "b")
@@ -99,7 +98,6 @@ def test_one_node_that_alone_fails_is_left_out_before_the_run_is_given_up() -> N
 
 
 def test_the_next_failure_at_that_step_was_the_batch() -> None:
-    """Of others, without the node that was suspected."""
     scene = running()
     for _ in range(3):
         again(scene, 3, "c")
@@ -114,7 +112,6 @@ def show_false_starts(scene: Scene, count: int, **what: str) -> Decision:
 
 
 def test_a_script_that_cannot_start_anywhere_ends_the_run_the_second_time() -> None:
-    """The first time all are started again at once."""
     alike = dict.fromkeys(MEMBERS, "exit code 2")
     assert show_false_starts(running(), 1, **alike).action is Action.BREAK
     closed = show_false_starts(running(), 2, **alike)
@@ -126,7 +123,6 @@ def test_a_script_that_cannot_start_anywhere_ends_the_run_the_second_time() -> N
 
 @pytest.mark.parametrize("what", [{"a": "exit code 1", "b": "exit code 1"}, {**dict.fromkeys("ab", "x"), "c": "y"}])
 def test_what_only_some_nodes_show_or_show_differently_decides_nothing(what: dict[str, str]) -> None:
-    """They break the round themselves when they have waited for the others."""
     assert show_false_starts(running(), 5, **what).action is Action.WAIT
 
 

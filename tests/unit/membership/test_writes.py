@@ -12,7 +12,6 @@ from elastic_trainer.errors import (
     EXIT_FAILURE,
     ConfigError,
     ElasticTrainerError,
-    OutcomeUnknownError,
     ReplacedError,
     StoreUnavailableError,
 )
@@ -126,69 +125,6 @@ class Owner:
         found = self.store.get(KEYS.node("a"), self.limit()).first
         assert found is not None
         return NodeRecord.decode(found.value, found.key), found.create_revision
-
-
-def test_a_record_that_went_back_is_shown_again() -> None:
-    """A backup holds what the node said then: its owner writes what is so now, under the same incarnation. Where the
-    backup does not know its lease, that counts as lost, and the node returns under another."""
-    owner = Owner()
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert not owner.store.get(KEYS.node("a"), owner.limit()).items, "nothing was shown yet"
-    owner.publish(NEW)
-    created = owner.key.create_revision
-    owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), owner.lease_id)], deadline=owner.limit())
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert owner.held == (NEW, created)
-    assert owner.key.create_revision == created
-
-    owner.store.revoke(owner.lease_id, owner.limit())
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert owner.key.lost
-    assert owner.key.away
-    owner.perform(owner.key.returning(owner.limit()))
-    assert owner.held == (NEW, owner.key.create_revision)
-    assert owner.key.create_revision > created
-
-
-@pytest.mark.parametrize("began", [False, True])
-def test_a_life_at_work_does_not_return_as_ready(began: bool) -> None:
-    """Its workers could not join the round that it would be offered for. One that waits for a round returns as it was;
-    and so does one that has announced its next life."""
-    owner = Owner()
-    owner.publish(NEW)
-    owner.key.at_work = began
-    owner.lose()
-    owner.perform(owner.key.returning(owner.limit()))
-    state = NodeState.WARMING if began else NodeState.READY
-    assert owner.held == (NEW.model_copy(update={"state": state}), owner.key.create_revision)
-    assert owner.key.record == owner.held[0]
-    following = NEW.model_copy(update={"life": 4})
-    owner.publish(following)
-    owner.lose()
-    owner.perform(owner.key.returning(owner.limit()))
-    assert owner.held == (following, owner.key.create_revision)
-
-
-@pytest.mark.parametrize("arrives", ["before the next write", "after it"])
-def test_a_write_whose_answer_was_lost_never_undoes_a_newer_one(arrives: str) -> None:
-    """It may come late, from a frozen store; or it went through unnoticed: its owner reads what is there, and writes
-    on."""
-    owner = Owner()
-    owner.publish(OLD)
-    created, newest = owner.key.create_revision, NEW.model_copy(update={"life": 4})
-    owner.store.holds_back = True
-    with pytest.raises(OutcomeUnknownError):
-        owner.publish(NEW, 0.0)
-    assert owner.key.published is None, "the outcome is not known"
-    if arrives == "after it":
-        owner.store.holds_back = False
-        owner.publish(newest)
-        assert owner.store.thaw() == [False]
-    else:
-        assert owner.store.thaw() == [True]
-        owner.publish(newest)
-    assert owner.held == (newest, created)
-    assert owner.key.published == newest
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -317,7 +253,6 @@ def test_a_run_that_was_closed_meanwhile_is_not_said_to_be_stopped() -> None:
 
 
 def test_the_step_at_which_a_run_was_stopped_is_the_newest_known() -> None:
-    """That of the node's own workers, or of the last round."""
     store = MemoryStore()
     leave(store, departure(planned=True).model_copy(update={"step": 30}), *begun(store))
     (said,) = store.range(KEYS.incidents, Deadline.after(5.0)).items
@@ -361,14 +296,6 @@ def test_a_round_of_other_nodes_closes_what_nobody_else_can() -> None:
     assert (told.open, told.next_round, told.world_after, told.nodes) == (False, 2, 1, ("a",))
     assert told.reason == "a is silent; all its nodes were lost"
     assert store.get(KEYS.open_incident, Deadline.after(5.0)).first is None
-
-
-def test_the_next_node_that_comes_takes_it_away() -> None:
-    """A run that was stopped, came back and lost its nodes was not stopped."""
-    owner = Owner()
-    owner.store.transact([], [Put(KEYS.departure, departure(planned=True).encode())], deadline=owner.limit())
-    owner.publish(OLD)
-    assert owner.store.get(KEYS.departure, owner.limit()).first is None
 
 
 def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
