@@ -34,10 +34,11 @@ from elastic_trainer.membership.core import (
     plan,
     unconfirmed,
 )
-from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.rules import Action, Decision
-from elastic_trainer.store.api import RunKeys
+from elastic_trainer.membership.writes import first_names
+from elastic_trainer.store.api import KeyValue, RunKeys
 from elastic_trainer.store.session import LeaseSession
 from tests.support.memory_store import MemoryStore
 from tests.support.threadless import no_new_threads
@@ -152,6 +153,21 @@ def test_deciders_that_live_and_do_nothing_are_passed_by() -> None:
     assert waits[-1] == waits[-2] == 8 * PATIENCE_S
 
 
+def test_before_the_first_round_nodes_wait_for_leases_to_end_and_at_the_end_for_nothing() -> None:
+    """Without a document nothing is known of the others; of a closed run nothing will be decided any more."""
+    assert planned(None, 5) == Plan(PATIENCE_S, SENIORS)
+    assert planned(run_of(4, RoundState.CLOSED), 0).after_s == math.inf
+
+
+def test_keys_of_ghosts_take_no_place() -> None:
+    """A key left behind counts for nothing while it is as it was, and again when it changes."""
+    ghosts = [Ghost(node="a", create_revision=5, mod_revision=5)]
+    others = [(name, KeyValue("", b"", number, number)) for number, name in enumerate("bcd", 6)]
+    for created, changed, first in ((5, 5, "bcd"), (5, 9, "abc"), (4, 5, "abc")):
+        found = [("a", KeyValue("", b"", created, changed)), *others]
+        assert first_names(found, ghosts, 3) == list(first)
+
+
 class Watcher:
     """One that watches the nodes of a run whose round it is in."""
 
@@ -222,6 +238,13 @@ def test_members_of_a_round_that_is_over_are_asked_for_until_they_have_spoken() 
 def test_newcomers_are_asked_for_where_there_is_room(newcomers: str, expected: list[str]) -> None:
     """Four nodes at most, three of them are members: one is about to be taken in, the others are spares."""
     assert asked(scene_of(RoundState.ACTIVE, *(node(name, 50 + at) for at, name in enumerate(newcomers)))) == expected
+
+
+def test_newcomers_of_a_planned_change_are_asked_for() -> None:
+    following = round_of(2, [*TRIO, node("x", 50)])
+    scene = Scene().show(*TRIO, node("x", 50), node("y", 51))
+    scene.adopt(round_of(1, TRIO, RoundState.DRAINING, next=following)).show(node("b", 2, acknowledged=2))
+    assert asked(scene) == ["c", "x"]
 
 
 def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
@@ -310,6 +333,18 @@ def test_an_older_store_is_given_the_end_of_the_newest_round(known: RoundDocumen
     assert (decision.round.number, decision.round.state, decision.round.nonce) == (3, RoundState.BROKEN, "x")
     assert "the store was rolled back" in decision.reason
     assert not after.advance(decision.round, 11.0).behind
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_planned_change_that_was_under_way_counts_as_made(remembers: bool) -> None:
+    """In the round that is remembered some workers may have switched already; in the store, newcomers may have begun to
+    form the planned one: no other may get that number."""
+    planned = document(3, RoundState.DRAINING).model_copy(update={"next": document(4, nonce="z")})
+    known, seen = (planned, document(2)) if remembers else (document(3, RoundState.BROKEN), planned)
+    decision = remembered(known, seen).decide("a", seen, 10.0)
+    assert decision.round is not None
+    assert (decision.round.number, decision.round.nonce, decision.round.next) == (4, "z", None)
+    assert decision.round.state is RoundState.BROKEN
 
 
 def test_a_closed_run_stays_closed() -> None:

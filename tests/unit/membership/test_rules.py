@@ -174,8 +174,8 @@ def test_a_cause_belongs_to_one_end() -> None:
 
 # ---- the end of a run
 
-DONE = {"state": NodeState.DONE}
-LATER = {"life": 2, "acknowledged": 5, "reported": 5}
+DONE: dict[str, Any] = {"state": NodeState.DONE}
+LATER: dict[str, Any] = {"life": 2, "acknowledged": 5, "reported": 5}
 ENDINGS: list[tuple[str, list[NodeView], str]] = [
     ("done members wait for the last", [node("a", 1), node("b", 2, **DONE)], "waiting for a to finish"),
     ("all are done", [node("a", 1, **DONE), node("b", 2, **DONE)], "close succeeded: all nodes have finished"),

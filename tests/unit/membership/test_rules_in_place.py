@@ -375,8 +375,8 @@ def test_a_run_is_not_closed_while_fewer_nodes_can_train() -> None:
     """The limit of rounds in vain is reached, and a node is named: the others go on, and their count begins anew, once
     for each smaller size until a step is committed. Where no smaller round may train the run is closed; and a poison
     batch is not excused by a bad network."""
-    for least, counts, expected in ((2, {}, ("a b", "c", 0, 2)), (1, {"fewest": 2}, ("a", "c", 0, 1))):
-        without = unreached(least=least, stalled=3, **counts).forms()
+    for least, fewest, expected in ((2, 0, ("a b", "c", 0, 2)), (1, 2, ("a", "c", 0, 1))):
+        without = unreached(least=least, stalled=3, fewest=fewest).forms()
         assert (names(without), without.left_out, without.stalled, without.fewest) == expected
     scene = trio(BROKEN, 4, last_step=7, stalled=3, fewest=1).show(*frees(4, step=8))
     again = scene.forms()
