@@ -414,7 +414,10 @@ class Member:
         elif isinstance(effect, PublishAgain):
             self._complete(self._key.publishing_again(Deadline.after(WRITE_TIMEOUT_S, self._clock)))
         elif isinstance(effect, CommitRound):
-            return self._commit_decided(effect)
+            if (document := effect.decision.round) is not None:
+                if effect.rolled_back:
+                    logger().warning("store.rolled_back", reason=effect.decision.reason, known_round=document.number)
+                return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
         elif isinstance(effect, ChangeWatch):
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
             self._view.change(self._store, nodes=effect.nodes)
@@ -435,14 +438,6 @@ class Member:
         self._answer(answer)
         if answer.dead:
             self._view.wake()
-
-    def _commit_decided(self, effect: CommitRound) -> bool:
-        document = effect.decision.round
-        if document is None:
-            return True
-        if effect.rolled_back:
-            logger().warning("store.rolled_back", reason=effect.decision.reason, known_round=document.number)
-        return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
 
     def _commit(
         self, document: RoundDocument, reason: str, seen: Observation, limit_s: float, record: NodeRecord | None = None

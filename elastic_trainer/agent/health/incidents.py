@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.ipc.page import Reading
-from elastic_trainer.membership.documents import Incident, RoundDocument, RoundMember, RoundState, RunResult
+from elastic_trainer.membership.documents import Incident, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.writes import no_survivor
 from elastic_trainer.model import Cause, Phase
 
@@ -39,14 +39,6 @@ class _Open:
     agreed_at: float = 0.0
     all_lost: bool = False
     """No node of the round was left to record its end."""
-
-    @property
-    def stood_s(self) -> tuple[float, float]:
-        """Seconds without a step before its round was formed, and from then on until it ended."""
-        if self.formed_at is None:
-            return 0.0, 0.0
-        since = self.formed_at if self.stepped_at is None else self.stepped_at
-        return max(0.0, self.formed_at - since), max(0.0, self.at - max(since, self.formed_at))
 
 
 class Incidents:
@@ -188,16 +180,21 @@ class Incidents:
     def _record(self, current: _Open, following: RoundDocument | None, now: float, from_step: int) -> Incident:
         ended = current.ended
         agreed_at = current.agreed_at if following is not None else now
-        before_s, detect_s = current.stood_s
+        cause, nodes, ranks = _changed(ended, following)
+        before_s = detect_s = 0.0  # without a step before the round was formed, and from then on until it ended
+        if current.formed_at is not None:
+            since = current.formed_at if current.stepped_at is None else current.stepped_at
+            before_s = max(0.0, current.formed_at - since)
+            detect_s = max(0.0, current.at - max(since, current.formed_at))
         incident = Incident(
             wall=current.wall,
             by=self._node,
-            cause=cause_of(ended, following),
+            cause=cause,
             round=ended.number,
             next_round=following.number if following is not None else None,
             reason=(following.reason if following is not None else "") or ended.reason,
-            nodes=concerned(ended, following),
-            ranks=ranks_of(ended, following),
+            nodes=nodes,
+            ranks=ranks,
             world_before=ended.world_size,
             world_after=following.world_size if following is not None else 0,
             step=current.step,
@@ -230,34 +227,23 @@ def _newest(stepped_at: float | None, readings: Sequence[Reading]) -> float | No
     return max(times, default=None) if stepped_at is None else max([stepped_at, *times])
 
 
-def cause_of(ended: RoundDocument, following: RoundDocument | None) -> Cause | None:
-    """What ended the round."""
-    if ended.state is RoundState.DRAINING:
-        before = {member.node for member in ended.members}
-        after = {member.node for member in following.members} if following is not None else set()
-        return Cause.NODE_LEFT if before - after else Cause.NODE_JOINED
-    if following is not None and following.cause is not None:
-        return following.cause
-    return ended.cause
+def _changed(
+    ended: RoundDocument, following: RoundDocument | None
+) -> tuple[Cause | None, tuple[str, ...], tuple[int, ...]]:
+    """What ended the round, and the nodes and ranks concerned.
 
-
-def concerned(ended: RoundDocument, following: RoundDocument | None) -> tuple[str, ...]:
-    """The nodes that are in one of the two rounds only; if there are none, those with new workers, unless all are."""
+    The nodes that are in one of the two rounds only, and the ranks on those that the next one lacks; if there are none,
+    those whose workers were started again since, unless all were.
+    """
     before = {member.node for member in ended.members}
-    after = {member.node for member in following.members} if following is not None else before
-    return tuple(sorted(before ^ after)) or tuple(sorted(member.node for member in renewed(ended, following)))
-
-
-def renewed(ended: RoundDocument, following: RoundDocument | None) -> list[RoundMember]:
-    """The members of ``ended`` whose workers were started again since; none if all were (or nobody goes on)."""
     after = {member.node: member.incarnation for member in following.members} if following is not None else {}
-    found = [member for member in ended.members if after.get(member.node, member.incarnation) != member.incarnation]
-    return found if len(found) < len(ended.members) or len(found) == 1 else []
-
-
-def ranks_of(ended: RoundDocument, following: RoundDocument | None) -> tuple[int, ...]:
-    """The ranks that were on nodes that the next round lacks; if there are none, on those with new workers."""
-    after = {member.node for member in following.members} if following is not None else set()
-    gone = [member for member in ended.members if following is not None and member.node not in after]
-    gone = gone or renewed(ended, following)
-    return tuple(rank for m in gone for rank in range(m.first_rank, m.first_rank + m.local_world_size))
+    cause = following.cause if following is not None and following.cause is not None else ended.cause
+    if ended.state is RoundState.DRAINING:
+        cause = Cause.NODE_LEFT if before - after.keys() else Cause.NODE_JOINED
+    renewed = [each for each in ended.members if after.get(each.node, each.incarnation) != each.incarnation]
+    if len(renewed) == len(ended.members) != 1:
+        renewed = []
+    gone = [each for each in ended.members if following is not None and each.node not in after]
+    nodes = before ^ after.keys() if following is not None else set()
+    ranks = (rank for m in gone or renewed for rank in range(m.first_rank, m.first_rank + m.local_world_size))
+    return cause, tuple(sorted(nodes or {each.node for each in renewed})), tuple(ranks)

@@ -257,6 +257,7 @@ LIMIT_S: Final = 2.0
 SILENT_TURNS: Final = 3
 """Turns without an answer after which the log says so: right after its start a machine's service may not be there."""
 _LARGEST: Final = 1 << 16
+METADATA: Final = "http://169.254.169.254"
 
 
 class PreemptionWatch(PeriodicThread):
@@ -273,8 +274,8 @@ class PreemptionWatch(PeriodicThread):
         super().__init__("preemption", self.look, clock)
         name, _, base = source.partition("@")
         self._node, self._leave = node, leave
-        self._notice, usual = CLOUDS[name]
-        self._ask = asking(base or usual)
+        self._notice = CLOUDS[name]
+        self._ask = asking(base or METADATA)
         self._silent = 0
 
     def look(self) -> float:
@@ -367,9 +368,5 @@ def _object(found: MetadataAnswer) -> dict[str, Any]:
     return value
 
 
-CLOUDS: Final[Mapping[str, tuple[Callable[[Ask], str | None], str]]] = {
-    "ec2": (ec2, "http://169.254.169.254"),
-    "gce": (gce, "http://169.254.169.254"),
-    "azure": (azure, "http://169.254.169.254"),
-}
-"""What to ask, and where."""
+CLOUDS: Final[Mapping[str, Callable[[Ask], str | None]]] = {"ec2": ec2, "gce": gce, "azure": azure}
+"""What to ask at :data:`METADATA`."""

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from elastic_trainer.agent.rendezvous.launcher import RoundStore, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
-from elastic_trainer.agent.suspicion.watch import Peers, Suspicion
+from elastic_trainer.agent.suspicion import Peers, Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, FalseStart, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import (
     ChannelServer,
@@ -231,7 +231,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if options.hang_timeout > 0.0:
             watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
-        suspicion = Suspicion(conductor, health.pages, self._status_board, peers, self._clock)
+        suspicion = Suspicion(conductor, health.pages, self._answers, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
         slots = ShardSlots(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)

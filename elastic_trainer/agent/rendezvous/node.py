@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.service import HealthService
-from elastic_trainer.agent.suspicion.peers import AgentPort
+from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.clock import Clock, Deadline

@@ -35,8 +35,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     local_workers,
 )
 from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit, reserve_port
-from elastic_trainer.agent.suspicion.peers import AgentPort, StatusBoard
-from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.suspicion import AgentPort, Answers
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
@@ -120,7 +119,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
-        self._status_board = StatusBoard(run_id, self.node_id, clock)
+        self._answers = Answers(run_id, self.node_id, clock)
         self._node: ArrivedNode | None = None
         """None before the first rendezvous, and after the end."""
         self._port: socket.socket | None = None
@@ -342,7 +341,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         with ExitStack() as undo:
             copies = NeighbourCopies(workers.local_world_size)
             undo.callback(copies.close)
-            port = AgentPort(self._address, self._status_board.answer, copies.serve)
+            port = AgentPort(self._address, self._answers.answer, copies.serve)
             undo.callback(port.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)
@@ -386,21 +385,18 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
             return True, ""
-        if false_start is not None and self._report_false_start(member, self._current, false_start, deadline):
-            return True, ""
+        if false_start is not None:  # the round may end before this node must break it
+            member.announce(member.record().model_copy(update=false_start.fields), deadline)
+            grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
+            member.await_over(self._current.number, deadline.at_most(grace_s))
+            seen = member.look().round
+            if seen is not None and (seen.state is RoundState.CLOSED or round_is_over(self._current, seen)):
+                return True, ""
         cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was killed: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
         failure = RoundFailure(self._current.number, reason, worker_failed=True, cause=kind)
         return (True, "") if has_ended_by_plan(member, failure, deadline) else (False, cause)
-
-    def _report_false_start(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
-        """Announce that the workers failed at startup; whether the round ends before this node must break it."""
-        member.announce(member.record().model_copy(update=start.fields), deadline)
-        grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
-        member.await_over(mine.number, deadline.at_most(grace_s))
-        seen = member.look().round
-        return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
 
     def _last_life(self, node: ArrivedNode, planned: bool) -> dict[str, Any]:
         """The progress of the last life, and what ended it."""

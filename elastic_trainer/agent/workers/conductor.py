@@ -724,8 +724,12 @@ class Conductor:
         else:
             self._over(document, document.number - 1, f"round {document.number} was formed without this node")
             if document.left_out == self._node:
-                self._quarantine_node(document)
-            if self._left_behind(document.number - 1):
+                self._quarantine.enter(document)
+                if self._quarantine.active and self._life.joins_at != math.inf:
+                    self._life.joins_at = math.inf
+                    self._publish()
+            # Who left the round before in a call could join the others only when they are elsewhere.
+            if any(e.ready and e.ready.in_call and not e.stays_in(document.number - 1) for e in self._at_work()):
                 self._begin_anew(f"round {document.number} was formed without it in the middle of a call")
             elif document.next is not None and (entry := self._my_entry(document.next)) is not None:
                 self._join_planned(document.next, entry)
@@ -744,16 +748,6 @@ class Conductor:
         waited_for |= any(worker.sent_formation for worker in self._life.workers.values())
         if self._acknowledged <= number and waited_for:
             self._acknowledged = number + 1
-            self._publish()
-
-    def _left_behind(self, number: int) -> bool:
-        """Whether a worker left round ``number`` in a call: when it could join the others, they will be elsewhere."""
-        return any(each.ready and each.ready.in_call and not each.stays_in(number) for each in self._at_work())
-
-    def _quarantine_node(self, document: RoundDocument) -> None:
-        self._quarantine.enter(document)
-        if self._quarantine.active and self._life.joins_at != math.inf:
-            self._life.joins_at = math.inf
             self._publish()
 
     def _send_over(self, number: int, reason: str) -> None:
@@ -831,10 +825,16 @@ class Conductor:
 
     def _read(self, worker: Worker) -> None:
         """Process the first message; if it may blame other nodes, when it is known whom this one reaches."""
-        message = worker.unread[0]
+        message, document = worker.unread[0], self._document
         answered = partial(self._answered, worker, message)
-        if (isinstance(message, Failed) and message.forming) or (isinstance(message, Ready) and self._is_accused()):
-            self._quarantine.check(self._round_of(message), message, answered)
+        # The others broke the round because this node did not answer; it may be unable to reach them too.
+        accused = document is not None and document.accuses(self._node)
+        if isinstance(message, Failed) and message.forming:
+            if document is not None and document.next is not None and message.number == document.last_number:
+                document = document.next  # a planned change leads to the round, and adds members
+            self._quarantine.check(document, message, answered)
+        elif isinstance(message, Ready) and accused:
+            self._quarantine.check(document, message, answered)
         else:
             answered("")
 
@@ -877,17 +877,6 @@ class Conductor:
         if message.state is not None:
             self._life.note(Identity.model_validate(message.state.model_dump()))
         self._publish()
-
-    def _round_of(self, message: Failed | Ready) -> RoundDocument | None:
-        """The round that ``message`` is about; a planned change may lead to it, and adds members."""
-        document = self._document
-        if isinstance(message, Failed) and document is not None and document.next is not None:
-            return document.next if message.number == document.last_number else document
-        return document
-
-    def _is_accused(self) -> bool:
-        """Whether the others broke the round because this node did not answer; it may be unable to reach them too."""
-        return self._document is not None and self._document.accuses(self._node)
 
     def _left(self, worker: Worker, message: Leaving) -> None:
         worker.left = message

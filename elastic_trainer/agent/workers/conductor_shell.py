@@ -283,9 +283,13 @@ class RecordWriter:
         with self._lock:
             record, self._record = self._record, None
             broken, self._broken = self._broken, None
-        written = False
+        deadline, written = Deadline.after(ATTEMPT_S, self._clock), False
         try:
-            self._write(record, broken)
+            if broken is not None:
+                failure, until = broken
+                self._member.break_round(failure, until or deadline, record)
+            if record is not None and record != self._member.published():
+                self._member.announce(record, deadline)
             written = True
         except ConfigError as error:
             written = True
@@ -293,25 +297,12 @@ class RecordWriter:
         except ElasticTrainerError as error:
             logger().warning("record.delayed", error=str(error))
         finally:
-            if not written:
-                self._keep(record, broken)
+            with self._lock:
+                if not written and self._record is None:  # for a retry, unless a newer one is pending
+                    self._record = record
+                if not written and self._broken is None and broken is not None:
+                    self._broken = None if broken[1] is not None and broken[1].expired else broken
         return IDLE_S if written else AGAIN_S
-
-    def _write(self, record: NodeRecord | None, broken: tuple[RoundFailure, Deadline | None] | None) -> None:
-        deadline = Deadline.after(ATTEMPT_S, self._clock)
-        if broken is not None:
-            failure, until = broken
-            self._member.break_round(failure, until or deadline, record)
-        if record is not None and record != self._member.published():
-            self._member.announce(record, deadline)
-
-    def _keep(self, record: NodeRecord | None, broken: tuple[RoundFailure, Deadline | None] | None) -> None:
-        """Keep the write for a retry, unless a newer one is pending."""
-        with self._lock:
-            if self._record is None:
-                self._record = record
-            if self._broken is None and broken is not None and not (broken[1] is not None and broken[1].expired):
-                self._broken = broken
 
 
 CONNECT_S = 0.5

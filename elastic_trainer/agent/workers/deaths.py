@@ -52,7 +52,7 @@ class Deaths:
                 how += ", because its cgroup was out of memory"
         else:
             how = f"ended with exit code {first.exitcode}"
-        why = said.get(first.pid, "") or _recorded(first)
+        why = said.get(first.pid, "") or " ".join(_recorded(first).split())[:LONGEST_LINE]
         return f"worker {first.local_rank} (rank {rank}) {how}" + (f": {why}" if why else "")
 
     def _kills(self) -> int:
@@ -92,7 +92,7 @@ def _recorded(failure: ProcessFailure) -> str:
     """The error message of a script whose main() has torch's @record."""
     said: Any = failure.error_file_data.get("message")
     said = said.get("message") if isinstance(said, dict) else None
-    return " ".join(said.split())[:LONGEST_LINE] if isinstance(said, str) else ""
+    return said if isinstance(said, str) else ""
 
 
 def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:
@@ -167,7 +167,6 @@ def described(failures: Mapping[int, ProcessFailure]) -> str:
     if not failures or any(each.exitcode <= 0 for each in failures.values()):
         return ""
     first = failures[min(failures)]
-    said: Any = first.error_file_data.get("message")  # of scripts whose main() has torch's @record
-    said = said.get("message") if isinstance(said, dict) else None
-    text = f"exit code {first.exitcode}" + (f": {said}" if isinstance(said, str) else "")
+    said = _recorded(first)
+    text = f"exit code {first.exitcode}" + (f": {said}" if said else "")
     return text.partition("\n")[0][:_LONGEST]

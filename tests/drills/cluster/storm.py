@@ -1,6 +1,8 @@
 """Faults by chance, one upon the other, on a stage: many more orders of events than anybody would write down.
 
-*Runs in* the main thread of the command or test. *Owns* nothing beyond the stage.
+What the job cannot be asked to survive never happens: one living worker that holds the training state is always left.
+
+*Runs in* the main thread of the test. *Owns* nothing beyond the stage.
 *Fails by* DrillError when a fault did not really happen, or the job does not come to rest afterwards.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -18,7 +20,7 @@ from elastic_trainer.drills.strikes import freeze, kill_nodes
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import Node, kill
 from tests.drills.cluster.clocks import MovedClocks
-from tests.drills.cluster.schedule import Blow, Planned, Situation, draw
+from tests.drills.cluster.schedule import Blow
 
 SETTING = Setting(
     nodes=3,
@@ -29,7 +31,23 @@ SETTING = Setting(
     # So many failures in so little time are no sign of a poisoned batch.
     options={"failure_limit": "100000"},
 )
-_IDLE_S = 0.2
+WEIGHTS = {
+    Blow.WORKER_KILL: 5.0,
+    Blow.NODE_KILL: 2.0,
+    Blow.JOIN: 2.0,
+    Blow.DRAIN: 1.0,
+    Blow.OUTAGE: 1.0,
+    Blow.FREEZE: 1.0,
+    Blow.CLOCK_JUMP: 1.0,
+}
+SECONDS = {Blow.OUTAGE: (0.2, 2.0), Blow.FREEZE: (0.2, 6.0), Blow.CLOCK_JUMP: (-7200.0, 7200.0)}
+"""The length of an outage or a freeze, and where a clock jumps to from the right time."""
+WAITS_S = ((0.0, 0.1), (0.1, 1.0))
+"""Into the recovery from the blow before, and behind it."""
+REPAIRED = 0.4
+"""How often the blow before is allowed to be repaired whole."""
+SEASONED = 0.8
+"""How often a node that holds the state is struck, rather than one that starts."""
 
 
 class Storm:
@@ -51,20 +69,18 @@ class Storm:
 
         Calls ``at_rest`` whenever everybody trains between two faults.
         """
-        self._stage.settled()
+        stage = self._stage
+        stage.settled()
         while not over():
-            planned = draw(self._chance, self._situation())
-            if planned is None:
-                self._pass(_IDLE_S)
-                continue
-            if planned.after_repair:
+            if self._chance.random() < REPAIRED:
                 self._repair()
                 at_rest()
-            self._pass(planned.wait_s)
-            self._strike(planned)
+            self._pass(self._chance.uniform(*self._chance.choice(WAITS_S)))
+            self._strike()
         self._repair()
-        quiet(self._stage)
-        self._stage.restore()
+        asked = [node for node in stage.cluster.running if node.name not in stage.expected]
+        stage.until(lambda: not any(node.running for node in asked), "the departure of drained nodes")
+        stage.restore()
         at_rest()
 
     def _repair(self) -> None:
@@ -74,19 +90,6 @@ class Storm:
         if len(self._stage.expected) < self._stage.setting.min_nodes:
             self._stage.cluster.add()
         self._stage.settled()
-
-    def _situation(self) -> Situation:
-        stage = self._stage
-        stage.look()
-        return Situation(
-            running=tuple(sorted(stage.expected)),
-            holders=tuple(holders(stage)),
-            min_nodes=stage.setting.min_nodes,
-            max_nodes=stage.setting.max_nodes,
-            etcd_answers=self._etcd_back is None,
-            frozen=self._thaw is not None,
-            clocks_move=self._clocks is not None,
-        )
 
     def _pass(self, seconds: float) -> None:
         """Let time pass; etcd comes back and a frozen node is thawed when it is due."""
@@ -110,37 +113,45 @@ class Storm:
             self._stage.welcome(node.name)
             self._thaw = None
 
-    def _strike(self, planned: Planned) -> None:
-        """Do it, unless the time that has passed has made it impossible."""
-        situation = self._situation()
-        if planned.node is not None and not self._may_strike(planned, planned.node, situation):
-            return
-        if not self._performed(planned):
-            return
-        self.done[planned.blow] += 1
-        self.told.append(f"{planned.blow} {planned.node or ''} after {planned.wait_s:.2f} s".replace("  ", " "))
+    def _strike(self) -> None:
+        """Something that may happen now."""
+        stage, chance = self._stage, self._chance
+        stage.look()
+        running, holding = sorted(stage.expected), set(holders(stage))
+        struck = [name for name in running if name != self.spared and holding - {name}]
+        blow = chance.choice(self._possible(running, struck))
+        name = chance.choice(running)
+        if blow is not Blow.CLOCK_JUMP and struck:
+            seasoned = [each for each in struck if each in holding]
+            name = chance.choice(seasoned if seasoned and chance.random() < SEASONED else struck)
+        if self._performed(blow, stage.node(name), chance.uniform(*SECONDS.get(blow, (0.0, 0.0)))):
+            self.done[blow] += 1
+            self.told.append(f"{blow} {'' if blow in (Blow.JOIN, Blow.OUTAGE) else name}")
 
-    def _may_strike(self, planned: Planned, name: str, situation: Situation) -> bool:
-        if planned.blow is Blow.CLOCK_JUMP:
-            return name in situation.running
-        return name in situation.running and name != self.spared and bool(set(situation.holders) - {name})
+    def _possible(self, running: Sequence[str], struck: Sequence[str]) -> list[Blow]:
+        """What may happen now, as often as its weight; a node joins first where there are too few."""
+        setting, frozen = self._stage.setting, self._thaw is not None
+        may = {
+            **dict.fromkeys((Blow.WORKER_KILL, Blow.NODE_KILL, Blow.DRAIN), bool(struck)),
+            Blow.FREEZE: bool(struck) and not frozen,
+            Blow.JOIN: len(running) + frozen < setting.max_nodes,
+            Blow.OUTAGE: self._etcd_back is None,
+            Blow.CLOCK_JUMP: self._clocks is not None,
+        }
+        if len(running) < setting.min_nodes:
+            return [Blow.JOIN]
+        return [blow for blow, weight in WEIGHTS.items() if may[blow] for _ in range(round(weight))]
 
-    def _performed(self, planned: Planned) -> bool:
+    def _performed(self, blow: Blow, node: Node, seconds: float) -> bool:
         stage = self._stage
-        if planned.blow is Blow.JOIN:
+        if blow is Blow.JOIN:
             stage.cluster.add()
-        elif planned.blow is Blow.OUTAGE:
+        elif blow is Blow.OUTAGE:
             stage.server.kill()
             if stage.server.is_healthy():
                 raise DrillError("etcd answers although it was killed")
-            self._etcd_back = Deadline.after(planned.seconds)
-        elif planned.node is not None:
-            return self._node_struck(planned.blow, stage.node(planned.node), planned.seconds)
-        return True
-
-    def _node_struck(self, blow: Blow, node: Node, seconds: float) -> bool:
-        stage = self._stage
-        if blow is Blow.WORKER_KILL:
+            self._etcd_back = Deadline.after(seconds)
+        elif blow is Blow.WORKER_KILL:
             worker = node.worker(self._chance.randrange(stage.setting.workers))
             if worker is None:
                 return False
@@ -151,7 +162,7 @@ class Storm:
             stage.retire(node.name)
             self._thaw = node, Deadline.after(seconds)
             freeze(stage, node.family())
-        elif blow is Blow.CLOCK_JUMP and self._clocks is not None:
+        elif self._clocks is not None and blow is Blow.CLOCK_JUMP:
             self._clocks.move(node.name, seconds)
         else:
             stage.retire(node.name)
@@ -161,17 +172,10 @@ class Storm:
 
 def holders(stage: Stage) -> dict[str, psutil.Process]:
     """First workers, by node, of nodes whose workers all live and hold the training state."""
-    found = {name: _holding(stage, name) for name in sorted(stage.expected)}
-    return {name: worker for name, worker in found.items() if worker is not None}
-
-
-def _holding(stage: Stage, name: str) -> psutil.Process | None:
-    workers = [stage.node(name).worker(place) for place in range(stage.setting.workers)]
-    hold = all(each is not None and processes.alive(each) and stage.book.has_opened(each.pid) for each in workers)
-    return workers[0] if hold else None
-
-
-def quiet(stage: Stage) -> None:
-    """Wait until every node that was asked to go has gone."""
-    asked = [node for node in stage.cluster.running if node.name not in stage.expected]
-    stage.until(lambda: not any(node.running for node in asked), "the departure of drained nodes")
+    found = {}
+    for name in sorted(stage.expected):
+        workers = [stage.node(name).worker(place) for place in range(stage.setting.workers)]
+        hold = all(each is not None and processes.alive(each) and stage.book.has_opened(each.pid) for each in workers)
+        if hold and workers[0] is not None:
+            found[name] = workers[0]
+    return found

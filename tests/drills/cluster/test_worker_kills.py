@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import math
 import os
+import random
+from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.clock import pause
 from elastic_trainer.drills.measure import compared
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Setting, staged
+from elastic_trainer.drills.stage import DrillError, Setting, Stage, now, staged
 from elastic_trainer.local import processes
-from elastic_trainer.local.ledger import LineKind, audit
-from tests.drills.cluster.interludes import Program
-from tests.drills.cluster.kills import Kills
+from elastic_trainer.local.cluster import kill
+from elastic_trainer.local.ledger import FileTail, LineKind, audit
+from tests.drills.cluster.interludes import INTERLUDES, Mark, Program
+from tests.drills.cluster.storm import holders
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.support import seeds
 
@@ -57,6 +63,111 @@ def _pace() -> Pace:
 
 
 PACE = _pace()
+
+
+class Moment(StrEnum):
+    """When the next kill comes."""
+
+    UPON = "upon"
+    """Into the recovery from the one before."""
+    TRAINING = "training"
+    """Somewhere in the training, once two or more nodes do it together again."""
+    INTERLUDE = "interlude"
+    """While the victim or another one is amid an evaluation, a save or a phase."""
+
+
+SOON_S = {Moment.UPON: 0.15, Moment.TRAINING: 0.6}
+LOOK_S = 0.08
+"""Between two looks, each of which asks all processes of the machine for their parents."""
+INTERLUDE_PART = 0.3
+"""How far into an interlude a kill is drawn at most."""
+SEASONED_STEPS, SEASONED = 10, 0.9
+"""A worker that is killed sooner again and again backs off from joining, which costs time: how often none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One that happened. ``amid``: how many workers were in an interlude then and lived on.
+
+    ``t`` (monotonic): before it the process lived. A later one may have the same number.
+    """
+
+    node: str
+    pid: int
+    t: float
+    amid: int
+
+
+class Kills:
+    """SIGKILLs one worker of ``stage`` after another by the chance of ``seed``; some worker always survives.
+
+    ``done`` is what has really happened.
+    """
+
+    def __init__(self, stage: Stage, seed: int, *, interlude_every: int, least_s: float) -> None:
+        self._stage, self._chance = stage, random.Random(seed)
+        self._interlude_every, self._least_s = interlude_every, least_s
+        self._tails: dict[Path, FileTail] = {}
+        self._newest: dict[int, Mark] = {}
+        self.done: list[Kill] = []
+
+    def rage(self, count: int, least: int = 0, budget_s: float = math.inf) -> None:
+        """Kill ``count`` workers, then wait until everybody trains; ``least`` of them where they take ``budget_s``."""
+        self._stage.settled()
+        enough = now() + budget_s
+        for number in range(1, count + 1):
+            if number > least and now() > enough:
+                break
+            moment = Moment.UPON if self._chance.random() < 0.2 else Moment.TRAINING
+            moment = Moment.INTERLUDE if number % self._interlude_every == 0 else moment
+            self._stage.until(partial(self._ripe, moment), f"the {moment} for kill {number}")
+            under_way = self._under_way(self._holders())
+            lasts_s = max((mark.seconds for mark in under_way.values()), default=0.0)
+            pause(self._chance.uniform(0.0, SOON_S.get(moment, INTERLUDE_PART * lasts_s)))
+            self._kill()
+        self._stage.settled()
+
+    def _holders(self) -> dict[str, int]:
+        """Workers that live and hold the training state, by node."""
+        self._stage.look()
+        return {name: worker.pid for name, worker in holders(self._stage).items()}
+
+    def _under_way(self, pids: dict[str, int]) -> dict[str, Mark]:
+        """The interludes that these workers are in, from what they write."""
+        for path in (self._stage.directory / INTERLUDES).glob("*.jsonl"):
+            for text in self._tails.setdefault(path, FileTail(path)).read():
+                mark = Mark.model_validate_json(text)
+                self._newest[mark.pid] = mark
+        found = {name: self._newest[pid] for name, pid in pids.items() if pid in self._newest}
+        return {name: mark for name, mark in found.items() if not mark.ended}
+
+    def _ripe(self, moment: Moment) -> bool:
+        """Whether a kill may come at that moment: one who holds the state is left then."""
+        pause(LOOK_S)
+        holders = self._holders()
+        if len(holders) < 2 or moment is Moment.UPON:
+            return len(holders) >= 2
+        if moment is Moment.INTERLUDE:
+            marks = self._under_way(holders).values()
+            return any(mark.seconds >= self._least_s and now() - mark.t < mark.seconds / 4 for mark in marks)
+        standing, book = self._stage.book.standing(), self._stage.book
+        if standing is None or standing.world < 2 or len(standing.nodes) < standing.world:
+            return False
+        last_s = self.done[-1].t if self.done else 0.0
+        return all(holders.get(name) == pid and book.steps_after(pid, last_s) for name, pid in standing.pids.items())
+
+    def _kill(self) -> None:
+        """Mostly one that has trained for a while."""
+        holders, book = self._holders(), self._stage.book
+        seasoned = [name for name, pid in holders.items() if len(book.steps_after(pid, 0.0)) >= SEASONED_STEPS]
+        name = self._chance.choice(seasoned if seasoned and self._chance.random() < SEASONED else list(holders))
+        worker = self._stage.node(name).worker()
+        if worker is None or worker.pid != holders[name]:
+            raise DrillError(f"the worker of {name} has ended, and nobody killed it")
+        amid = len(self._under_way(holders).keys() - {name})
+        t = now()
+        kill([worker])
+        self.done.append(Kill(name, worker.pid, t, amid))
 
 
 @pytest.mark.timeout(600)
@@ -113,7 +224,8 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
         logs = "".join(node.log.read_text(errors="replace") for node in stage.cluster.nodes)
     done = len(kills.done)
     assert PACE.least <= done <= PACE.kills
-    assert restarts == {name: kills.by_node()[name] for name in final.nodes}, "a worker ended that was not killed"
+    killed_of = Counter(each.node for each in kills.done)
+    assert restarts == {name: killed_of[name] for name in final.nodes}, "a worker ended that was not killed"
     opened = {line.pid: line.t for line in lines if line.event is LineKind.OPENED}  # the last time of each
     killed = {kill.pid: kill.t for kill in kills.done}
     assert {pid for pid, t in opened.items() if t > killed.get(pid, 0.0)} == set(final.pids.values())

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.local import processes
-from elastic_trainer.membership.documents import NodeState, RunResult
+from elastic_trainer.membership.documents import NodeState
 from tests.drills.endings.job import Job
 
 SOON_S = 60.0
@@ -35,44 +33,6 @@ def test_survivors_keep_their_state_until_another_node_comes(tmp_path: Path, etc
         assert survivor is not None
         assert survivor.pid == worker.pid
         assert job.finish() == {"n0": 0, "n1": -9, "n2": 0}
-        job.check_lossless()
-
-
-@pytest.mark.timeout(300)
-def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """Nobody comes within ``join_timeout``: one sentence, status 1, no process left, and a checkpoint that verifies."""
-    with Job(tmp_path, etcd_endpoint, run_id, most=2, options={"join_timeout": "10"}) as job:
-        job.start(2)
-        job.await_world("n0", "n1", count=10)
-        worker = job.node("n0").worker()
-        assert worker is not None
-        killed = job.node("n1").kill()
-        assert killed is not None
-        assert job.exit_code(job.node("n0")) == 1
-        assert SYSTEM.monotonic() - killed.t >= 9.0
-        assert processes.wait_gone([worker], Deadline.after(SOON_S)) == []
-        (sentence,) = job.sentences("n0")
-        assert "fewer than 2 nodes were ready within 10 s (present: n0)" in sentence
-        assert "Traceback" not in job.log("n0")
-        assert job.saved_step() == job.newest()
-
-
-@pytest.mark.timeout(300)
-def test_a_node_that_is_told_to_go_below_min_saves_first(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """SIGTERM to one of two nodes, as by an eviction: a checkpoint of the agreed step first, then it leaves with 143.
-    The other waits; with a node in the place of the first it goes on where both stood."""
-    with Job(tmp_path, etcd_endpoint, run_id, most=2) as job:
-        job.start(2)
-        first = job.await_world("n0", "n1", count=10)
-        job.node("n1").terminate()
-        assert job.exit_code(job.node("n1")) == 143
-        stood = job.newest()
-        assert job.saved_step() == stood
-        job.add()
-        job.await_world("n0", "n2", after=first)
-        assert job.finish() == {"n0": 0, "n1": 143, "n2": 0}
-        document = job.closed()
-        assert document.result is RunResult.SUCCEEDED
         job.check_lossless()
 
 

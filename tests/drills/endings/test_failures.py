@@ -49,20 +49,6 @@ def test_in_restart_mode_too(tmp_path: Path, etcd_endpoint: str, run_id: str) ->
 
 
 @pytest.mark.timeout(300)
-def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """No worker dies, but no collective ever works, as between networks that do not reach each other: after ten
-    rounds the run is closed as failed."""
-    with Job(tmp_path, etcd_endpoint, run_id, "--deaf", most=2) as job:
-        job.start(2)
-        assert job.exit_codes() == {"n0": 1, "n1": 1}
-        closed = job.closed()
-        assert closed.result is RunResult.FAILED
-        assert "10 consecutive rounds ended after step 0, without a step committed since" in closed.reason
-        assert "lost contact with a peer" in closed.reason
-        assert closed.number == 11
-
-
-@pytest.mark.timeout(300)
 def test_an_error_of_the_script_is_in_the_log_of_its_node(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """With its traceback, whatever the agent says to the worker meanwhile: who looks at night must see the reason.
 

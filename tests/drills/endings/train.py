@@ -1,7 +1,6 @@
 """A small in-place training whose end the test decides: it leaves when the file ``stop`` is there.
 
 ``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises then.
-``--deaf``: every collective fails.
 ``--nowhere``: it has no checkpoint directory. ``--slow S``: each checkpoint takes S seconds more to be written.
 ``--linger``: after the session it waits for the file ``go``, rank 0 alone; with a file ``fail`` it raises then.
 """
@@ -42,7 +41,6 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--poison", type=int, default=-1)
     parser.add_argument("--bad", type=int, default=-1)
-    parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--linger", action="store_true")
     parser.add_argument("--nowhere", action="store_true")
     parser.add_argument("--slow", type=float, default=0.0)
@@ -67,8 +65,6 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if options.bad in batch.ids:
                     raise ValueError(f"sample {options.bad} is bad")
-                if options.deaf:
-                    raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
                 step.backward(nn.functional.cross_entropy(model(batch.x), batch.y))
                 end = session.all_reduce(torch.tensor(float((options.directory / "stop").exists())))
                 optimizer.step()

@@ -15,7 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.agent.rendezvous.node import reserve_port
-from elastic_trainer.agent.suspicion.peers import AgentPort
+from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses
 from tests.support.waiting import LIMIT_S
@@ -29,7 +29,7 @@ TRIES = 3000
 
 LISTEN = """
 import sys
-from elastic_trainer.agent.suspicion.peers import AgentPort
+from elastic_trainer.agent.suspicion import AgentPort
 print(AgentPort(sys.argv[1], lambda question: None, print).port, flush=True)
 input()
 """
@@ -56,7 +56,6 @@ def test_a_store_listens_on_a_reserved_port_and_serves_clients() -> None:
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: set[int], reuse: bool) -> None:
-    """``bind(0)`` passes it over, with and without SO_REUSEADDR."""
     for _ in range(0, TRIES, HELD):
         with ExitStack() as held:
             for _ in range(HELD):
@@ -67,7 +66,6 @@ def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: set[int], 
 
 
 def test_a_reserved_port_is_never_a_client_s_own(reserved: set[int]) -> None:
-    """Outgoing connections pass it over too."""
     with closing(socket.create_server((LOCAL, 0), backlog=128)) as server:
         for _ in range(0, TRIES, HELD):
             with ExitStack() as held:
@@ -78,23 +76,7 @@ def test_a_reserved_port_is_never_a_client_s_own(reserved: set[int]) -> None:
                     assert client.getsockname()[1] not in reserved
 
 
-def test_a_living_process_does_not_refuse() -> None:
-    """However often it is asked."""
-    with closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as port:
-        assert not any(refuses(LOCAL, port.port, timeout_s=LIMIT_S) for _ in range(10))
-
-
-def test_a_closed_port_refuses() -> None:
-    """And its thread is gone."""
-    port = AgentPort(LOCAL, lambda question: None, socket.socket.close)
-    port.close()
-    assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
-    port._thread.join(LIMIT_S)
-    assert not port._thread.is_alive()
-
-
 def test_a_killed_process_refuses_and_a_frozen_one_does_not() -> None:
-    """A frozen agent may come back: only its death counts."""
     command = [sys.executable, "-c", LISTEN, LOCAL]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -122,7 +104,6 @@ def test_silence_and_unknown_hosts_prove_nothing() -> None:
 
 @pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
 def test_ports_of_both_address_families(family: str) -> None:
-    """A node that is reached by IPv6 has its ports there."""
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     with (
@@ -150,7 +131,6 @@ def test_a_name_may_lead_elsewhere_for_others() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"])
 def test_the_store_of_rounds_is_opened_there_too(address: str) -> None:
-    """torch's own would listen on all addresses; where it must, it does so."""
     store = store_at(address, timedelta(seconds=LIMIT_S))
     client = TCPStore("127.0.0.2", store.port, is_master=False)
     client.set("key", "value")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager
 from queue import SimpleQueue
 
 import pytest
 
-from elastic_trainer.agent.suspicion.peers import (
-    LONGEST_ANSWER,
+from elastic_trainer.agent.suspicion import (
     MOST_AT_ONCE,
     AgentPort,
+    Answers,
     Asker,
     PeerReply,
     Question,
-    StatusAnswer,
-    StatusBoard,
-    WorkerActivity,
+    SignOfLife,
     read,
 )
 from elastic_trainer.checkpoint.neighbours import COPIES
@@ -27,8 +24,7 @@ from elastic_trainer.clock import Deadline, pause
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
-STANDING = WorkerActivity(local_rank=0, phase="training", waits=True, waits_s=1.5)
-SHORT_S = 0.2
+QUESTION = Question(run="run", node="me").encode()
 
 
 @pytest.fixture
@@ -39,106 +35,73 @@ def asker() -> Iterator[Asker]:
     asker.close()
 
 
-@dataclass
-class Agent:
-    """One that answers."""
-
-    notice: StatusBoard = field(default_factory=lambda: StatusBoard("run", "other"))
-
-    def __enter__(self) -> Agent:
-        self.port = AgentPort(LOCAL, self.notice.answer, socket.socket.close)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.port.close()
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection((LOCAL, self.port.port), LIMIT_S)
+@contextmanager
+def agent(answers: Answers | None = None) -> Iterator[AgentPort]:
+    """The port of one that answers."""
+    with closing(AgentPort(LOCAL, (answers or Answers("run", "other")).answer, socket.socket.close)) as port:
+        yield port
 
 
-def ask(asker: Asker, port: int, node: str = "other") -> None:
-    asker.ask(node, (socket.AF_INET, (LOCAL, port)))
+def connected(port: AgentPort) -> socket.socket:
+    return socket.create_connection((LOCAL, port.port), LIMIT_S)
 
 
-def heard(asker: Asker, limit_s: float = LIMIT_S) -> PeerReply | None:
-    """The first thing to be heard, or None."""
-    deadline = Deadline.after(limit_s)
-    while not deadline.expired:
-        found = asker.receive(deadline.remaining_s())
-        if found:
-            return found[0]
-    return None
+def ask(asker: Asker, port: int) -> None:
+    asker.ask("other", (socket.AF_INET, (LOCAL, port)))
 
 
-def test_an_agent_answers_what_its_workers_do(asker: Asker) -> None:
-    """The newest that was put up, in its round; and it knows that it was asked."""
-    with Agent() as agent:
-        agent.notice.show(7, (STANDING,))
-        ask(asker, agent.port.port)
-        found = heard(asker)
-        assert found is not None
-        assert found.answer == StatusAnswer(run="run", node="other", round=7, workers=(STANDING,))
-        assert (found.node, found.dead, asker.open) == ("other", False, {})
-        assert agent.notice.asked_at > 0
+def heard(asker: Asker, port: int) -> PeerReply:
+    """What comes of the question to the agent at ``port``."""
+    ask(asker, port)
+    deadline = Deadline.after(LIMIT_S)
+    while not (found := asker.receive(deadline.remaining_s())):
+        assert not deadline.expired
+    return found[0]
 
 
-def test_who_wants_copies_is_handed_over_and_the_port_answers_the_next() -> None:
+def test_an_agent_answers_that_it_lives(asker: Asker) -> None:
+    """And knows that it was asked. Also one of an older version, which hangs up at once, and one of another run, which
+    answers nothing, live."""
+    answers = Answers("run", "other")
+    with agent(answers) as port, agent(Answers("another", "other")) as foreign:
+        for each in (port, foreign):
+            assert not heard(asker, each.port).dead
+    assert asker.open == {}
+    assert answers.asked_at > 0
+    with closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as old:
+        assert not heard(asker, old.port).dead
+
+
+def test_who_wants_copies_is_handed_over_and_the_port_answers_the_next(asker: Asker) -> None:
     """However its first line arrives."""
     lent: SimpleQueue[socket.socket] = SimpleQueue()
-    with closing(AgentPort(LOCAL, StatusBoard("run", "other").answer, lent.put)) as port:
+    with closing(AgentPort(LOCAL, Answers("run", "other").answer, lent.put)) as port:
         for pieces in ([COPIES], [COPIES[:3], COPIES[3:]]):
-            with socket.create_connection((LOCAL, port.port), LIMIT_S) as client:
+            with connected(port) as client:
                 for piece in pieces:
                     client.sendall(piece)
-                    pause(SHORT_S)
+                    pause(0.1)
                 with lent.get(timeout=LIMIT_S) as taken:
                     taken.sendall(b"nonce")
                     assert client.recv(100) == b"nonce"
-        with socket.create_connection((LOCAL, port.port), LIMIT_S) as client:
-            client.sendall(Question(run="run", node="me").encode())
-            assert read(StatusAnswer, client.recv(LONGEST_ANSWER)) is not None
+        assert not heard(asker, port.port).dead
 
 
-def test_a_refused_connection_is_a_dead_agent(asker: Asker) -> None:
-    """Nobody listens there any more."""
+def test_a_refused_connection_is_a_dead_agent_and_so_is_another_node_at_its_address(asker: Asker) -> None:
     with socket.socket() as unused:
         unused.bind((LOCAL, 0))
-        ask(asker, unused.getsockname()[1])
-        found = heard(asker)
-        assert found is not None
-        assert found.dead
-
-
-def test_another_node_at_the_address_is_a_dead_agent(asker: Asker) -> None:
-    """A node of the same run that was given the port later."""
-    with Agent(StatusBoard("run", "somebody")) as agent:
-        ask(asker, agent.port.port)
-        found = heard(asker)
-        assert found is not None
-        assert found.dead
-
-
-def test_an_agent_that_knows_no_questions_lives(asker: Asker) -> None:
-    """An older version hangs up at once; one of another run answers nothing."""
-    with (
-        closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as old,
-        Agent(StatusBoard("another", "other")) as foreign,
-    ):
-        for port in (old.port, foreign.port.port):
-            ask(asker, port)
-            found = heard(asker)
-            assert found is not None
-            assert (found.answer, found.dead) == (None, False)
+        assert heard(asker, unused.getsockname()[1]).dead
+    with agent(Answers("run", "somebody")) as port:
+        assert heard(asker, port.port).dead
 
 
 def test_silence_stays_an_open_question(asker: Asker) -> None:
     """The kernel of a frozen agent accepts, and nothing follows. It is asked once, until it is forgotten."""
-    with socket.socket() as frozen:
-        frozen.bind((LOCAL, 0))
-        frozen.listen()
+    with socket.create_server((LOCAL, 0)) as frozen:
         ask(asker, frozen.getsockname()[1])
         since = asker.open["other"]
-        assert heard(asker, SHORT_S) is None
+        for _ in range(3):
+            assert asker.receive(0.1) == []
         ask(asker, frozen.getsockname()[1])
         assert asker.open == {"other": since}
         asker.forget("other")
@@ -150,34 +113,29 @@ def test_silence_stays_an_open_question(asker: Asker) -> None:
     [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b'{"version": 2, "run": "run", "node": "x"}\n', b"\xff\n"],
 )
 def test_garbage_gets_no_answer(garbage: bytes) -> None:
-    """The connection is closed, and the next question is answered."""
-    with Agent() as agent, agent.connect() as visitor:
+    with agent() as port, connected(port) as visitor:
         visitor.sendall(garbage)
         assert answered(visitor) == b""
-        with agent.connect() as other:
-            other.sendall(Question(run="run", node="me").encode())
-            assert read(StatusAnswer, answered(other)) is not None
+        with connected(port) as other:
+            other.sendall(QUESTION)
+            assert read(SignOfLife, answered(other)) is not None
 
 
 def test_a_question_in_pieces_is_answered() -> None:
-    """A network may cut it anywhere."""
-    with Agent() as agent, agent.connect() as visitor:
-        line = Question(run="run", node="me").encode()
-        visitor.sendall(line[:9])
-        with agent.connect() as other:  # answered meanwhile: nobody waits for the rest
-            other.sendall(line)
-            assert read(StatusAnswer, answered(other)) is not None
-        visitor.sendall(line[9:])
-        assert read(StatusAnswer, answered(visitor)) is not None
+    with agent() as port, connected(port) as visitor, connected(port) as other:
+        visitor.sendall(QUESTION[:9])
+        other.sendall(QUESTION)
+        assert read(SignOfLife, answered(other)) is not None
+        visitor.sendall(QUESTION[9:])
+        assert read(SignOfLife, answered(visitor)) is not None
 
 
 def test_visitors_that_say_nothing_keep_nobody_out() -> None:
-    """However many hang on: those that came first go."""
-    with Agent() as agent, ExitStack() as held:
-        idle = [held.enter_context(agent.connect()) for _ in range(2 * MOST_AT_ONCE)]
-        with agent.connect() as visitor:
-            visitor.sendall(Question(run="run", node="me").encode())
-            assert read(StatusAnswer, answered(visitor)) is not None
+    with agent() as port, ExitStack() as held:
+        idle = [held.enter_context(connected(port)) for _ in range(2 * MOST_AT_ONCE)]
+        with connected(port) as visitor:
+            visitor.sendall(QUESTION)
+            assert read(SignOfLife, answered(visitor)) is not None
         assert answered(idle[0]) == b""
 
 

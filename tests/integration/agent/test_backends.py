@@ -27,7 +27,6 @@ def etcd_with_v2(etcd_binary: str, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "etcd3"])
 def test_two_nodes_train_an_epoch(backend: str, tmp_path: Path, etcd_with_v2: EtcdServer, run_id: str) -> None:
-    """Both ranks commit the same steps, and every sample is used exactly once."""
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-backend={backend}", "--local-addr=127.0.0.1"]
     options += [f"--rdzv-endpoint={etcd_with_v2.endpoint}", f"--rdzv-id={run_id}"]
     node = torchrun(options, "train.py", tmp_path, EPOCHS)

@@ -77,18 +77,6 @@ def test_etcd_on_the_head_machine(
         etcd.wait(60)  # it has ended with its host
 
 
-def test_own_names_that_lead_to_the_loopback_do_no_harm(
-    segment: Segment, tmp_path: Path, etcd_endpoint: str, run_id: str
-) -> None:
-    """gloo publishes the announced addresses from the first round on."""
-    with segment.using(DEBIAN), Job(tmp_path, etcd_endpoint, run_id, most=2, options=LASTING) as job:
-        job.start(2)
-        job.await_world("n0", "n1", count=10)
-        assert complaints(job) == []
-        assert job.finish() == {"n0": 0, "n1": 0}
-        job.check_lossless()
-
-
 @pytest.mark.parametrize("fault", ["silent", "misled"])
 def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(
     segment: Segment, tmp_path: Path, etcd_endpoint: str, run_id: str, fault: str

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM
-from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import RoundState
 from tests.support.plainjob import PlainJob
@@ -99,21 +97,3 @@ def _no_step_of_two_rounds_at_once(job: PlainJob, nodes: list[str]) -> None:
     steps = sorted((step for node in nodes for step in job.steps(node)), key=lambda step: step.t)
     for earlier, later in pairwise(steps):
         assert later.round >= earlier.round, (earlier, later)
-
-
-@pytest.mark.timeout(600)
-def test_a_terminated_node_is_missed_at_once(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """SIGTERM to one torchrun, as an eviction does it: its key goes with it, although its lease would last for ten
-    minutes, and the others go on."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--alone"], options={"ttl": "600"}) as job:
-        job.start(3)
-        order = job.await_order()
-        first = job.await_world(*order)
-        leaver, others = job.node(order[2]), order[:2]
-        leaver.terminate()
-        assert job.exit_code(leaver) == EXIT_LEFT
-        job.await_world(*others, after=first)
-        assert not job.present(leaver.name)
-        assert SYSTEM.monotonic() < 600.0 + min(step.t for step in job.steps(others[0]))
-        job.tell("stop")
-        assert [job.exit_code(job.node(name)) for name in others] == [0, 0]

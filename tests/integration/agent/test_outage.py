@@ -48,24 +48,3 @@ def test_an_outage_costs_nothing_and_a_failure_within_one_waits_for_its_end(
 def _processes(job: PlainJob, nodes: list[str]) -> list[tuple[int, int]]:
     last: list[Step | None] = [job.last(name) for name in nodes]
     return [(step.pid, step.round) for step in last if step is not None]
-
-
-@pytest.mark.timeout(200)
-def test_a_node_waits_for_an_etcd_that_is_still_starting(tmp_path: Path, own_etcd: EtcdServer, run_id: str) -> None:
-    """Everything is started at once after a power cut: within connect_timeout that is not an error."""
-    with PlainJob(
-        tmp_path / "job",
-        own_etcd.endpoint,
-        run_id,
-        least=1,
-        most=1,
-        flags=["--alone"],
-        options={"connect_timeout": "60"},
-    ) as job:
-        own_etcd.kill()
-        node = job.add()
-        pause(5.0)
-        assert node.running
-        own_etcd.restart()
-        job.await_world(node.name)
-        assert job.finish() == {"n0": 0}

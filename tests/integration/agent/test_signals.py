@@ -96,7 +96,6 @@ def test_a_node_that_waits_for_others_leaves_when_it_is_told_to(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("recovery", ["restart", "in_place"])
 def test_a_node_that_waits_for_etcd_leaves_when_it_is_told_to(tmp_path: Path, recovery: str) -> None:
-    """In both modes, long before ``connect_timeout`` is over."""
     log = tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(LIMIT_S)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import elastic_trainer
-from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import PROTOCOL_VERSION
 from tests.support.plainjob import PlainJob
@@ -68,23 +67,3 @@ def test_a_newer_node_is_refused_by_an_older_run_which_goes_on(
         job.await_steps("n0", 5)
         assert len(job.journal()) == 1
         assert job.finish() == {"n0": 0}
-
-
-@pytest.mark.timeout(300)
-def test_an_older_node_is_refused_by_a_newer_run_until_that_is_forgotten(
-    tmp_path: Path, etcd_endpoint: str, run_id: str, later: Path
-) -> None:
-    """The same the other way round, also when no node of the newer run is left. Then ``forget``, of either version,
-    takes its keys away, and a node of this version may begin."""
-    script = tmp_path / "script.py"
-    script.write_text("print('trained')\n")
-    newer = node(later, etcd_endpoint, run_id, script)
-    assert newer.returncode == 0, newer.stderr
-    refused = node(None, etcd_endpoint, run_id, script)
-    assert refused.returncode == EXIT_CONFIG, refused.stderr
-    (sentence,) = sentences(refused)
-    assert f"was started by a newer elastic_trainer: it has protocol version {OTHER}" in sentence
-    assert f"this node has {PROTOCOL_VERSION}" in sentence
-    assert main(["forget", run_id, "--endpoint", etcd_endpoint]) == 0
-    again = node(None, etcd_endpoint, run_id, script)
-    assert again.returncode == 0, again.stderr

@@ -1,4 +1,4 @@
-"""Each critical alert fires on its real fault, and is told to those on call. One job for all, in this order."""
+"""Critical alerts fire on their real faults, and are told to those on call. One job for all, in this order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.drills.job import CHECKPOINTS, Wedge, ask
 from elastic_trainer.drills.measure import Standing
 from elastic_trainer.drills.stage import Setting
-from elastic_trainer.drills.strikes import broken_rounds, freeze, kill_nodes, worker
+from elastic_trainer.drills.strikes import broken_rounds, freeze, worker
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import kill
 from tests.integration.health.watched import Watched, watched
@@ -63,25 +63,6 @@ class Alarm:
             self._job.watch.wait_resolved(f"ElasticTrainer{name}", run=self._job.run)
 
 
-def test_etcd_is_stopped(job: Watched) -> None:
-    """StoreUnreachable for the outage and for the run, of which only the first is sent; the training goes on, in the
-    same processes."""
-    before, alarm = job.settled(), Alarm(job)
-    server, name = job.stage.server, "ElasticTrainerStoreUnreachable"
-    server.kill()
-    try:
-        job.watch.wait_alert(name, run=job.run)
-        assert job.watch.wait_message(name).receiver == "on-call"
-        assert job.critical() == {name}
-        steps = _steps(job)
-        job.stage.until(lambda: _steps(job) > steps, "a step without etcd")
-    finally:
-        server.start()
-    alarm.over("StoreUnreachable")
-    assert job.settled().pids == before.pids
-    assert {each.labels.get("component") for each in job.watch.mailbox.messages if each.name == name} == {"store"}
-
-
 def test_all_workers_are_frozen(job: Watched) -> None:
     """Stalled, with what the ranks are in, while nothing ends the fault; it is over when they go on."""
     before, alarm = job.settled(), Alarm(job)
@@ -113,7 +94,6 @@ def test_the_checkpoint_directory_cannot_be_written(job: Watched, tmp_path: Path
 
 
 def test_workers_fail_again_and_again(job: Watched) -> None:
-    """RestartLoop, with the reason, and the warning about --max-restarts."""
     alarm, deadline, kills = Alarm(job), Deadline.after(WAIT_S), 0
     while not job.critical() & {"ElasticTrainerRestartLoop"}:
         assert not deadline.expired, f"{kills} workers were killed, and nobody was told"
@@ -123,17 +103,6 @@ def test_workers_fail_again_and_again(job: Watched) -> None:
     job.stage.until(lambda: len(broken_rounds(job.stage)) >= 6, "six rounds that a fault has ended")
     assert "worker_lost (" in alert.annotations["description"]
     job.watch.wait_alert("ElasticTrainerRestartsExhausting", run=job.run)
-
-
-def test_too_few_nodes_are_left(job: Watched) -> None:
-    """BelowMinNodes, until there are enough again."""
-    before, alarm = job.settled(), Alarm(job)
-    kill_nodes(job.stage, before.nodes[1:])
-    (alert,) = alarm.told("BelowMinNodes")
-    assert "has 1 node(s) and needs 2" in alert.annotations["description"]
-    job.stage.cluster.add()
-    assert job.settled().world == 2
-    alarm.over("BelowMinNodes")
 
 
 def test_the_loss_is_nan_and_ends_the_run(job: Watched) -> None:

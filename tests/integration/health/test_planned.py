@@ -110,7 +110,6 @@ def test_counters_survive_a_worker_that_the_watchdog_ends(job: Watched) -> None:
 
 
 def test_a_planned_scale_down(job: Watched) -> None:
-    """A node that gets SIGTERM leaves: its rank and its target vanish."""
     before = job.settled()
     _drain(job, before.nodes[-1])
     after = job.settled()
@@ -121,7 +120,6 @@ def test_a_planned_scale_down(job: Watched) -> None:
 
 
 def test_a_join(job: Watched) -> None:
-    """A new node is found through the monitor's list."""
     node = job.stage.cluster.add().name
     assert node in job.settled().nodes
     job.wait_value(f"up{{job='elastic-trainer-nodes',node='{node}'}} == 1")

@@ -14,7 +14,7 @@ from elastic_trainer.membership.documents import (
     RoundMember,
     RoundState,
 )
-from elastic_trainer.membership.rules import Decision, decide
+from elastic_trainer.membership.rules import Action, Decision, decide
 
 LIMITS = Limits(min_nodes=2, max_nodes=4, last_call_s=3.0, join_batch_s=1.0, join_interval_s=5.0, deputy_delay_s=0.25)
 
@@ -88,9 +88,48 @@ class Scene:
             self.me, dict(self.nodes), self.round, self.limits, self.tracker.sightings, "fresh", self.suspects
         )
 
+    def forms(self, after_s: float = 0.0) -> RoundDocument:
+        """The next round, which the decision must form."""
+        return made(self.decide(after_s), Action.FORM)
+
+    def said(self, after_s: float = 0.0) -> str:
+        """The decision in one line (see :func:`outcome`)."""
+        return outcome(self.decide(after_s))
+
+    def follow(self, after_s: float = 0.0) -> str:
+        """The same; and the round document becomes what was decided."""
+        decision = self.decide(after_s)
+        self.adopt(decision.round)
+        return outcome(decision)
+
     def decide(self, after_s: float = 0.0) -> Decision:
         """Let ``after_s`` seconds pass (looking at both ends) and decide."""
         self.tracker = self.tracker.advance(self.view(), self.revision, self.now)
         self.now += after_s
         self.tracker = self.tracker.advance(self.view(), self.revision, self.now)
         return decide(self.view(), self.now)
+
+
+def names(document: RoundDocument | None) -> str:
+    """The members in rank order."""
+    assert document is not None
+    return " ".join(member.node for member in document.members)
+
+
+def made(decision: Decision, action: Action) -> RoundDocument:
+    """The document of a decision that must be ``action``."""
+    assert decision.action is action, decision
+    assert decision.round is not None
+    return decision.round
+
+
+def outcome(decision: Decision) -> str:
+    """``form 2: a c``, ``break 1: REASON``, ``drain to a x: REASON``, ``drain: REASON``, ``close failed: REASON``, or
+    why to wait."""
+    document, action = decision.round, decision.action
+    if action is Action.WAIT or document is None:
+        return decision.reason
+    what = f"{action} {document.result}" if action is Action.CLOSE else f"{action} {document.number}"
+    if action is Action.DRAIN:
+        what = f"drain to {names(document.next)}" if document.next is not None else "drain"
+    return f"{what}: {names(document) if action is Action.FORM else decision.reason}"

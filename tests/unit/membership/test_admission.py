@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -39,13 +40,27 @@ def other(**fields: str) -> Spec:
     return JOB.model_copy(update=fields)
 
 
-def begun(*, alive: bool) -> MemoryStore:
-    """JOB has been admitted; one of its nodes is there, or none."""
-    store = MemoryStore()
-    admit(store, KEYS, JOB, reopen=False, deadline=soon())
-    if alive:
-        store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
+def enter(store: MemoryStore, spec: Spec = SPEC, *, reopen: bool = False, **more: Any) -> None:
+    """A node with ``spec`` comes."""
+    admit(store, KEYS, spec, reopen=reopen, deadline=soon(), **more)
+
+
+def put(store: MemoryStore, key: str, value: bytes) -> MemoryStore:
+    store.transact([], [Put(key, value)], deadline=soon())
     return store
+
+
+def value(store: MemoryStore, key: str) -> bytes:
+    found = store.get(key, soon()).first
+    assert found is not None
+    return found.value
+
+
+def begun(spec: Spec = JOB, *, alive: bool) -> MemoryStore:
+    """A node with ``spec`` has been admitted; one of its nodes is there, or none."""
+    store = MemoryStore()
+    enter(store, spec)
+    return put(store, KEYS.node("a"), NODE.encode()) if alive else store
 
 
 FIELDS = [("user", "bob"), ("checkpoint_dir", "/b"), ("script", "other.py"), ("command", "34cd")]
@@ -56,12 +71,12 @@ def test_a_node_of_another_job_is_refused_while_nodes_of_the_run_live(field: str
     """One sentence names the field and both ways out; with the field allowed it joins, and the spec stays."""
     store = begun(alive=True)
     with pytest.raises(SpecMismatchError) as raised:
-        admit(store, KEYS, other(**{field: value}), reopen=False, deadline=soon())
+        enter(store, other(**{field: value}))
     assert "run 'run' is another job's: " in raised.value.message
     assert ("arguments" if field == "command" else field) in raised.value.message
     assert "--rdzv-id" in str(raised.value.hint)
     assert f"allow_different={field}" in str(raised.value.hint)
-    admit(store, KEYS, other(**{field: value}), reopen=False, deadline=soon(), allowed={field})
+    enter(store, other(**{field: value}), allowed={field})
     assert spec_of(store) == JOB
 
 
@@ -71,29 +86,25 @@ def test_a_run_without_nodes_goes_on_with_another_command_but_for_the_same_owner
     store, changed = begun(alive=False), other(**{field: value})
     if field in ("user", "checkpoint_dir"):
         with pytest.raises(SpecMismatchError, match=field):
-            admit(store, KEYS, changed, reopen=False, deadline=soon())
+            enter(store, changed)
         assert spec_of(store) == JOB
-        admit(store, KEYS, changed, reopen=False, deadline=soon(), allowed={field})
+        enter(store, changed, allowed={field})
     else:
-        admit(store, KEYS, changed, reopen=False, deadline=soon())
+        enter(store, changed)
     assert spec_of(store) == changed
 
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_spec_of_an_earlier_version_lets_everybody_in(alive: bool) -> None:
-    """It knows nothing of the job; without nodes it learns."""
-    store = MemoryStore()
-    store.transact([], [Put(KEYS.spec, SPEC.encode())], deadline=soon())
-    if alive:
-        store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
-    admit(store, KEYS, JOB, reopen=False, deadline=soon())
+    store = begun(SPEC, alive=alive)
+    enter(store, JOB)
     assert spec_of(store) == (SPEC if alive else JOB)
 
 
 def test_of_two_jobs_that_start_at_once_one_is_refused() -> None:
     """Both were admitted before a node of either was there: the first finds the second's spec once its key is there."""
     store = begun(alive=False)
-    admit(store, KEYS, other(command="34cd"), reopen=False, deadline=soon())
+    enter(store, other(command="34cd"))
     confirm(store, KEYS, other(command="34cd"), (), soon())
     with pytest.raises(SpecMismatchError, match="other arguments"):
         confirm(store, KEYS, JOB, (), soon())
@@ -108,36 +119,32 @@ def test_a_late_node_of_a_finished_run_ends_quietly_and_a_new_start_does_not() -
     entry = JournalEntry(
         wall=1700000000.0, by="a", round=7, state=RoundState.CLOSED, reason="", nodes=("a",), world_size=1
     )
-    store.transact([], [Put(KEYS.event(event_number(round_of(store))), entry.encode())], deadline=soon())
+    put(store, KEYS.event(event_number(round_of(store))), entry.encode())
     with pytest.raises(RunClosedError):
-        admit(store, KEYS, JOB, reopen=False, deadline=soon())
+        enter(store, JOB)
     with pytest.raises(RunClosedError):
-        admit(store, KEYS, other(command="34cd"), reopen=False, deadline=soon(), allowed={"command"})
+        enter(store, other(command="34cd"), allowed={"command"})
     for spec, watched in ((JOB, True), (other(command="34cd"), False)):
         with pytest.raises(ConfigError) as raised:
-            admit(store, KEYS, spec, reopen=False, deadline=soon(), watched=watched)
+            enter(store, spec, watched=watched)
         assert raised.value.exit_code == EXIT_CONFIG
         assert "run 'run' has finished at 2023-11-14 22:13:20 UTC with success" in raised.value.message
         assert ("other arguments" in raised.value.message) is not watched
         assert "--name" in str(raised.value.hint)
         assert "reopen=true" in str(raised.value.hint)
     with pytest.raises(SpecMismatchError, match="user 'bob' here"):
-        admit(store, KEYS, other(user="bob"), reopen=True, deadline=soon())
+        enter(store, other(user="bob"), reopen=True)
     assert round_of(store).state is RoundState.CLOSED
-    admit(store, KEYS, other(command="34cd"), reopen=True, deadline=soon())
+    enter(store, other(command="34cd"), reopen=True)
     assert spec_of(store).command == "34cd"
 
 
 def spec_of(store: MemoryStore) -> Spec:
-    found = store.get(KEYS.spec, soon()).first
-    assert found is not None
-    return Spec.decode(found.value, found.key)
+    return Spec.decode(value(store, KEYS.spec), KEYS.spec)
 
 
 def round_of(store: MemoryStore) -> RoundDocument:
-    found = store.get(KEYS.round, soon()).first
-    assert found is not None
-    return RoundDocument.decode(found.value, found.key)
+    return RoundDocument.decode(value(store, KEYS.round), KEYS.round)
 
 
 def close(store: MemoryStore, result: RunResult, reason: str = "said so") -> None:
@@ -145,38 +152,24 @@ def close(store: MemoryStore, result: RunResult, reason: str = "said so") -> Non
     closed = RoundDocument(
         number=7, nonce="n", state=RoundState.CLOSED, members=(member,), result=result, reason=reason
     )
-    store.transact([], [Put(KEYS.round, closed.encode())], deadline=soon())
+    put(store, KEYS.round, closed.encode())
 
 
 def test_the_first_node_writes_the_spec_and_others_agree_with_it() -> None:
-    """The second node with the same limits is let in and changes nothing."""
-    store = MemoryStore()
-    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    """Whoever disagrees with a live run is refused: exit code 78, the difference with both values, and what to do.
+    Without nodes the run takes over new limits: everybody was stopped and comes back with another --nnodes."""
+    store, wider = begun(SPEC, alive=True), Spec(min_nodes=1, max_nodes=8)
     before = store.get(KEYS.spec, soon()).first
-    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
-    assert spec_of(store) == SPEC
+    enter(store)
     assert store.get(KEYS.spec, soon()).first == before
-
-
-def test_a_node_that_disagrees_with_a_live_run_is_refused() -> None:
-    """Exit code 78, the difference with both values, and what to do."""
-    store = MemoryStore()
-    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
-    store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
     with pytest.raises(SpecMismatchError, match="min nodes 1 here, 2 in the run") as raised:
-        admit(store, KEYS, Spec(min_nodes=1, max_nodes=4), reopen=False, deadline=soon())
+        enter(store, wider)
     assert raised.value.exit_code == EXIT_CONFIG
     assert "--nnodes" in str(raised.value.hint)
     assert spec_of(store) == SPEC
-
-
-def test_a_run_without_nodes_takes_over_new_limits() -> None:
-    """Everybody was stopped and comes back with another --nnodes: that is no disagreement."""
-    store = MemoryStore()
-    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
-    wider = Spec(min_nodes=1, max_nodes=8)
-    admit(store, KEYS, wider, reopen=False, deadline=soon())
-    assert spec_of(store) == wider
+    empty = begun(SPEC, alive=False)
+    enter(empty, wider)
+    assert spec_of(empty) == wider
 
 
 def test_two_first_nodes_at_once_agree_on_one_spec() -> None:
@@ -192,7 +185,7 @@ def test_two_first_nodes_at_once_agree_on_one_spec() -> None:
 
     store.transact = late  # type: ignore[method-assign, assignment]
     with pytest.raises(SpecMismatchError):
-        admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+        enter(store)
 
 
 @pytest.mark.parametrize("result", list(RunResult))
@@ -201,7 +194,7 @@ def test_a_closed_run_is_refused_and_says_how_it_ended(result: RunResult) -> Non
     store = MemoryStore()
     close(store, result, "3 worker failures")
     with pytest.raises(RunClosedError) as raised:
-        admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+        enter(store)
     assert raised.value.succeeded is (result is RunResult.SUCCEEDED)
     assert "reopen=true" in str(raised.value.hint)
     told = "has finished" if result is RunResult.SUCCEEDED else "has failed: 3 worker failures"
@@ -212,29 +205,25 @@ def test_reopening_begins_a_new_epoch_and_keeps_the_number() -> None:
     """Round numbers go on, so that checkpoints of the new epoch are newer than those of the old one."""
     store = MemoryStore()
     close(store, RunResult.FAILED)
-    admit(store, KEYS, SPEC, reopen=True, deadline=soon())
+    enter(store, reopen=True)
     opened = round_of(store)
     assert (opened.epoch, opened.number, opened.state, opened.members) == (2, 7, RoundState.BROKEN, ())
-    admit(store, KEYS, SPEC, reopen=True, deadline=soon())
+    enter(store, reopen=True)
     assert round_of(store) == opened, "a run that is open is not opened again"
 
 
 def test_foreign_content_under_the_run_is_an_error() -> None:
-    """Another program's key is neither overwritten nor taken for a run."""
     for key in (KEYS.round, KEYS.spec):
-        store = MemoryStore()
-        store.transact([], [Put(key, b"hello")], deadline=soon())
+        store = put(MemoryStore(), key, b"hello")
         with pytest.raises(DocumentError, match="another program or another version"):
-            admit(store, KEYS, SPEC, reopen=True, deadline=soon())
-        found = store.get(key, soon()).first
-        assert found is not None
-        assert found.value == b"hello"
+            enter(store, reopen=True)
+        assert value(store, key) == b"hello"
 
 
 def test_a_spec_that_never_settles_ends_in_an_error() -> None:
     """Somebody rewrites the spec before each of our writes: that ends, and says why."""
     store = MemoryStore()
-    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    enter(store)
     original = store.transact
 
     def meddled(*args: object, **named: object) -> object:
@@ -251,16 +240,13 @@ def test_a_spec_that_never_settles_ends_in_an_error() -> None:
 def test_a_run_of_another_protocol_version_is_refused(version: int, which: str, key: str) -> None:
     """Exit code 78; both versions, which is the newer one, and how to go on with the run stand in the sentence. Nothing
     is replaced, also where no node is left, on request to reopen it or not."""
-    store = MemoryStore()
     written = json.dumps({"version": version, "whatever": "it is"}).encode()
-    store.transact([], [Put(key, written)], deadline=soon())
+    store = put(MemoryStore(), key, written)
     for reopen in (False, True):
         with pytest.raises(SpecMismatchError) as raised:
-            admit(store, KEYS, SPEC, reopen=reopen, deadline=soon())
+            enter(store, reopen=reopen)
         assert raised.value.exit_code == EXIT_CONFIG
         assert f"was started by {which} elastic_trainer" in raised.value.message
         assert f"it has protocol version {version}, this node has {PROTOCOL_VERSION}" in raised.value.message
         assert f"elastic-trainer forget {KEYS.run_id} --unfinished" in str(raised.value.hint)
-    found = store.get(key, soon()).first
-    assert found is not None
-    assert found.value == written
+    assert value(store, key) == written

@@ -130,7 +130,6 @@ def test_a_member_with_fewer_than_three_elders_asks_at_once_and_only_once(state:
 
 @pytest.mark.parametrize("state", NOT_ON)
 def test_the_next_in_line_watch_a_round_that_stays_over(state: RoundState) -> None:
-    """The fourth to sixth do not wait for leases to end."""
     for place in range(SENIORS, 2 * SENIORS):
         assert planned(run_of(8, state), place) == Plan(DEPUTY_PATIENCE_S, None)
     assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
@@ -194,7 +193,6 @@ LONGEST_S = PATIENCE_S * (1 + JITTER)
 def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over(
     place: int, present: int, state: RoundState
 ) -> None:
-    """Only a junior of a large run whose round is on may stop."""
     watcher = Watcher(place)
     assert [watcher.turn(present, now, state) for now in (100.0, 101.0 + LONGEST_S)] == [None, None]
 
@@ -243,7 +241,6 @@ def test_newcomers_are_asked_for_where_there_is_room(newcomers: str, expected: l
 
 
 def test_newcomers_of_a_planned_change_are_asked_for() -> None:
-    """Members that have said that they switch are not."""
     following = round_of(2, [*TRIO, node("x", 50)])
     scene = Scene().show(*TRIO, node("x", 50), node("y", 51))
     scene.adopt(round_of(1, TRIO, RoundState.DRAINING, next=following)).show(node("b", 2, acknowledged=2))
@@ -351,22 +348,14 @@ def test_a_planned_change_that_was_under_way_counts_as_made(remembers: bool) -> 
 
 
 def test_a_closed_run_stays_closed() -> None:
-    """A run whose end a node has seen is not opened again by a backup."""
     closed = document(3, RoundState.CLOSED).model_copy(update={"result": RunResult.SUCCEEDED})
     decision = remembered(closed, document(3)).decide("a", document(3), 10.0)
     assert (decision.action, decision.round) == (Action.CLOSE, closed)
 
 
 def test_only_the_first_members_write_at_once() -> None:
-    """A thousand nodes that remember the same need not all write it."""
     after = remembered(document(3), None)
     assert [after.decide(name, None, 10.0).action for name in "abcd"] == [*[Action.BREAK] * 3, Action.WAIT]
     assert after.decide("d", None, 10.0).again_in_s == OTHERS_AFTER_S
     assert after.decide("d", None, 10.0 + OTHERS_AFTER_S).action is Action.BREAK
     assert after.advance(None, 20.0).behind_since == 10.0, "the patience does not begin anew"
-
-
-def test_a_node_that_has_seen_nothing_waits_for_nothing() -> None:
-    """At the first look there is nothing to remember."""
-    assert not RollbackGuard().advance(None, 0.0).behind
-    assert RollbackGuard().decide("a", None, 0.0).action is Action.WAIT

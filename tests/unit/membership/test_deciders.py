@@ -6,16 +6,15 @@ import pytest
 
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import SENIORS
-from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.member import roll_call
-from elastic_trainer.membership.writes import Author, RoundFailure, breaking, free_again, round_write
+from elastic_trainer.membership.writes import Author, round_write
 from elastic_trainer.store.api import Put, RunKeys, absent, created_at, unchanged
 from tests.simulation.node import KEYS
 from tests.simulation.world import World
 from tests.support.memory_store import MemoryStore
 from tests.support.monitored import record
 from tests.support.waiting import soon
-from tests.unit.membership.scenes import LIMITS, node, round_of
+from tests.unit.membership.scenes import node, round_of
 
 EIGHT = Limits(min_nodes=1, max_nodes=8, last_call_s=60.0)
 JUNK = {
@@ -91,30 +90,6 @@ def test_a_round_is_written_over_the_one_seen_and_by_a_node_whose_key_stands() -
     assert [each.key for each in write.success if isinstance(each, Put)] == [KEYS.round, KEYS.event(8), "more"]
     assert round_write(Author(KEYS, "a", 0), document, 7, 0.0) is None
     assert absent(KEYS.node("a")) == created_at(KEYS.node("a"), 0), "as a guard 0 would mean that"
-
-
-@pytest.mark.parametrize(
-    ("current", "broken"),
-    [
-        (round_of(4, PAIR), 4),
-        (round_of(5, PAIR), None),
-        (round_of(4, PAIR, RoundState.BROKEN), None),
-        (round_of(4, PAIR, RoundState.DRAINING), None),
-        (None, None),
-    ],
-)
-def test_only_the_round_that_is_on_is_broken(current: RoundDocument | None, broken: int | None) -> None:
-    """Somebody else was faster; a restart by plan ends the round already."""
-    document = breaking(current, RoundFailure(4, "late"), LIMITS)
-    assert (document.number if document is not None else None) == broken
-
-
-def test_a_node_is_free_again_of_a_round_that_was_over_before_it_saw_it() -> None:
-    """Else all would wait for it. It says so once."""
-    free = free_again(PAIR[0].record, 3)
-    assert free is not None
-    assert (free.acknowledged, free.reported, free.planned) == (4, 4, True)
-    assert free_again(free, 3) is None
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -101,7 +101,6 @@ entries = st.builds(
 
 @given(specs | records | rounds | entries)
 def test_every_document_is_read_back_as_it_was_written(document: Document) -> None:
-    """Nothing is lost on the way through the store, nested rounds included."""
     assert type(document).decode(document.encode(), "/key") == document
 
 
@@ -123,7 +122,6 @@ def large(nodes: int) -> RoundDocument:
 
 
 def test_the_round_of_many_nodes_takes_a_quarter_of_its_bytes() -> None:
-    """Each node gets it at each change; that of a few stays readable."""
     few, many = large(100), large(10_000)
     assert json.loads(few.encode())["members"]
     assert RoundDocument.decode(many.encode(), "key") == many
@@ -141,7 +139,6 @@ def test_what_is_compressed_otherwise_is_no_document() -> None:
 
 @pytest.mark.parametrize("version", [0, 1, "2", None])
 def test_another_protocol_version_is_refused(version: Any) -> None:
-    """A node never guesses what a document of another version means."""
     value = json.loads(Spec(min_nodes=1, max_nodes=2).encode()) | {"version": version}
     with pytest.raises(DocumentError, match=f"protocol version {PROTOCOL_VERSION}"):
         Spec.decode(json.dumps(value).encode(), "/spec")
@@ -152,7 +149,6 @@ def test_another_protocol_version_is_refused(version: Any) -> None:
     [("local_world_size", 0), ("store_port", 65536), ("state", "asleep"), ("life", -1), ("step_time_s", "NaN")],
 )
 def test_values_that_cannot_be_are_refused(field: str, value: Any) -> None:
-    """The store is not trusted: a record is checked when it is read."""
     good = NodeRecord(host="h", address="a", local_world_size=1, store_port=1, probe_port=1)
     changed = json.loads(good.encode()) | {field: value}
     with pytest.raises(DocumentError):
@@ -160,19 +156,16 @@ def test_values_that_cannot_be_are_refused(field: str, value: Any) -> None:
 
 
 def test_fields_of_a_later_version_are_passed_over() -> None:
-    """A newer node may add fields without shutting older ones out."""
     value = json.loads(Spec(min_nodes=1, max_nodes=2).encode()) | {"colour": "green"}
     assert Spec.decode(json.dumps(value).encode(), "/spec") == Spec(min_nodes=1, max_nodes=2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "node-7.example.org", "::1", "fe80::1"])
 def test_addresses_survive_the_way_through_one_string(host: str) -> None:
-    """IPv6 hosts get brackets and lose them again."""
     assert split_address(join_address(host, 29500)) == (host, 29500)
 
 
 def test_a_disagreement_is_reported_in_words() -> None:
-    """The first point in which two specs differ, with both values."""
     mine = Spec(min_nodes=2, max_nodes=4)
     assert mine.disagreement(mine) is None
     assert mine.disagreement(Spec(min_nodes=2, max_nodes=8)) == "max nodes 8 here, 4 in the run"
@@ -186,7 +179,6 @@ def test_a_disagreement_is_reported_in_words() -> None:
 
 
 def test_what_differs_of_a_job_is_named_unless_it_may_or_is_not_known() -> None:
-    """Digests are not shown: arguments may hold secrets, or be long."""
     mine = Spec(min_nodes=1, max_nodes=2, user="ann", checkpoint_dir="/a", script="train.py", command="12ab")
     other = mine.model_copy(update={"user": "bob", "command": "34cd", "checkpoint_dir": ""})
     assert mine.changed(other) == {
@@ -200,7 +192,6 @@ def test_what_differs_of_a_job_is_named_unless_it_may_or_is_not_known() -> None:
 
 
 def test_a_name_of_the_file_system_that_is_no_text_is_escaped() -> None:
-    """It would otherwise keep a node from being seen. Its bytes stay readable."""
     for raw, text in (("café \udce9", "café \\xe9"), ("\ud800", "\\ud800")):
         entry = JournalEntry(wall=0, by="n", round=1, state=RoundState.BROKEN, reason=raw, nodes=(raw,), world_size=1)
         read = JournalEntry.decode(entry.encode(), "k")

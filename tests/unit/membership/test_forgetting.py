@@ -45,7 +45,6 @@ def names(store: MemoryStore) -> list[str]:
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_run_that_is_over_goes_with_all_its_keys(version: int) -> None:
-    """Of any protocol version; its neighbor stays."""
     store = store_with(RoundState.CLOSED, version=version)
     remains = look(store, KEYS, soon())
     assert (remains.count, remains.closed, remains.last_wall) == (3, True, 1000.0)
@@ -55,7 +54,6 @@ def test_a_run_that_is_over_goes_with_all_its_keys(version: int) -> None:
 
 
 def test_a_run_of_many_nodes_that_is_over_goes_too() -> None:
-    """Its round is compressed."""
     store = store_with(RoundState.CLOSED)
     members = tuple(RoundMember(f"n{n}", n, 1, n, 1) for n in range(1000))
     document = RoundDocument(number=4, nonce="x", state=RoundState.CLOSED, members=members, result=RunResult.SUCCEEDED)
@@ -75,7 +73,6 @@ def test_a_run_that_is_not_over_goes_on_request_only(state: RoundState) -> None:
 
 
 def test_what_cannot_be_read_counts_as_unfinished() -> None:
-    """Another program's keys go on request only."""
     store = MemoryStore()
     store.transact([], [Put(KEYS.round, b"hello")], deadline=soon())
     assert refusal(look(store, KEYS, soon()), unfinished=False) is not None
@@ -83,7 +80,6 @@ def test_what_cannot_be_read_counts_as_unfinished() -> None:
 
 @pytest.mark.parametrize("unfinished", [False, True])
 def test_a_run_with_nodes_is_kept_in_any_case(unfinished: bool) -> None:
-    """They are named, up to five of them."""
     store = store_with(RoundState.CLOSED)
     for number in range(7):
         store.transact([], [Put(KEYS.node(f"n{number}"), NODE.encode())], deadline=soon())

@@ -53,7 +53,6 @@ def test_no_schedule_of_faults_breaks_an_invariant(shard: int) -> None:
 
 
 def test_a_seed_repeats_its_schedule() -> None:
-    """The same trace, to the last digit of each time."""
     first: list[str] = []
     again: list[str] = []
     for seed in range(20):

@@ -67,13 +67,6 @@ def scene() -> Iterator[Scene]:
     assert scene.closed == len(scene.feeds)
 
 
-def test_a_view_of_the_round_alone_knows_no_nodes_and_decides_nothing(scene: Scene) -> None:
-    """Rounds reach it."""
-    scene.alone.on_events(put(round_at(2, 1)))
-    seen = scene.view.look()
-    assert (scene.number, seen.nodes, seen.decidable) == (1, {}, False)
-
-
 def test_a_view_goes_over_to_the_nodes_and_back(scene: Scene) -> None:
     """The nodes come and go with the wider feed; the round stays known. The store may have been restored between the
     two feeds, which neither sees: each change counts as a reload, and the node shows its record again."""
@@ -91,16 +84,6 @@ def test_a_view_goes_over_to_the_nodes_and_back(scene: Scene) -> None:
     assert (seen.nodes, scene.number, seen.reloads) == ({}, 2, 2)
 
 
-def test_a_feed_that_is_behind_does_not_take_over(scene: Scene) -> None:
-    """Read before a round was written and delivered after it: the view waits until the feed has that round."""
-    wide = scene.change(nodes=True)
-    scene.alone.on_events(put(round_at(5, 2)))
-    wide.on_snapshot(Snapshot((node_at(1, "a"), round_at(2, 1)), 4))
-    assert (scene.number, scene.view.look().follows_nodes) == (2, False)
-    wide.on_events(put(round_at(5, 2)))
-    assert (scene.number, scene.view.look().follows_nodes) == (2, True)
-
-
 def test_a_feed_that_cannot_begin_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread can be started for its watch: the next change opens another one."""
 
@@ -116,40 +99,8 @@ def test_a_feed_that_cannot_begin_is_not_waited_for(scene: Scene, monkeypatch: p
     assert set(scene.view.look().nodes) == {"a"}
 
 
-def test_nothing_is_decided_on_nodes_older_than_the_round(scene: Scene) -> None:
-    """A round that this node has committed itself counts at once; decisions wait until the watch has come that far."""
-    wide = scene.change(nodes=True)
-    wide.on_snapshot(Snapshot((node_at(1, "a"),), 4))
-    scene.view.note_round(round_of(1, [node("a", 1)]), 5, scene.view.look())
-    assert (scene.number, scene.view.look().decidable) == (1, False)
-    wide.on_events(put(round_at(5, 1)))
-    assert scene.view.look().decidable
-
-
-def test_an_answer_that_comes_after_the_store_was_restored_is_not_believed(scene: Scene) -> None:
-    """Its revision may be greater than all that the restored store will have for long: nothing newer would show."""
-    before = scene.view.look()
-    scene.alone.on_snapshot(Snapshot((), 1))
-    scene.view.note_round(round_of(5, [node("a", 1)]), 100, before)
-    assert scene.number is None
-    scene.alone.on_events(put(round_at(2, 1)))
-    assert scene.number == 1
-
-
-def test_a_wiped_store_does_not_keep_the_wider_feed_out(scene: Scene) -> None:
-    """Small revisions again: the old round is forgotten, and the nodes are followed all the same."""
-    scene.alone.on_events(put(round_at(9, 7)))
-    wide = scene.change(nodes=True)
-    wide.on_snapshot(Snapshot((), 1))
-    assert not scene.view.look().follows_nodes
-    scene.alone.on_snapshot(Snapshot((), 1))
-    assert scene.view.look().follows_nodes
-    assert scene.number is None
-
-
 @pytest.mark.parametrize("junk", [b"no JSON", b'{"version": 1}'])
 def test_what_cannot_be_read_is_passed_over(scene: Scene, junk: bytes) -> None:
-    """The round before stays, and so do the other nodes."""
     wide = scene.change(nodes=True)
     wide.on_snapshot(Snapshot((node_at(1, "a"), KeyValue(KEYS.nodes + "x y", junk, 1, 1), round_at(2, 1)), 2))
     wide.on_events([*put(KeyValue(KEYS.node("b"), junk, 3, 3)), *put(KeyValue(KEYS.round, junk, 1, 4))])

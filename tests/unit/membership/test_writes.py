@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import (
-    EXIT_FAILURE,
-    ConfigError,
-    ElasticTrainerError,
-    OutcomeUnknownError,
-    ReplacedError,
-    StoreUnavailableError,
-)
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ElasticTrainerError, ReplacedError, StoreUnavailableError
 from elastic_trainer.membership.documents import (
     Departure,
+    Document,
     Incident,
     NodeRecord,
     NodeState,
@@ -41,9 +36,10 @@ from elastic_trainer.membership.writes import (
     round_write,
 )
 from elastic_trainer.model import Cause
-from elastic_trainer.store.api import Delete, Put, RunKeys, TransactionResult
+from elastic_trainer.store.api import Delete, Operation, Put, RunKeys, TransactionResult
 from tests.simulation.node import Flag
 from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
+from tests.support.waiting import soon
 
 KEYS = RunKeys("/p", "run")
 TTL_S = 2.0
@@ -127,28 +123,6 @@ class Owner:
         return NodeRecord.decode(found.value, found.key), found.create_revision
 
 
-def test_a_record_that_went_back_is_shown_again() -> None:
-    """A backup holds what the node said then: its owner writes what is so now, under the same incarnation. Where the
-    backup does not know its lease, that counts as lost, and the node returns under another."""
-    owner = Owner()
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert not owner.store.get(KEYS.node("a"), owner.limit()).items, "nothing was shown yet"
-    owner.publish(NEW)
-    created = owner.key.create_revision
-    owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), owner.lease_id)], deadline=owner.limit())
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert owner.held == (NEW, created)
-    assert owner.key.create_revision == created
-
-    owner.store.revoke(owner.lease_id, owner.limit())
-    owner.perform(owner.key.publishing_again(owner.limit()))
-    assert owner.key.lost
-    assert owner.key.away
-    owner.perform(owner.key.returning(owner.limit()))
-    assert owner.held == (NEW, owner.key.create_revision)
-    assert owner.key.create_revision > created
-
-
 @pytest.mark.parametrize("began", [False, True])
 def test_a_life_at_work_does_not_return_as_ready(began: bool) -> None:
     """Its workers could not join the round that it would be offered for. One that waits for a round returns as it was;
@@ -166,28 +140,6 @@ def test_a_life_at_work_does_not_return_as_ready(began: bool) -> None:
     owner.lose()
     owner.perform(owner.key.returning(owner.limit()))
     assert owner.held == (following, owner.key.create_revision)
-
-
-@pytest.mark.parametrize("arrives", ["before the next write", "after it"])
-def test_a_write_whose_answer_was_lost_never_undoes_a_newer_one(arrives: str) -> None:
-    """It may come late, from a frozen store; or it went through unnoticed: its owner reads what is there, and writes
-    on."""
-    owner = Owner()
-    owner.publish(OLD)
-    created, newest = owner.key.create_revision, NEW.model_copy(update={"life": 4})
-    owner.store.holds_back = True
-    with pytest.raises(OutcomeUnknownError):
-        owner.publish(NEW, 0.0)
-    assert owner.key.published is None, "the outcome is not known"
-    if arrives == "after it":
-        owner.store.holds_back = False
-        owner.publish(newest)
-        assert owner.store.thaw() == [False]
-    else:
-        assert owner.store.thaw() == [True]
-        owner.publish(newest)
-    assert owner.held == (newest, created)
-    assert owner.key.published == newest
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -237,155 +189,133 @@ def test_the_time_of_another_node_of_this_name_is_counted_anew_after_an_outage_a
         owner.return_within(60.0)
 
 
+ACTIVE = RoundDocument(
+    number=1,
+    nonce="n",
+    state=RoundState.ACTIVE,
+    members=(RoundMember("a", 11, 1, 0, 1), RoundMember("b", 12, 1, 1, 1)),
+)
+CLOSED = ACTIVE.model_copy(update={"state": RoundState.CLOSED, "result": RunResult.SUCCEEDED})
+Kind = TypeVar("Kind", bound=Document)
+
+
 def departure(*, planned: bool) -> Departure:
     return Departure(wall=5.0, node="a", planned=planned, reason="SIGTERM" if planned else "no peer", exit_code=143)
 
 
-def leave(
-    store: MemoryStore, departure: Departure, current: RoundDocument | None = None, revision: int = 0, **more: bool
-) -> TransactionResult:
-    guards, if_last, else_ = parting(KEYS, departure, current, revision, **more)
-    return store.transact(guards, if_last, else_, deadline=Deadline.after(5.0))
+class Documents(MemoryStore):
+    """A store that node ``a`` leaves last, or is about to."""
 
+    def place(self, key: str, document: Document) -> int:
+        return self.transact([], [Put(key, document.encode())], deadline=soon()).revision
 
-def left(store: MemoryStore, *, planned: bool) -> tuple[Departure | None, list[str]]:
-    """What is in the store when node a has left: the departure, and what incidents say."""
-    leave(store, departure(planned=planned))
-    found = store.get(KEYS.departure, Deadline.after(5.0)).first
-    incidents = store.range(KEYS.incidents, Deadline.after(5.0)).items
-    said = [Incident.decode(each.value, each.key).reason for each in incidents]
-    return None if found is None else Departure.decode(found.value, found.key), said
+    def held(self, key: str, kind: type[Kind]) -> Kind | None:
+        found = self.get(key, soon()).first
+        return kind.decode(found.value, key) if found is not None else None
+
+    def incidents(self) -> list[Incident]:
+        return [Incident.decode(each.value, each.key) for each in self.range(KEYS.incidents, soon()).items]
+
+    def leave(
+        self, departure: Departure, current: RoundDocument | None = None, revision: int = 0, **more: bool
+    ) -> TransactionResult:
+        guards, if_last, else_ = parting(KEYS, departure, current, revision, **more)
+        return self.transact(guards, if_last, else_, deadline=soon())
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_the_last_node_says_how_the_run_was_left(planned: bool) -> None:
-    """Whether somebody stopped it or it was given up is one key, and one incident for people."""
-    found, (said,) = left(MemoryStore(), planned=planned)
-    assert found == departure(planned=planned)
-    assert said == ("the last node left on request: SIGTERM" if planned else "node a gave up: no peer (exit code 143)")
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_a_node_that_leaves_others_behind_is_no_end(planned: bool) -> None:
-    """While another key stands nothing says that the run is left; a node that gave up is still recorded."""
-    store = MemoryStore()
-    record: NodeRecord = OLD
-    store.transact([], [Put(KEYS.node("b"), record.encode())], deadline=Deadline.after(5.0))
-    found, said = left(store, planned=planned)
-    assert found is None
-    assert len(said) == (0 if planned else 1)
-    store.transact([], [Delete(KEYS.node("b"))], deadline=Deadline.after(5.0))
-    assert left(store, planned=planned)[0] is not None
-
-
-def begun(store: MemoryStore) -> tuple[RoundDocument, int]:
-    """Round 1 of a and b is in the store; its document and revision."""
-    members = (RoundMember("a", 11, 1, 0, 1), RoundMember("b", 12, 1, 1, 1))
-    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=members)
-    put = store.transact([], [Put(KEYS.round, active.encode())], deadline=Deadline.after(5.0))
-    return active, put.revision
+    """Whether somebody stopped it or it was given up is one key, and one incident for people. While another key stands
+    nothing says that the run is left; a node that gave up is still recorded."""
+    store, gone = Documents(), departure(planned=planned)
+    store.place(KEYS.node("b"), OLD)
+    store.leave(gone)
+    assert store.held(KEYS.departure, Departure) is None
+    assert len(store.incidents()) == (0 if planned else 1)
+    store = Documents()
+    store.leave(gone.model_copy(update={"step": 30}), ACTIVE, store.place(KEYS.round, ACTIVE))
+    (told,) = store.incidents()
+    found = store.held(KEYS.departure, Departure)
+    assert found == gone.model_copy(update={"step": told.step})
+    assert (told.step, told.round) == (30, 1)
+    how = "the last node left on request: SIGTERM" if planned else "node a gave up: no peer (exit code 143)"
+    assert told.reason == how
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_the_last_node_of_a_training_that_is_over_closes_the_run(planned: bool) -> None:
     """All ranks had passed its end: whatever the scripts did afterwards, no replacement has anything to train."""
-    store = MemoryStore()
-    leave(store, departure(planned=planned), *begun(store), passed=True)
-    found = store.get(KEYS.round, Deadline.after(5.0)).first
-    assert found is not None
-    closed = RoundDocument.decode(found.value, found.key)
+    store = Documents()
+    store.leave(departure(planned=planned), ACTIVE, store.place(KEYS.round, ACTIVE), passed=True)
+    closed = store.held(KEYS.round, RoundDocument)
+    assert closed is not None
     assert (closed.state, closed.result) == (RoundState.CLOSED, RunResult.SUCCEEDED)
-    assert store.get(KEYS.departure, Deadline.after(5.0)).first is None
-    incidents = store.range(KEYS.incidents, Deadline.after(5.0)).items
-    kinds = [Incident.decode(each.value, each.key).kind for each in incidents]
-    assert kinds == ([] if planned else ["node_gave_up"])
+    assert store.held(KEYS.departure, Departure) is None
+    assert [each.kind for each in store.incidents()] == ([] if planned else ["node_gave_up"])
 
 
 def test_a_run_that_was_closed_meanwhile_is_not_said_to_be_stopped() -> None:
     """Another node closed it when this one's key went: the older view writes nothing, and gets the newer document."""
-    store = MemoryStore()
-    active, revision = begun(store)
-    closed = active.model_copy(update={"state": RoundState.CLOSED, "result": RunResult.SUCCEEDED})
-    store.transact([], [Put(KEYS.round, closed.encode())], deadline=Deadline.after(5.0))
-    result = leave(store, departure(planned=True), active, revision)
-    found = result.reads[0].first
+    store = Documents()
+    revision = store.place(KEYS.round, ACTIVE)
+    store.place(KEYS.round, CLOSED)
+    found = store.leave(departure(planned=True), ACTIVE, revision).reads[0].first
     assert found is not None
-    assert RoundDocument.decode(found.value, found.key) == closed
-    assert not store.range(KEYS.incidents, Deadline.after(5.0)).items
-    assert store.get(KEYS.departure, Deadline.after(5.0)).first is None
-
-
-def test_the_step_at_which_a_run_was_stopped_is_the_newest_known() -> None:
-    """That of the node's own workers, or of the last round."""
-    store = MemoryStore()
-    leave(store, departure(planned=True).model_copy(update={"step": 30}), *begun(store))
-    (said,) = store.range(KEYS.incidents, Deadline.after(5.0)).items
-    assert Incident.decode(said.value, said.key).step == 30
+    assert RoundDocument.decode(found.value, found.key) == CLOSED
+    assert (store.incidents(), store.held(KEYS.departure, Departure)) == ([], None)
 
 
 def test_the_last_node_closes_what_no_round_will() -> None:
     """A round was broken and none followed: its incident says how the run ended, and is not open for ever."""
-    store = MemoryStore()
+    store = Documents()
     lost = Incident(wall=3.0, by="a", cause=Cause.NODE_LOST, reason="b is gone", nodes=("b",), open=True)
-    store.transact([], [Put(KEYS.open_incident, lost.encode())], deadline=Deadline.after(5.0))
-    found = leave(store, departure(planned=False)).reads[0].first
+    store.place(KEYS.open_incident, lost)
+    found = store.leave(departure(planned=False)).reads[0].first
     assert found is not None
-    store.transact(*closing(KEYS, found, departure(planned=False)), deadline=Deadline.after(5.0))
-    items = store.range(KEYS.incidents, Deadline.after(5.0)).items
-    closed, gave_up = (Incident.decode(each.value, each.key) for each in items)
+    store.transact(*closing(KEYS, found, departure(planned=False)), deadline=soon())
+    closed, gave_up = store.incidents()
     assert gave_up.kind == "node_gave_up"
-    assert closed == lost.model_copy(
-        update={"open": False, "reason": "b is gone; node a gave up: no peer (exit code 143)"}
-    )
+    how = "b is gone; node a gave up: no peer (exit code 143)"
+    assert closed == lost.model_copy(update={"open": False, "reason": how})
 
 
-def test_a_round_of_other_nodes_closes_what_nobody_else_can() -> None:
-    """All nodes of a broken round were killed: its incident is in the history, with the round that followed."""
-    store, author = MemoryStore(), Author(KEYS, "c", 1)
-    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=(RoundMember("a", 11, 1, 0, 1),))
-    gone = broken(active, "a is silent", cause=Cause.NODE_LOST, lost=("a",))
-    following = active.model_copy(update={"number": 2, "members": (RoundMember("a", 21, 1, 0, 1),)})
-    assert is_left(gone, following)
-    assert not is_left(gone, active.model_copy(update={"number": 2}))
-    assert not is_left(active, following)
-    for document, left_ in ((gone, False), (following, True)):
-        write = round_write(author, document, 0, 5.0, left=left_)
-        assert write is not None
-        result = store.transact([], write.success, deadline=Deadline.after(5.0))
-    (read,) = result.reads
+def written(document: RoundDocument, *, left: bool = False) -> tuple[Operation, ...]:
+    """What node a writes with the round document."""
+    write = round_write(Author(KEYS, "a", 11), document, 7, 5.0, left=left)
+    assert write is not None
+    return write.success
+
+
+def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
+    """Who breaks a round opens its incident, with the lost node; the round that follows takes its place. If that is of
+    other nodes only, nobody else can close the incident: it is in the history, with the round that followed."""
+
+    def opened(document: RoundDocument) -> Incident:
+        (put,) = (each for each in written(document) if isinstance(each, Put) and each.key == KEYS.open_incident)
+        return Incident.decode(put.value, put.key)
+
+    gone = broken(ACTIVE, "b is silent", cause=Cause.NODE_LOST, lost=("b",))
+    lost = opened(gone)
+    assert (lost.open, lost.cause, lost.nodes, lost.world_before) == (True, Cause.NODE_LOST, ("b",), 2)
+    assert opened(broken(ACTIVE, "node a left", worker_failed=True, cause=Cause.WORKER_LOST)).nodes == ("a",)
+    following = ACTIVE.model_copy(update={"number": 2})
+    assert Delete(KEYS.open_incident) in written(following)
+    others = following.model_copy(update={"members": (RoundMember("a", 21, 1, 0, 1),)})
+    assert [is_left(*pair) for pair in ((gone, others), (gone, following), (ACTIVE, others))] == [True, False, False]
+
+    store = Documents()
+    store.place(KEYS.open_incident, lost)
+    (read,) = store.transact([], written(others, left=True), deadline=soon()).reads
     assert read.first is not None
-    store.transact(*closing(KEYS, read.first, None, following), deadline=Deadline.after(5.0))
-    (item,) = store.range(KEYS.incidents, Deadline.after(5.0)).items
-    told = Incident.decode(item.value, item.key)
-    assert (told.open, told.next_round, told.world_after, told.nodes) == (False, 2, 1, ("a",))
-    assert told.reason == "a is silent; all its nodes were lost"
-    assert store.get(KEYS.open_incident, Deadline.after(5.0)).first is None
+    store.transact(*closing(KEYS, read.first, None, others), deadline=soon())
+    (told,) = store.incidents()
+    assert (told.open, told.next_round, told.world_after, told.nodes) == (False, 2, 1, ("b",))
+    assert told.reason == "b is silent; all its nodes were lost"
+    assert store.held(KEYS.open_incident, Incident) is None
 
 
-def test_the_next_node_that_comes_takes_it_away() -> None:
-    """A run that was stopped, came back and lost its nodes was not stopped."""
+def test_the_next_node_that_comes_takes_the_departure_away() -> None:
     owner = Owner()
     owner.store.transact([], [Put(KEYS.departure, departure(planned=True).encode())], deadline=owner.limit())
     owner.publish(OLD)
     assert owner.store.get(KEYS.departure, owner.limit()).first is None
-
-
-def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
-    """Who breaks a round opens its incident, with the lost node; the round that follows takes its place."""
-    author = Author(KEYS, "a", 11)
-    members = tuple(RoundMember(name, 11 + place, 1, place, 1) for place, name in enumerate(("a", "b")))
-    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=members)
-
-    def opened(document: RoundDocument) -> list[Incident]:
-        write = round_write(author, document, 7, 5.0)
-        assert write is not None
-        puts = [each for each in write.success if isinstance(each, Put) and each.key == KEYS.open_incident]
-        return [Incident.decode(each.value, each.key) for each in puts]
-
-    (lost,) = opened(broken(active, "node b is gone", cause=Cause.NODE_LOST, lost=("b",)))
-    assert (lost.open, lost.cause, lost.nodes, lost.world_before) == (True, Cause.NODE_LOST, ("b",), 2)
-    (own,) = opened(broken(active, "node a left the round", worker_failed=True, cause=Cause.WORKER_LOST))
-    assert own.nodes == ("a",)
-    following = round_write(author, active.model_copy(update={"number": 2}), 7, 5.0)
-    assert following is not None
-    assert Delete(KEYS.open_incident) in following.success

@@ -29,7 +29,6 @@ def test_every_metric_is_listed_as_it_is_exported() -> None:
 
 
 def test_every_phase_is_listed() -> None:
-    """In their order, each with words."""
     told = rows("Phases")
     assert [cells[0].strip("`") for cells in told] == [str(phase) for phase in Phase]
     assert all(len(cells[1]) > 10 for cells in told)

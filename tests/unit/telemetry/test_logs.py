@@ -47,7 +47,6 @@ def test_an_error_of_this_package_is_one_sentence_and_its_exit_code(
 
 
 def test_other_errors_go_to_the_hook_before(monkeypatch: pytest.MonkeyPatch, reported: Path) -> None:
-    """However often sessions are opened, it is called once."""
     seen: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(kind))
     for _ in range(2):

@@ -103,7 +103,6 @@ def test_a_worker_is_known_by_its_process_and_its_last_word_is_taken(
 
 
 def test_a_worker_that_talks_nonsense_counts_as_lost(server: ChannelServer, handler: WorkerHandler) -> None:
-    """It cannot be led; its round goes on without it."""
     connection = connect(server.path)
     connection.send(Hello(pid=1, local_rank=0))
     connection._socket.sendall(b'{"kind": "song"}\n')

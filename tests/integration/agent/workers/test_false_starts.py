@@ -57,7 +57,6 @@ def test_a_script_that_cannot_start_ends_the_run_at_once(
 def test_one_node_on_which_it_cannot_start_ends_nobody_elses_run(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """That node uses up its restarts and goes; the other trains, and finishes."""
     entry = failing(tmp_path, "n1")
     with PlainJob(tmp_path, etcd_endpoint, run_id, least=1, most=2, entry=entry, max_restarts=2) as job:
         job.start(2)

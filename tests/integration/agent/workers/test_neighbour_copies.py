@@ -15,7 +15,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from elastic_trainer.agent.suspicion.peers import AgentPort
+from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.agent.workers import rescue
 from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
@@ -132,7 +132,6 @@ def test_those_who_are_left_read_all_parts_of_the_newest_state_that_all_had_copi
 
 
 def test_without_the_part_of_a_node_there_is_no_state(nodes: list[Node]) -> None:
-    """Two neighbours are gone; and a rank without an agent can show nothing."""
     for index, node in enumerate(nodes):
         node.leaves(1, nodes[(index + 1) % 3])
     for here in (nodes[0].here, None):
@@ -212,7 +211,6 @@ def test_an_agent_that_is_silent_for_once_in_the_middle_is_asked_again(
 
 
 def test_only_memory_files_of_snapshots_are_served(nodes: list[Node], tmp_path: Path) -> None:
-    """Also with the key, and whatever else this process has open."""
     (tmp_path / "secret").write_bytes(b"secret" * 1000)
     with (tmp_path / "secret").open("rb") as secret:
         for path in (f"/proc/1/fd/{secret.fileno()}", "/proc/1/fd/0", "secret", "/proc/1/fd/-1"):
@@ -258,25 +256,6 @@ class Impossible(Neighbour):
 
 def keeps(node: Node, step: int) -> bool:
     return node.kept() == [step]
-
-
-def test_an_agent_that_may_start_no_thread_refuses_one_neighbour_and_takes_the_next(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limit of processes is reached for a moment."""
-    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name == "neighbour" and failures:
-            raise failures.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", starts)
-    with pytest.raises(OSError):
-        nodes[0].leaves(1, nodes[1])
-    nodes[0].leaves(2, nodes[1])
-    assert keeps(nodes[1], 2)
-    assert not failures
 
 
 def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(

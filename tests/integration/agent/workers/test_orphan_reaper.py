@@ -78,14 +78,12 @@ def _ready(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
 
 
 def test_who_ignores_sigterm_is_killed(reaper: OrphanReaper) -> None:
-    """After the time that workers get; who obeys is not."""
     workers = [_started(STUBBORN, reaper), _started(OBEDIENT, reaper)]
     reaper.close()
     assert [each.wait() for each in workers] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
 def test_a_process_that_has_got_the_number_of_a_worker_is_left_alone(reaper: OrphanReaper) -> None:
-    """The start that was noted is another one's."""
     words = [sys.executable, "-S", "-c", OBEDIENT]
     stranger = _ready(subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True))
     process = cast("Any", reaper)._process
@@ -99,7 +97,6 @@ def test_a_process_that_has_got_the_number_of_a_worker_is_left_alone(reaper: Orp
 
 
 def test_signals_for_the_agent_do_not_end_the_reaper(reaper: OrphanReaper) -> None:
-    """A service manager sends SIGTERM to all processes of a service."""
     worker = _started(OBEDIENT, reaper)
     process = cast("Any", reaper)._process
     while not _ignores_sigterm(process.pid):
@@ -117,7 +114,6 @@ def _ignores_sigterm(pid: int) -> bool:
 
 
 def test_a_reaper_that_is_gone_stops_nothing(reaper: OrphanReaper) -> None:
-    """Workers start all the same."""
     process = cast("Any", reaper)._process
     process.kill()
     process.wait()

@@ -95,7 +95,6 @@ def test_an_agent_leaves_the_state_to_the_one_that_is_writing_it(
 def test_a_node_that_leaves_amid_a_long_rescue_says_so_and_keeps_the_memory_that_is_written(
     agents: list[Rescue], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the process lasts, the rescue succeeds after all."""
     monkeypatch.setattr(rescue_module, "LEAVING_S", 0.1)
     reached, goes_on = stuck_at_publishing(monkeypatch, lambda: None)
     with capture_logs() as logs:

@@ -22,7 +22,6 @@ class Mute:
 
 
 def test_a_process_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
-    """Of two busy loops on one CPU each waits while the other runs."""
     call = [sys.executable, "-S", "-c", BUSY.format(cpu=min(os.sched_getaffinity(0)))]
     with subprocess.Popen(call, stdout=subprocess.PIPE) as one, subprocess.Popen(call, stdout=subprocess.PIPE) as other:
         try:

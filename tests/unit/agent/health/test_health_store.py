@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.agent.health import health_store as module
-from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore, told_by_all
+from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.membership.documents import GONE, Incident, added_up
@@ -47,16 +47,6 @@ def told(store: MemoryStore) -> HealthStore:
     return HealthStore(store, KEYS, "me")
 
 
-def test_what_is_written_last_is_reported(store: MemoryStore, told: HealthStore) -> None:
-    """By all nodes; what nobody can read is passed over, and so are other runs."""
-    told.write(told_by("me", loss=2.0))
-    told.write(told_by("me", loss=1.0))
-    HealthStore(store, KEYS, "other").write(told_by("other"))
-    HealthStore(store, RunKeys("/p", "run2"), "far").write(told_by("far"))
-    put(store, KEYS.node_health("odd"), b"{}")
-    assert told.told() == told_by_all(store, KEYS) == {"me": told_by("me", loss=1.0), "other": told_by("other")}
-
-
 def test_an_outage_is_no_error_for_what_comes_again(store: MemoryStore, told: HealthStore) -> None:
     """Documents are written every few seconds. An incident is not: whoever holds it is reported."""
     store.backend.outage(True)
@@ -71,7 +61,6 @@ def test_an_outage_is_no_error_for_what_comes_again(store: MemoryStore, told: He
 
 
 def test_two_incidents_in_one_millisecond_are_two(store: MemoryStore, told: HealthStore) -> None:
-    """In the order in which they were reported."""
     for round_ in (1, 2, 3):
         told.write_incident(Incident(wall=WALL, by="me", round=round_))
     told.write_incident(Incident(wall=WALL - 1.0, by="me", round=0))
@@ -90,7 +79,6 @@ def test_an_incident_that_may_have_been_written_is_not_written_twice(store: Memo
 
 
 def test_the_newest_thousand_incidents_stay(store: MemoryStore, told: HealthStore) -> None:
-    """More than one too many go as well."""
     for number in range(INCIDENTS_KEPT + 5):
         put(store, KEYS.incident(number), Incident(wall=0.0, by="x", round=number).encode())
     told.write_incident(Incident(wall=WALL, by="me", round=9999))
@@ -172,7 +160,6 @@ def test_what_another_node_has_written_meanwhile_is_not_added_twice(
 def test_a_document_that_nobody_can_read_stops_no_agent(
     store: MemoryStore, told: HealthStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be added up stays where it is."""
     monkeypatch.setattr(module, "GONE_KEPT", 0)
     fill(store, 2)
     put(store, KEYS.node_health("odd"), b"{}")

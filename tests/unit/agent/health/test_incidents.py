@@ -125,7 +125,6 @@ def test_a_worker_that_is_killed_is_one_incident() -> None:
 
 
 def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
-    """The next round lacks it."""
     run = trained("a", "b", "c")
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST), 1.0)
     run.see(round_of(2, "a", "c", cause=Cause.NODE_LOST, reason="node b was lost"), 1.0)
@@ -136,7 +135,6 @@ def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
 
 
 def test_the_end_of_rank_0s_node_is_reported_by_the_next_rank_0s() -> None:
-    """Whoever comes first in the next round was in the one before."""
     run = trained("a", "b", "c")
     del run.nodes["a"]
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
@@ -193,14 +191,6 @@ def test_a_failure_goes_before_the_planned_change_that_was_under_way() -> None:
     assert incident.nodes == ("c",)
 
 
-def test_a_round_whose_end_was_not_seen_has_ended() -> None:
-    """The store was away, or two documents came as one."""
-    run = trained("a", "b").see(round_of(2, "a", cause=Cause.NODE_LOST), 3.0)
-    run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
-    _, incident = run.only
-    assert (incident.cause, incident.round, incident.regroup_s, incident.resume_s) == (Cause.NODE_LOST, 1, 0.0, 1.0)
-
-
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen: bool) -> None:
     """Both ends are reported. Nothing went on after the first; the second took all from the last step on."""
@@ -220,7 +210,6 @@ def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen:
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
-    """There is no next round; one node reports it, and it is no recovery."""
     run = trained("a", "b")
     if broken:
         run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
@@ -233,7 +222,6 @@ def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
 
 
 def test_a_run_that_failed_with_rank_0s_node_is_reported_by_another() -> None:
-    """The first of the round that is still there."""
     run = trained("a", "b", "c")
     del run.nodes["a"]
     run.present = ("b", "c")
@@ -243,7 +231,6 @@ def test_a_run_that_failed_with_rank_0s_node_is_reported_by_another() -> None:
 
 
 def test_a_run_that_failed_while_it_recovered_has_two_incidents() -> None:
-    """The round before, and the one that never made a step."""
     run = trained("a", "b")
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     run.see(round_of(2, "a", "b!2"), 1.0)
@@ -252,14 +239,12 @@ def test_a_run_that_failed_while_it_recovered_has_two_incidents() -> None:
 
 
 def test_a_run_that_succeeded_is_no_incident() -> None:
-    """Nor what comes of a document that was read again."""
     run = trained("a", "b").see(round_of(1, "a", "b", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
     run.look().see(round_of(1, "a", "b", state=CLOSED, result=RunResult.FAILED)).look()
     assert run.told == []
 
 
 def test_a_run_that_goes_on_after_it_was_closed_begins_anew() -> None:
-    """Reopened: its first round follows nothing."""
     run = trained("a").see(round_of(1, "a", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
     run.see(round_of(2, "a!2"), 60.0).look(stepping(2, 11, run.now))
     assert run.told == []
@@ -291,7 +276,6 @@ def test_steps_behind_the_checkpoint_are_lost() -> None:
 
 
 def test_the_first_round_is_no_incident() -> None:
-    """Nothing ended; and a node that waits outside reports nobody else's."""
     run = run_of("a", "z").see(round_of(1, "a")).look(stepping(1, 1, 1000.0))
     assert run.told == []
     run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a", "z"), 1.0)
@@ -332,7 +316,6 @@ def test_a_round_whose_end_its_own_nodes_recorded_is_not_recorded_again(state: R
 
 
 def test_a_node_that_watched_a_round_and_joined_it_records_its_end_as_any_other() -> None:
-    """What it watched is over: the next round has members of the one before."""
     run = Run({"c": Incidents("c")}).see(round_of(1, "a"), takes_part=False).see(round_of(2, "a", "c"), 1.0)
     run.look(stepping(2, 5, run.now), after_s=1.0)
     run.see(round_of(2, "a", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0).see(round_of(3, "c"), 1.0)

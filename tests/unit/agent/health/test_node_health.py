@@ -35,19 +35,17 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import (
     Incident,
     NodeHealth,
-    NodeRecord,
-    NodeState,
     RankHealth,
     RoundDocument,
-    RoundMember,
     RoundState,
     RunResult,
     SaveRequest,
 )
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.store.api import Delete, EventKind, Put, RunKeys, Watch, WatchEvent, WatchListener
-from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
+from tests.unit.membership.scenes import node
 
 LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 
@@ -217,19 +215,7 @@ def test_an_agent_that_stood_still_excuses_everybody(desk: Desk) -> None:
     assert desk.judge.ended == [1]
 
 
-def test_an_agent_that_stands_still_often_finds_hangs_nevertheless(desk: Desk) -> None:
-    """On a machine that is much too busy: only the time of its own standing still is taken off."""
-    desk.pages.living = [desk.worker(1)]
-    for _ in range(6):
-        desk.turns(2.0)
-        desk.clock.advance(5.0)
-        desk.health.look()
-    desk.turns(1.0)
-    assert desk.judge.ended == [1]
-
-
 def test_limits_of_zero_end_nobody(desk: Desk) -> None:
-    """However long it takes."""
     desk.health = desk.health_with(HangLimits(0.0, 0.0, 0.0))
     desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
     desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
@@ -276,7 +262,6 @@ def test_who_stands_still_with_all_its_workers_reports_so_at_once(desk: Desk) ->
 
 
 def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
-    """Ending the culprit ends it."""
     desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
     desk.pages.living = [desk.worker(1, waits=True), desk.worker(2)]
     desk.turns(60.0)
@@ -287,7 +272,6 @@ def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
 
 
 def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
-    """Ranks that have a place; loss and checkpoint of rank 0."""
     saved = {"step": 4, "wall": 1.0, "bytes": 9, "duration_s": 0.5}
     desk.round = round_of(3, "a")
     desk.pages.living = [
@@ -307,7 +291,6 @@ def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
 
 
 def test_nothing_is_invented_where_rank_0_is_elsewhere(desk: Desk) -> None:
-    """Neither a loss nor a checkpoint; a loss that is not known is none."""
     desk.pages.living = [desk.worker(1, rank=1, loss=1.0)]
     desk.health.publish()
     desk.pages.living = [desk.worker(1, rank=0)]
@@ -316,7 +299,6 @@ def test_nothing_is_invented_where_rank_0_is_elsewhere(desk: Desk) -> None:
 
 
 def test_a_row_reports_how_long(desk: Desk) -> None:
-    """It has been in its phase, and has not moved."""
     now = desk.clock.monotonic()
     one = desk.worker(9, slot=2, rank=6, waits=True, moved_at=now - 3.0, phase_at=now - 4.0, step_s=0.5, compute_s=0.25)
     assert row(one, now) == RankHealth(
@@ -344,7 +326,6 @@ def recovered(desk: Desk) -> None:
 
 
 def test_an_incident_is_counted_and_reported(desk: Desk) -> None:
-    """By its cause, and by how long it took."""
     recovered(desk)
     desk.health.publish()
     counters = desk.written[-1].counters
@@ -367,22 +348,14 @@ def test_incidents_outlast_an_outage_of_the_store(desk: Desk) -> None:
     assert [incident.round for incident in desk.kept] == [1]
 
 
-def test_closing_in_an_outage_ends_and_raises_nothing(desk: Desk) -> None:
-    """A node leaves whatever the store does."""
-    desk.store.away = True
-    recovered(desk)
-    desk.health.close()
-    desk.health.close()
-    assert len(desk.written) == 1
-
-
 def test_the_failure_of_the_run_is_reported_though_the_agent_ends_at_once(desk: Desk) -> None:
-    """No turn comes between the two: closing looks once more."""
     desk.round = round_of(1, "a", "b")
     desk.incidents.see(desk.round, 1.0, 1.0)
     closed = round_of(1, "a", "b", state=RoundState.CLOSED, result=RunResult.FAILED, cause=Cause.WORKER_LOST)
     desk.incidents.see(closed, 2.0, 2.0)
     desk.health.close()
+    desk.health.close()
+    assert len(desk.written) == 1
     assert [(incident.cause, incident.next_round) for incident in desk.kept] == [(Cause.WORKER_LOST, None)]
     counters = desk.written[-1].counters
     assert counters["ended.worker_lost"] == 1.0
@@ -540,7 +513,6 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
-    """The answer hurries the writer once, however often it is seen."""
     scene.put(SaveRequest(id="x", wall=1.0))
     assert not scene.requests.look([scene.worker()])
     assert scene.passed_on() == "x"
@@ -558,7 +530,6 @@ def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
 
 
 def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene) -> None:
-    """However often the agent looks while the worker saves."""
     scene.put(SaveRequest(id="x", wall=1.0))
     scene.requests.look([scene.worker()])
     (scene.directory / "0-7.save").unlink()
@@ -570,7 +541,6 @@ def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene)
 
 
 def test_the_worker_that_follows_on_a_dead_one_gets_the_request_too(scene: Scene) -> None:
-    """Nobody has answered it yet; a rank that is not 0 gets none."""
     scene.put(SaveRequest(id="x", wall=1.0))
     scene.requests.look([scene.worker(7)])
     scene.requests.look([])
@@ -582,7 +552,6 @@ def test_the_worker_that_follows_on_a_dead_one_gets_the_request_too(scene: Scene
 
 
 def test_a_refusal_is_an_answer_and_waits_for_the_store(scene: Scene) -> None:
-    """The outage is over at a later turn."""
     scene.put(SaveRequest(id="x", wall=1.0))
     assert scene.requests.look([scene.worker(on_demand={"id": "x", "name": "", "problem": "disk full", "code": 73})])
     scene.store.backend.down = True
@@ -595,7 +564,6 @@ def test_a_refusal_is_an_answer_and_waits_for_the_store(scene: Scene) -> None:
 
 
 def test_only_the_node_of_rank_0_follows_requests(scene: Scene) -> None:
-    """And only while the run is on; what is no request is refused."""
     for document, following in (
         (round_of(2, "b", "a"), 0),
         (round_of(3, "a", "b"), 1),
@@ -612,134 +580,79 @@ def test_only_the_node_of_rank_0_follows_requests(scene: Scene) -> None:
     assert scene.passed_on() is None
 
 
-def soon() -> Deadline:
-    return Deadline.after(60.0)
-
-
 def computing(number: int, compute_s: float) -> RankHealth:
-    place: dict[str, Any] = {"rank": number, "local_rank": 0, "pid": 1}
-    return RankHealth(**place, phase="training", phase_s=0.0, still_s=0.0, step=5, step_s=1.0, compute_s=compute_s)
-
-
-def record(node: str) -> NodeRecord:
-    return NodeRecord(
-        host=node, address="127.0.0.1", local_world_size=1, store_port=1, probe_port=1, state=NodeState.READY
-    )
+    return replace(rank(number, waits=False, still_s=0.0), compute_s=compute_s)
 
 
 @dataclass
 class Job:
-    """Three nodes of one rank each, of which ``slow`` computes ten times as long."""
+    """Three nodes of one rank each, of which ``slow`` computes ten times as long; a fourth is ready if ``spare``."""
 
     slow: str = "c"
-    number: int = 1
-    records: dict[str, NodeRecord] = field(default_factory=dict)
+    spare: bool = True
     clock: ManualClock = field(default_factory=ManualClock)
-    store: MemoryStore = field(default_factory=lambda: MemoryStore(MemoryBackend()))
+    store: MemoryStore = field(default_factory=MemoryStore)
     left: list[str] = field(default_factory=list)
-    created: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.created = {name: self.show(name) for name in "abc"}
 
     def show(self, name: str) -> int:
         """Create the key of node ``name``; its create-revision."""
-        key = KEYS.node(name)
-        self.store.transact([], [Delete(key)], deadline=soon())
-        return self.store.transact([], [Put(key, b"")], deadline=soon()).revision
-
-    def node(self, name: str, *, evicts: bool = True) -> StragglerWatch:
-        return StragglerWatch(name, self.evictions(name), lambda: self.records, evicts=evicts, clock=self.clock)
+        key, soon = KEYS.node(name), Deadline.after(60.0)
+        self.store.transact([], [Delete(key)], deadline=soon)
+        return self.store.transact([], [Put(key, b"")], deadline=soon).revision
 
     def evictions(self, name: str) -> Evictions:
         created = self.created[name]
         return Evictions(name, self.store, KEYS, lambda: created, obeys=True, leave=lambda: self.left.append(name))
 
-    def round(self) -> RoundDocument:
-        members = tuple(
-            RoundMember(node=name, create_revision=self.created[name], life=1, first_rank=at, local_world_size=1)
-            for at, name in enumerate("abc")
-        )
-        return RoundDocument(number=self.number, nonce="n", state=RoundState.ACTIVE, members=members)
-
-    def told(self) -> dict[str, NodeHealth]:
-        return {
-            name: NodeHealth(
-                node=name, wall=1.0, round=self.number, ranks=(computing(at, 1.0 if name == self.slow else 0.1),)
-            )
-            for at, name in enumerate("abc")
-        }
-
-    def looks(self, judge: StragglerWatch, times: int) -> list[Incident | None]:
+    def looks(self, name: str, times: int = 10, *, evicts: bool = True) -> list[Incident | None]:
+        """What node ``name`` reports in so many looks."""
+        records = {"spare": node("spare", 9).record} if self.spare else {}
+        watch = StragglerWatch(name, self.evictions(name), lambda: records, evicts=evicts, clock=self.clock)
+        current = round_of(1, "a", "b", "c")
+        members = [each._replace(create_revision=self.created[each.node]) for each in current.members]
+        current = current.model_copy(update={"members": tuple(members)})
+        told = {each: told_by(each, computing(i, 1.0 if each == self.slow else 0.1)) for i, each in enumerate("abc")}
         found = []
         for _ in range(times):
             self.clock.advance(LOOK_EVERY_S)
-            found.append(judge.look(self.round(), self.told))
+            found.append(watch.look(current, lambda: told))
         return found
 
-    def asked(self, node: str) -> bool:
-        return self.store.get(KEYS.eviction(node), soon()).first is not None
+    def asked(self, name: str) -> bool:
+        return self.store.get(KEYS.eviction(name), Deadline.after(60.0)).first is not None
 
 
 def test_a_rank_that_stays_slow_is_reported_once() -> None:
-    """Not at the first look of a round, whose figures may be older, and not before it was slow several times."""
-    job = Job()
-    found = job.looks(job.node("a", evicts=False), 1 + LOOKS_IN_A_ROW + 3)
-    at = [index for index, each in enumerate(found) if each is not None]
-    assert at == [LOOKS_IN_A_ROW]
-    told = found[at[0]]
-    assert told is not None
+    """Not at the first look of a round, whose figures may be older, and not before it was slow several times. Only the
+    node of rank 0 reports."""
+    found = Job().looks("a", 1 + LOOKS_IN_A_ROW + 3, evicts=False)
+    (told,) = [each for each in found if each is not None]
+    assert found.index(told) == LOOKS_IN_A_ROW
     assert (told.nodes, told.ranks) == (("c",), (2,))
+    assert Job().looks("b") == Job().looks("c") == [None] * 10
 
 
-@pytest.mark.parametrize("judge", ["b", "c"])
-def test_only_the_node_of_rank_0_judges(judge: str) -> None:
-    """One reports, not each."""
-    job = Job()
-    assert job.looks(job.node(judge), 10) == [None] * 10
-
-
-def test_nobody_is_asked_to_go_without_a_replacement() -> None:
-    """Slow is better than none."""
-    job = Job()
-    job.looks(job.node("a"), 10)
-    assert not job.asked("c")
-
-
-def test_the_node_of_rank_0_never_asks_itself() -> None:
-    """It holds what all meet at."""
-    job = Job(slow="a", records={"spare": record("spare")})
-    job.looks(job.node("a"), 10)
-    assert not job.asked("a")
-
-
-def test_a_slow_node_goes_where_another_is_ready() -> None:
-    """It is asked through its key, and leaves once."""
-    job = Job(records={"spare": record("spare")})
-    slow = job.evictions("c")
-    job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
-    assert job.asked("c")
-    slow.obey()
-    slow.obey()
-    assert job.left == ["c"]
-    assert not job.asked("c")
-
-
-def test_who_has_come_back_under_the_name_of_a_slow_node_is_not_asked() -> None:
-    """Its key is another one. So nor does it hear what was asked of the slow one where etcd writes that late."""
-    job = Job(records={"spare": record("spare")})
-    job.show("c")
-    job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
-    assert not job.asked("c")
+@pytest.mark.parametrize(("slow", "spare", "asked"), [("c", True, "c"), ("c", False, ""), ("a", True, "")])
+def test_a_slow_node_goes_where_another_is_ready(slow: str, spare: bool, asked: str) -> None:
+    """Slow is better than none, and the node of rank 0 holds what all meet at. Who is asked leaves once."""
+    job = Job(slow, spare)
+    job.looks("a")
+    assert [name for name in "abc" if job.asked(name)] == list(asked)
+    for _ in range(2):
+        job.evictions("c").obey()
+    assert (job.left, job.asked("c")) == (list(asked), False)
 
 
 def test_what_was_asked_of_a_node_of_the_same_name_before_is_not_obeyed() -> None:
-    """It may have died before it read that; the one that took its name is another, which nobody knows to be slow."""
+    """The one that took its name is another, which nobody knows to be slow: it is not asked either."""
     job = Job()
-    job.store.transact([], [Put(KEYS.eviction("c"), b"slow")], deadline=soon())
-    job.created["c"] = job.show("c")
-    later = job.evictions("c")
-    later.obey()
-    later.obey()
-    assert job.left == []
+    job.show("c")
+    job.looks("a")
     assert not job.asked("c")
+    job.store.transact([], [Put(KEYS.eviction("c"), b"slow")], deadline=Deadline.after(60.0))
+    job.created["c"] = job.show("c")
+    job.evictions("c").obey()
+    assert (job.left, job.asked("c")) == ([], False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.agent.health import pages as module
 from elastic_trainer.agent.health.pages import HELD_BACK_S, Pages, TimeAccounting
-from elastic_trainer.ipc.page import PAGE_BYTES, PHASES, Heartbeat, PageWriter, Reading, start_of
+from elastic_trainer.ipc.page import PHASES, Heartbeat, PageWriter, Reading, start_of
 from elastic_trainer.model import Phase
 from tests.support.memory_store import ManualClock
 from tests.support.waiting import LIMIT_S
@@ -79,7 +79,6 @@ def notes_of(process: Process, slot: int, born_at: float) -> dict[str, object]:
 def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
     pages: Pages, start: Callable[[], Process]
 ) -> None:
-    """One that has none, since it has not come to a state, reports nothing."""
     living, dead, new = start(), start(), start()
     page_of(pages, living, 0, round=2, step=7)
     page_of(pages, dead, 1, round=2, step=6)
@@ -94,7 +93,6 @@ def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
 
 
 def test_the_rank_of_a_worker_that_nobody_has_missed_yet_is_known(pages: Pages, start: Callable[[], Process]) -> None:
-    """The call that asks for it finds the death."""
     living, dead = start(), start()
     page_of(pages, living, 0, rank=4)
     page_of(pages, dead, 1, rank=5)
@@ -110,18 +108,6 @@ def test_living_workers_are_read_by_local_rank(pages: Pages, start: Callable[[],
     PageWriter.create(directory_of(pages) / "2-1.page")
     (directory_of(pages) / "3-1.page").write_bytes(b"")
     assert [reading.local_rank for reading in pages.look()] == [0, 1]
-
-
-def test_a_file_that_grows_into_a_page_is_read(pages: Pages, start: Callable[[], Process]) -> None:
-    """Between its making and its size it cannot be opened; that is not remembered."""
-    process = start()
-    path = directory_of(pages) / f"0-{process.pid}.page"
-    path.touch()
-    assert pages.look() == []
-    path.unlink()
-    page_of(pages, process)
-    assert [reading.pid for reading in pages.look()] == [process.pid]
-    assert path.stat().st_size == PAGE_BYTES
 
 
 def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, start: Callable[[], Process]) -> None:
@@ -144,7 +130,6 @@ def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, star
 def test_a_worker_that_dies_while_it_writes_keeps_what_it_had_written(
     pages: Pages, start: Callable[[], Process]
 ) -> None:
-    """The record at hand is torn for good: the one before counts."""
     process = start()
     writer = page_of(pages, process, samples=8)
     pages.look()
@@ -158,7 +143,6 @@ def test_a_worker_that_dies_while_it_writes_keeps_what_it_had_written(
 def test_closing_keeps_the_last_counts_and_removes_the_directory(
     clock: ManualClock, tmp_path: Path, start: Callable[[], Process]
 ) -> None:
-    """Workers that live still, too; closing twice is once."""
     pages = Pages(clock, tmp_path)
     pages.employ(2)
     page_of(pages, start(), samples=8)
@@ -184,7 +168,6 @@ sys.stdin.read()
 
 
 def test_what_a_killed_agent_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Not while it lives: two agents on one machine leave each other alone."""
     command = [sys.executable, "-c", AGENT, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
@@ -211,7 +194,6 @@ def test_a_node_without_a_place_for_pages_goes_on_without_them(clock: ManualCloc
 def test_pages_are_where_temporary_files_are_if_there_is_no_shared_memory(
     clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine without /dev/shm, or where nothing can be made there."""
     monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "missing")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pages = Pages(clock)
@@ -222,7 +204,6 @@ def test_pages_are_where_temporary_files_are_if_there_is_no_shared_memory(
 
 
 def test_the_end_of_the_last_session_alone_is_that_of_the_training(pages: Pages) -> None:
-    """A script may open another one after it."""
     first = PageWriter.create(directory_of(pages) / "0-1-1.page")
     notes = {"pid": os.getpid(), "start": start_of("self"), "passed": True}
     first.note(notes)
@@ -244,11 +225,6 @@ def told(accounts: TimeAccounting, living: list[Reading], now: float) -> dict[st
     }
 
 
-def test_every_phase_is_there_from_the_start() -> None:
-    """So that rates of it exist."""
-    assert TimeAccounting(0.0).total([], 0.0) == {f"seconds.{phase}": 0.0 for phase in Phase}
-
-
 def test_the_time_before_a_worker_is_that_of_its_agent() -> None:
     """What the agent did between, phase by phase, up to the beginning of the worker's process."""
     accounts = TimeAccounting(BEGAN)
@@ -261,7 +237,6 @@ def test_the_time_before_a_worker_is_that_of_its_agent() -> None:
 
 
 def test_a_worker_that_dies_leaves_its_counts_and_a_gap() -> None:
-    """The step that it was in is lost; the gap ends where the next one begins."""
     accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
     accounts.mode(Phase.STARTING, BEGAN)
@@ -314,22 +289,7 @@ def test_a_worker_that_reports_late_is_not_booked_twice() -> None:
     assert sum(told(accounts, [], BEGAN + 240.0).values()) == 240.0
 
 
-def test_two_workers_are_two_slots() -> None:
-    """Each with gaps and lives of its own."""
-    accounts = TimeAccounting(BEGAN)
-    accounts.employ(2)
-    one = reading(pid=1, slot=0, born_at=BEGAN, phase_at=BEGAN + 9.0, seconds={Phase.TRAINING: 9.0})
-    two = reading(pid=2, slot=1, born_at=BEGAN + 4.0, phase_at=BEGAN + 9.0, seconds={Phase.TRAINING: 5.0})
-    assert told(accounts, [one, two], BEGAN + 9.0) == {"waiting": 4.0, "training": 14.0}
-    accounts.bury(two, BEGAN + 10.0)
-    accounts.employ(2)
-    assert told(accounts, [one], BEGAN + 10.0) == {"waiting": 4.0, "training": 14.0, "repeated": 1.0}
-    accounts.close(BEGAN + 12.0)
-    assert told(accounts, [one], BEGAN + 12.0) == {"waiting": 6.0, "training": 14.0, "repeated": 1.0}
-
-
 def test_a_page_that_is_a_moment_behind_takes_nothing_back() -> None:
-    """A worker ends a phase a moment before its page says so."""
     accounts = TimeAccounting(BEGAN)
     healing = reading(Phase.HEALING, born_at=BEGAN, phase_at=BEGAN)
     assert told(accounts, [healing], BEGAN + 5.0) == {"healing": 5.0}

@@ -181,7 +181,6 @@ FOLLOWING = RoundDocument(number=5, nonce="y", state=RoundState.ACTIVE, members=
     ids=["no round", "broken", "too few left", "all members dead"],
 )
 def test_a_ready_node_without_a_round_gives_up_in_time(observation: Observation) -> None:
-    """Nobody is training, and this node could."""
     onlooker = Onlooker(observation)
     assert not onlooker.after(LIMIT_S)
     assert onlooker.after(1.0)
@@ -214,7 +213,6 @@ def test_other_waits_do_not_count(observation: Observation, shown: NodeRecord | 
 
 
 def test_the_count_begins_anew_with_each_round() -> None:
-    """Only one wait without a break counts."""
     onlooker = Onlooker(NOTHING)
     for _ in range(4):
         assert not onlooker.after(LIMIT_S / 2)
@@ -258,7 +256,6 @@ class Spare:
 
 
 def test_a_spare_without_state_begins_anew_where_it_is_needed() -> None:
-    """At its second look: what it saw first may be over."""
     spare = Spare(at("c0", 4, identity=held(7)), mine=at("b0", 3))
     assert spare.after(LOOK_S) == []
     assert spare.after(2 * LOOK_S)[0] == "this spare is needed at place 1 of a shard group"
@@ -275,20 +272,12 @@ def test_while_nobody_trains_a_spare_hurries() -> None:
 
 
 def test_a_spare_that_holds_state_waits_for_another_node_first() -> None:
-    """Its copy may be the one that the next fault leaves."""
     spare = Spare(at("c0", 4, identity=held(9)), mine=at("b0", 3, identity=held(7)))
     assert spare.after(PATIENCE_S - 2 * LOOK_S) == []
     assert spare.after(4 * LOOK_S) != []
 
 
-def test_a_spare_stays_where_the_rarest_place_is_another_nodes_business() -> None:
-    """That of the node which trains is not asked for, and a node alone cannot make one more group."""
-    assert Spare(mine=at("b0", 3)).after(10 * PATIENCE_S) == []
-    assert Spare(at("c0", 4), mine=at("b0", 3, identity=held(7))).after(10 * PATIENCE_S) == []
-
-
 def test_nodes_that_train_or_have_no_places_read_nothing() -> None:
-    """Only spares ask the store for all nodes."""
     spare = Spare(mine=at("a0", 1))
     assert spare.after(10 * LOOK_S) == []
     spare.limits = replace(PAIRS, shard_nodes=1)
@@ -341,7 +330,6 @@ def test_progress_is_written_at_most_once_a_second(scene: Scene) -> None:
 
 
 def test_progress_of_a_round_that_is_over_is_not_written(scene: Scene) -> None:
-    """A rank 0 that was left behind must not undo what its successor reports."""
     old, new = scene.round, scene.begin_round()
     scene.offer(7, new)
     scene.writer.turn()
@@ -351,7 +339,6 @@ def test_progress_of_a_round_that_is_over_is_not_written(scene: Scene) -> None:
 
 
 def test_an_outage_loses_nothing_but_old_progress(scene: Scene) -> None:
-    """The writer outlives it."""
     scene.store.backend.outage(True)
     scene.offer(1)
     scene.writer.turn()

@@ -38,7 +38,6 @@ def handler(number: int, frame: FrameType | None) -> None:
 
 @pytest.mark.parametrize("first", [SignalException("", signal.SIGTERM), SystemExit(EXIT_LEFT)])
 def test_a_second_signal_does_not_disturb_the_end_of_the_workers(first: BaseException) -> None:
-    """Neither directly, nor in the handling of another error meanwhile."""
     try:
         raise first
     except (SignalException, SystemExit):
@@ -51,7 +50,6 @@ def test_a_second_signal_does_not_disturb_the_end_of_the_workers(first: BaseExce
 
 @pytest.mark.parametrize("other", [SystemExit(1), TimeoutError()])
 def test_a_signal_raises_while_another_error_is_handled(other: BaseException) -> None:
-    """And again, if its exception was swallowed."""
     try:
         raise other
     except (SystemExit, TimeoutError):
@@ -82,13 +80,11 @@ def test_script_and_arguments_are_those_that_the_user_typed(words: tuple[str, ..
 
 @pytest.mark.parametrize("name", ["--node-rank", "--node_rank", "--machine-rank", "--hostname", "--node-id"])
 def test_what_names_the_node_is_no_part_of_the_command(name: str) -> None:
-    """In both spellings of an option."""
     assert typed("train.py", name, "1") == typed("train.py", f"{name}=2") == typed("train.py")
 
 
 @pytest.mark.parametrize("words", [("--checkpoint-dir", "/a"), ("--checkpoint_dir=/a",), ("checkpoint.directory=/a",)])
 def test_the_checkpoint_directory_is_a_field_of_its_own(words: tuple[str, ...]) -> None:
-    """So that it can be allowed to differ by itself; the last one counts."""
     assert typed("train.py", *words) == typed("train.py") | {"checkpoint_dir": "/a"}
     assert typed("train.py", "checkpoint.directory=/b", *words)["checkpoint_dir"] == "/a"
 
@@ -104,7 +100,6 @@ class Launcher(LocalElasticAgent):
 
 
 def test_the_launcher_is_found_up_the_stack() -> None:
-    """Outside of torchrun there is none."""
     nobody: Any = None
     spec = WorkerSpec(role="trainer", local_world_size=4, rdzv_handler=nobody, entrypoint="none", max_restarts=7)
     assert Launcher(spec).called() is spec

@@ -32,7 +32,6 @@ from tests.support.memory_store import MemoryBackend, MemoryStore
     ],
 )
 def test_sizes_are_those_between_min_and_max(options: dict[str, str], allowed: tuple[int, ...]) -> None:
-    """In rising order; none given: all."""
     assert allowed_sizes(rendezvous_options(options), 1, 8) == allowed
 
 
@@ -41,7 +40,6 @@ def test_sizes_are_those_between_min_and_max(options: dict[str, str], allowed: t
     [({"sizes": "9:10"}, "sizes=9:10"), ({"multiple_of": "16"}, "multiple_of=16")],
 )
 def test_sizes_of_which_none_is_between_min_and_max_are_an_error(options: dict[str, str], given: str) -> None:
-    """With the option and --nnodes, before anything starts."""
     with pytest.raises(ConfigError, match=f"{given} allows no node count within --nnodes 1:8"):
         allowed_sizes(rendezvous_options(options), 1, 8)
 
@@ -59,7 +57,6 @@ def test_with_shard_groups_sizes_are_multiples_of_their_nodes() -> None:
 def test_numbers_that_do_not_divide_into_shard_groups_are_an_error(
     options: dict[str, str], high: int, given: str
 ) -> None:
-    """They would leave nodes idle that the user counts on."""
     with pytest.raises(ConfigError, match=f"{given} does not divide into shard groups of 2 nodes"):
         allowed_sizes(rendezvous_options({"shard_nodes": "2", **options}), 2, high)
 
@@ -112,7 +109,6 @@ SICK = Finding("disk", Status.BAD, "/checkpoints cannot be written: no such devi
 
 
 def test_a_good_node_joins_and_nobody_is_reported(cluster: Cluster, log: list[Any]) -> None:
-    """Its report is in the run for others; no incident."""
     cluster.check("a")
     assert cluster.fit() == {"a": True}
     assert cluster.incidents() == []
@@ -131,21 +127,6 @@ def test_a_sick_node_is_refused_with_one_sentence(cluster: Cluster, log: list[An
     assert "it does not join" in incident.reason
     assert [entry["check"] for entry in log if entry["event"] == "node.unfit"] == ["disk"]
     assert cluster.fit() == {"a": False}
-
-
-def test_a_sick_node_may_be_let_in_with_a_warning(cluster: Cluster) -> None:
-    """People read why in the incident."""
-    cluster.check("a", SICK, mode="warn")
-    (incident,) = cluster.incidents()
-    assert "it joins anyway" in incident.reason
-    assert SICK.text in incident.reason
-
-
-def test_a_warning_refuses_nobody(cluster: Cluster, log: list[Any]) -> None:
-    """It is logged."""
-    cluster.check("a", Finding("shm", Status.WARN, "64 MiB free", hint="more"))
-    assert cluster.incidents() == []
-    assert [entry["check"] for entry in log if entry["event"] == "preflight.warned"] == ["shm"]
 
 
 def test_a_slow_node_is_refused_once_there_are_two_to_compare_with(cluster: Cluster) -> None:
@@ -170,7 +151,6 @@ def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster, log: list[Any]) -
 
 
 def test_the_options_reach_the_checks(cluster: Cluster) -> None:
-    """Directory, ratio, workers."""
     cluster.check("a", preflight_dir="/checkpoints", preflight_ratio=0.25)
     (subject,) = cluster.subjects
     assert (str(subject.directory), subject.workers, subject.limits.ratio) == ("/checkpoints", 2, 0.25)

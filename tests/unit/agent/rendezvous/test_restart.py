@@ -63,7 +63,6 @@ def handler_of(node: Node | None) -> Etcd3RendezvousHandler:
 
 
 def test_torchruns_default_id_names_no_run() -> None:
-    """All jobs that were started without one would train together."""
     parameters = RendezvousParameters("etcd3", "127.0.0.1:2379", "none", 1, 2)
     with pytest.raises(ConfigError) as raised:
         Etcd3RendezvousHandler.from_parameters(parameters, RendezvousOptions(), at_once)
@@ -81,7 +80,6 @@ def test_polling_for_changes_does_no_io() -> None:
 
 
 def test_shutdown_may_be_repeated() -> None:
-    """torchrun calls it, and the interpreter's exit calls it again."""
     node = Node(MINE)
     node.health.made_steps = True
     handler = handler_of(node)
@@ -109,7 +107,6 @@ def test_a_round_is_left_with_what_ended_the_workers(hung: str | None, over: boo
 
 
 def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
-    """A node whose last words about its health fail leaves all the same."""
     closed: list[str] = []
 
     def fail() -> None:
@@ -167,7 +164,6 @@ def test_wrong_parameters_end_in_one_sentence(
     sentence: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before anything is sent to anybody; status 78."""
     parameters = RendezvousParameters("etcd3", endpoint, run_id, *limits, **config)
     with pytest.raises(SystemExit) as raised:
         plugin.handler()(parameters)
@@ -182,7 +178,6 @@ def test_wrong_parameters_end_in_one_sentence(
     "host", ["node-7.example.org", "", "_gpu_1", "-x", ".hidden", "rechnér", "узел", "n" * 300, "a b"]
 )
 def test_the_default_node_id_is_valid_whatever_the_host_is_called(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no two processes get the same one."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     first, second = default_node_id(), default_node_id()
     assert checked_name(first, "node id") == first

@@ -16,17 +16,14 @@ def after(*lives: int) -> Backoff:
 
 
 def test_the_first_failure_costs_nothing_then_the_distance_doubles() -> None:
-    """One crash happens to everybody."""
     assert [after(*[0] * count).back_off_s() for count in range(8)] == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
 
 
 def test_the_distance_is_bounded() -> None:
-    """A node that is mended while it waits is back within a minute."""
     assert after(*[0] * 5000).back_off_s() == LONGEST_S
 
 
 @given(st.lists(st.integers(0, ENOUGH_STEPS - 1)))
 def test_enough_committed_steps_clear_the_node(lives: list[int]) -> None:
-    """Whatever was before."""
     assert after(*lives, ENOUGH_STEPS) == Backoff()
     assert after(*lives).count == len(lives)

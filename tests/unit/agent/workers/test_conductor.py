@@ -6,11 +6,10 @@ import pytest
 
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
-from elastic_trainer.membership.cluster_view import NodeView, lost_members
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.model import Cause
-from tests.unit.agent.stage import KEY, OTHER, Stage, Worker
-from tests.unit.membership.scenes import Scene, node
+from tests.unit.agent.stage import OTHER, Stage, Worker
+from tests.unit.membership.scenes import node
 
 SUSPECTS = (node("other", 5, mod=9).ghost,)
 
@@ -18,15 +17,6 @@ SUSPECTS = (node("other", 5, mod=9).ghost,)
 @pytest.fixture
 def stage() -> Stage:
     return Stage()
-
-
-def spare(stage: Stage) -> Worker:
-    """One new worker that is ready, in no round."""
-    stage.begin()
-    worker = Worker(stage)
-    worker.ready(1)
-    assert stage.record().state is NodeState.READY
-    return worker
 
 
 # ---- meeting
@@ -48,7 +38,6 @@ def test_a_worker_is_welcomed_and_the_node_is_ready_when_all_are(stage: Stage) -
 
 
 def test_a_second_worker_of_one_rank_is_sent_away(stage: Stage) -> None:
-    """It belongs to a life that is over, or to nobody."""
     stage.begin()
     Worker(stage)
     refused = Worker(stage)
@@ -75,7 +64,6 @@ def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None
 
 
 def test_the_end_of_a_round_is_sent_once_and_acknowledged_at_once(stage: Stage) -> None:
-    """The run learns that the agent knows before the workers are free."""
     worker = stage.working()
     broken = stage.see(1, RoundState.BROKEN, reason="node other is gone")
     assert (stage.record().acknowledged, stage.record().reported) == (2, 1)
@@ -101,70 +89,6 @@ def test_a_planned_change_is_sent_with_the_place_behind_it(stage: Stage) -> None
     stage.see(2, RoundState.BROKEN)
     assert worker.of(Over)[-1].number == 2
     assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 1]
-
-
-def test_a_member_that_sees_its_round_only_when_that_ends_by_plan_enters_it(stage: Stage) -> None:
-    """Those who leave may be gone by then, and nobody else would ever end the change that waits for this member."""
-    worker = spare(stage)
-    following = stage.document(2, members=(stage.member(first_rank=0),))
-    stage.see(1, RoundState.DRAINING, next=following, reason="node other leaves")
-    assert worker.one(Formation).number == 1
-    drain = worker.one(Drain)
-    assert drain.next is not None
-    assert drain.next.number == 2
-
-
-def test_a_newcomer_forms_the_next_round_while_the_others_still_drain(stage: Stage) -> None:
-    """It waits for them there, not they for it."""
-    worker = spare(stage)
-    following = stage.document(8, members=(OTHER, stage.member(first_rank=1)))
-    stage.see(7, RoundState.DRAINING, members=(OTHER,), next=following)
-    assert worker.one(Formation).number == 8
-    stage.conductor.see(following)
-    stage.see(8, RoundState.BROKEN, members=following.members)
-    assert [over.number for over in worker.of(Over)] == [6, 7, 8]
-    assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 0]
-
-
-def test_a_node_that_first_hears_of_a_later_round_while_that_drains_frees_its_workers(stage: Stage) -> None:
-    """They would stay in a round that is over, and the run might need them."""
-    worker = stage.working(1)
-    stage.see(3, RoundState.DRAINING, members=(OTHER,))
-    assert worker.one(Over).number == 2
-    assert stage.record().acknowledged == 3
-
-
-def test_workers_hear_that_too_few_will_be_left(stage: Stage) -> None:
-    """They save before they leave the round."""
-    worker = stage.working()
-    stage.see(1, RoundState.DRAINING, next=None)
-    assert (worker.one(Drain).waits, worker.one(Drain).next) == (True, None)
-
-
-def test_a_member_that_never_heard_of_its_round_does_not_hold_up_the_next(stage: Stage) -> None:
-    """The round was broken before this node saw it (news are merged): its workers have nothing to leave."""
-    worker = spare(stage)
-    stage.see(5, RoundState.BROKEN)
-    assert worker.one(Over).number == 5
-    assert (stage.record().reported, stage.record().acknowledged, stage.record().state) == (6, 6, NodeState.READY)
-
-
-@pytest.mark.parametrize("switched", [False, True])
-def test_a_planned_change_that_fails_half_way_frees_those_that_had_not_switched(stage: Stage, switched: bool) -> None:
-    """What is broken is its next round: who never entered that is free for the one behind it, who is in the middle of
-    forming it is not before it says so."""
-    worker = stage.working()
-    stage.see(1, RoundState.DRAINING, next=stage.document(2))
-    if switched:
-        worker.ready(2, step=6, planned=True)
-    stage.see(2, RoundState.BROKEN)
-    if not switched:
-        worker.ready(2, step=6)
-        assert (stage.record().reported, stage.record().state) == (3, NodeState.READY)
-        return
-    assert (stage.record().acknowledged, stage.record().reported) == (3, 2)
-    worker.ready(3, step=6)
-    assert stage.record().reported == 3
 
 
 @pytest.mark.parametrize(("result", "code"), [(RunResult.SUCCEEDED, 0), (RunResult.FAILED, 1)])
@@ -197,14 +121,6 @@ def test_a_step_that_is_given_up_is_no_lost_contact(stage: Stage) -> None:
     stage.working().say(Failed(number=1, error="rank 1 ran out of memory in step 5", given_up=True))
     failure = stage.only_break.failure
     assert (failure.cause, failure.reason) == (Cause.STEP_GIVEN_UP, "rank 1 ran out of memory in step 5")
-
-
-def test_a_failure_in_a_planned_change_breaks_the_round_behind_it(stage: Stage) -> None:
-    """Nobody may go on in the next round when some cannot get there."""
-    worker = stage.working()
-    stage.see(1, RoundState.DRAINING, next=stage.document(2))
-    worker.say(Failed(number=1, error="closed"))
-    assert stage.only_break.failure.number == 2
 
 
 def test_siblings_of_a_lost_worker_have_to_exit_and_the_round_is_broken(stage: Stage) -> None:
@@ -251,15 +167,6 @@ def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage
         assert stage.record().state is NodeState.READY
 
 
-def test_members_of_a_planned_round_that_breaks_at_once_complete_their_call(stage: Stage) -> None:
-    """A fault during a planned change breaks the round that it leads to: its members were in the call together."""
-    worker = stage.working()
-    stage.see(2, RoundState.BROKEN)
-    worker.say(Ready(number=3, joinable=False, in_call=True))
-    stage.see(2, RoundState.BROKEN)
-    assert (worker.of(Exit), stage.record().life) == ([], 0)
-
-
 def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_waits(stage: Stage) -> None:
     """The others make the call without it, and are elsewhere in the script when it could join them. While its worker is
     still in the old round nothing is known; what it said of an earlier round does not count."""
@@ -278,22 +185,6 @@ def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_wa
     assert worker.one(Exit).reason == "round 4 was formed without it in the middle of a call"
     assert (stage.record().state, stage.record().life) == (NodeState.WARMING, 1)
     assert stage.notebook.breaks == []
-
-
-def test_a_spare_whose_worker_died_breaks_nothing_and_can_be_taken_in(stage: Stage) -> None:
-    """It has left no round: what it shows must not look as if it had, or the planned change with it would be broken."""
-    lost = spare(stage)
-    document = stage.see(4, members=(OTHER,))
-    lost.die()
-    assert (stage.record().state, stage.record().life) == (NodeState.WARMING, 1)
-    assert stage.notebook.breaks == []
-    stage.begin()
-    Worker(stage).ready(1)
-    assert (stage.record().state, stage.record().life) == (NodeState.READY, 1)
-    following = stage.document(5, members=(OTHER, stage.member(first_rank=1)))
-    scene = Scene(me="other").show(node("other", OTHER.create_revision), NodeView("me", KEY, KEY + 1, stage.record()))
-    scene.adopt(document.model_copy(update={"state": RoundState.DRAINING, "next": following}))
-    assert lost_members(scene.view()) == {}
 
 
 @pytest.mark.parametrize("page", [None, (1, 43)])
@@ -353,19 +244,7 @@ def test_an_evicted_worker_makes_its_node_leave(stage: Stage) -> None:
     assert stage.notebook.breaks == []
 
 
-def test_a_node_that_lives_on_after_the_eviction_of_a_worker_joins_again(stage: Stage) -> None:
-    """SIGTERM went to one worker alone; torchrun starts another."""
-    worker = stage.working()
-    worker.say(Evicted(reason="SIGTERM"))
-    worker.say(Leaving(status="stopped", step=5))
-    worker.die()
-    stage.begin()
-    Worker(stage).ready(1)
-    assert stage.record().state is NodeState.READY
-
-
 def test_only_rank_0_reports_how_far_the_job_is(stage: Stage) -> None:
-    """One writer; what others say is kept for this node alone."""
     stage.begin(2)
     workers = [Worker(stage, 0), Worker(stage, 1)]
     for worker in workers:
@@ -390,7 +269,6 @@ def test_a_node_whose_workers_are_done_is_finishing_and_no_failure(stage: Stage)
 
 
 def test_no_agent_no_worker(stage: Stage) -> None:
-    """When the conductor ends, its workers' connections close."""
     worker = stage.working()
     stage.conductor.close()
     assert not worker.connected
@@ -411,16 +289,6 @@ def test_a_suspicion_breaks_the_round_and_names_whom_this_node_does_not_reach(st
     assert (record.unreachable, record.acknowledged) == (("other",), 1)
 
 
-def test_a_suspicion_of_a_round_that_is_another_now_is_dropped(stage: Stage) -> None:
-    """It may have been broken for the same reason by somebody else."""
-    stage.working()
-    document, _ = stage.conductor.at_work()
-    assert document is not None
-    stage.see(1, RoundState.BROKEN)
-    stage.conductor.accuse(document, SUSPECTS, "late")
-    assert stage.notebook.breaks == []
-
-
 def test_a_worker_that_stands_still_is_excluded_until_it_is_free(stage: Stage) -> None:
     """Its node breaks the round once and says that nobody need wait for it; thawed, it comes back with its report."""
     worker = stage.working()
@@ -434,11 +302,3 @@ def test_a_worker_that_stands_still_is_excluded_until_it_is_free(stage: Stage) -
     stage.see(1, RoundState.BROKEN)
     worker.ready(2, step=7)
     assert (stage.record().reported, stage.record().stuck) == (2, False)
-
-
-def test_a_node_without_a_part_in_the_round_has_nobody_at_work(stage: Stage) -> None:
-    """A newcomer waits for nobody, and nobody for it."""
-    assert stage.conductor.at_work() == (None, [])
-    stage.working()
-    stage.see(2, members=(OTHER,))
-    assert stage.conductor.at_work() == (None, [])

@@ -30,12 +30,10 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
     ],
 )
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
-    """Of the worker that failed first: the others follow it."""
     assert Deaths(tmp_path / "memory.events").describe(failures, said) == told
 
 
 def test_ranks_are_those_of_the_round() -> None:
-    """torchrun's where a worker died before it had one."""
     failures = {0: failure(1, pid=7), 1: failure(1, pid=8)}
     assert by_rank(failures, {7: 4, 9: 0}) == {4: failures[0], 1: failures[1]}
 
@@ -70,14 +68,12 @@ def test_kills_are_counted_by_either_version(listed: str, there: tuple[str, ...]
 
 
 def test_a_full_disk_is_called_so() -> None:
-    """In one line, however long the message is."""
     assert last_line(OSError(errno.ENOSPC, "No space left on device")).endswith("(the disk is full)")
     assert last_line(ValueError("a\nb")) == "ValueError: a b"
     assert len(last_line(ValueError("x" * 10_000))) <= 300
 
 
 def test_the_last_words_go_where_kubernetes_reads_them(tmp_path: Path) -> None:
-    """Only where there is such a file."""
     file = tmp_path / "termination-log"
     write_termination_message("it died", file)
     assert not file.exists()

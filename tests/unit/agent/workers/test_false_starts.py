@@ -35,7 +35,6 @@ def nobody_knows(port: int) -> bool:
 
 @pytest.mark.parametrize("how", ["a step", "a minute", "a meeting", "nobody knows"])
 def test_a_node_that_got_past_the_start_once_never_says_so_again(how: str) -> None:
-    """Then the script can start; what keeps it from that later may pass."""
     clock = ManualClock()
     starts = StartupWatch(clock, nobody_knows if how == "nobody knows" else lambda port: how == "a meeting")
     starts.begin(None)
@@ -53,7 +52,6 @@ def test_a_signal_is_no_failure_of_the_script() -> None:
 
 
 def test_what_a_recorded_script_says_is_reported(tmp_path: Path) -> None:
-    """torch's @record leaves the error in a file."""
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": {"message": "ImportError: no x\nmore", "extraInfo": {"timestamp": "1"}}}))
     assert described({0: ProcessFailure(0, 1, 1, str(path))}) == "exit code 1: ImportError: no x"

@@ -45,7 +45,6 @@ def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes
 
 
 def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
-    """The next failure of the node's workers is another one."""
     hung = HungWorkers()
     assert hung.take_any() is None
     hung.kill(process.pid, "it stood still", local_rank=0)

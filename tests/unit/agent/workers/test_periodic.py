@@ -63,7 +63,6 @@ def test_a_script_that_prepares_for_long_is_left_alone_until_the_limit(comes: bo
 
 
 def test_a_life_that_is_over_is_not_waited_for() -> None:
-    """Its successor has a watch of its own."""
     errors = list[SessionTimeoutError]()
     SessionWatch(threading.Event(), lambda: False, list, 3600.0, errors.append, Jumping()).watch()
     assert errors == []

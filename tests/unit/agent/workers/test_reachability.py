@@ -10,14 +10,13 @@ from queue import Queue
 import pytest
 
 from elastic_trainer.agent.workers import conductor_shell as contacts
-from elastic_trainer.agent.workers.conductor import Ask, Outbox, Quarantine, Reached
+from elastic_trainer.agent.workers.conductor import Reached
 from elastic_trainer.agent.workers.conductor_shell import ask_in_thread, missing_of, reaches, records_of
-from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.channel import Failed, Leaving
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundState
 from elastic_trainer.membership.rules import UNFORMED_ROUNDS
-from elastic_trainer.store.api import Put, RunKeys, Store
+from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.threadless import no_new_threads
 from tests.support.waiting import LIMIT_S
@@ -55,15 +54,7 @@ def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_of(names, records, try_one=lambda host, port: False) == ()
 
 
-def test_records_are_read_from_the_store() -> None:
-    """Those of the run's nodes, by name."""
-    store: Store = MemoryStore(MemoryBackend())
-    store.transact([], [Put(KEYS.node("a"), record("10.0.0.1").encode())], deadline=Deadline.after(5.0))
-    assert {name: each.address for name, each in records_of(store, KEYS).items()} == {"a": "10.0.0.1"}
-
-
 def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be found out is not an accusation."""
     store = MemoryStore(MemoryBackend())
 
     def away(*_: object, **__: object) -> None:
@@ -155,14 +146,6 @@ def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: St
     assert (stage.record().reported, stage.record().unreachable) == (5, ())
 
 
-def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
-    """It reaches all who could not reach it."""
-    network.cut.clear()
-    accused(stage)
-    assert (stage.record().reported, stage.record().unreachable) == (5, ())
-    assert network.asked
-
-
 @pytest.mark.parametrize("missing", ["the other node", "the store"])
 def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(
     stage: Stage, network: Network, missing: str
@@ -180,13 +163,6 @@ def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(
     assert (stage.record().state, stage.record().unreachable) == (NodeState.READY, ())
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
     assert stage.record().state is NodeState.READY, "the round without it still stands"
-
-
-def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage: Stage) -> None:
-    """It may have been slow to answer, say."""
-    failed_forming(stage, 4, stalled=0)
-    stage.see(5, members=(OTHER,), stalled=1)
-    assert (stage.record().state, stage.record().reported) == (NodeState.READY, 5)
 
 
 def test_a_worker_that_reaches_nobody_names_whom_it_looked_for_though_its_agent_reaches_all(
@@ -222,17 +198,7 @@ def test_a_failure_after_the_groups_had_formed_is_no_fault_of_the_network(stage:
     assert (stage.record().unreachable, network.asked) == ((), [])
 
 
-def test_a_worker_that_waited_in_vain_names_nobody(stage: Stage, network: Network) -> None:
-    """Its peer may have died: it looked for none."""
-    network.cut.clear()
-    failed_forming(stage, 4, stalled=1)
-    assert stage.only_break.failure.unformed
-    assert stage.only_break.failure.reason == "node me lost contact with a peer (gloo: timed out)"
-    assert stage.record().unreachable == ()
-
-
 def test_the_sentence_is_about_the_round_that_failed(stage: Stage, network: Network) -> None:
-    """Not about one before."""
     worker = failed_forming(stage, 4, stalled=1)
     assert stage.only_break.failure.reason.startswith("node me cannot reach node other at other, which other announces")
     network.cut.clear()
@@ -242,7 +208,6 @@ def test_the_sentence_is_about_the_round_that_failed(stage: Stage, network: Netw
 
 
 def test_a_round_that_a_planned_change_leads_to_is_searched_with_its_newcomers(stage: Stage, network: Network) -> None:
-    """They are no members of the round that drains."""
     worker = stage.working(4, members=(stage.member(),), stalled=1)
     network.cut = {"other"}
     stage.see(4, RoundState.DRAINING, members=(stage.member(),), stalled=1, next=stage.document(5, stalled=1))
@@ -250,31 +215,6 @@ def test_a_round_that_a_planned_change_leads_to_is_searched_with_its_newcomers(s
     worker.say(Failed(number=5, error="gloo: timed out", forming=True))
     assert stage.only_break.failure.reason.startswith("node me cannot reach node other at other")
     assert stage.record().unreachable == ("other",)
-
-
-def test_all_workers_of_a_node_get_the_answer_about_a_round(network: Network) -> None:
-    """Whichever reports first, and the one that looked for an address is listened to."""
-    network.cut.clear()
-    document = RoundDocument(
-        number=4, nonce="", state=RoundState.ACTIVE, stalled=1, members=(OTHER._replace(node="me"), OTHER)
-    )
-    outbox = Outbox()
-
-    def ask_next() -> None:
-        effect = outbox.effects.popleft()
-        assert isinstance(effect, Ask)
-        network.ask(effect.nodes, effect.answered)
-
-    quarantine = Quarantine("me", outbox, lambda: document, lambda: None)
-    waited, why = Failed(number=4, error="gloo: timed out", forming=True), list[str]()
-    for message in (waited, waited.model_copy(update={"tried": "other"}), waited):
-        quarantine.check(document, message, why.append)
-    ask_next()
-    assert why == [""]
-    ask_next()
-    assert why[1].startswith("node me cannot reach node other")
-    assert why[2:] == why[1:2]
-    assert network.asked == ["other", "other"]
 
 
 def test_messages_wait_behind_one_that_waits_for_an_answer_but_not_those_of_others() -> None:
@@ -315,7 +255,6 @@ def test_a_node_whose_workers_publish_their_loopback_names_itself(
 
 
 def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: Stage, network: Network) -> None:
-    """What its workers once did not reach is forgotten with the first step."""
     network.cut.clear()
     stage.working(4, members=(OTHER,), left_out="me", unformed=UNFORMED_ROUNDS)
     stage.run_for(11.0)

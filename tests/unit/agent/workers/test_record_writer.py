@@ -53,7 +53,6 @@ def numbered(number: int) -> NodeRecord:
 
 
 def test_the_newest_record_is_written_and_an_equal_one_is_not_written_again(desk: Desk) -> None:
-    """A slow store is not sent every record of the past."""
     for number in (1, 2, 2):
         desk.writer.announce(numbered(number))
     desk.writer.turn()
@@ -76,7 +75,6 @@ def test_an_outage_is_waited_out(desk: Desk) -> None:
 
 
 def test_a_record_that_is_refused_is_not_tried_again(desk: Desk) -> None:
-    """Another live node has this name: that will not pass."""
     desk.error = ConfigError("another live node of this run has the id 'a'")
     desk.writer.announce(numbered(1))
     assert desk.writer.turn() > AGAIN_S
@@ -86,7 +84,6 @@ def test_a_record_that_is_refused_is_not_tried_again(desk: Desk) -> None:
 
 
 def test_a_turn_that_crashes_loses_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one writes it."""
     desk.writer.announce(numbered(1))
     monkeypatch.setattr(desk, "announce", None)
     with pytest.raises(TypeError):

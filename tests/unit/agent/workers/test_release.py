@@ -33,22 +33,6 @@ def test_a_worker_that_stays_in_a_round_is_killed_once(step_time_s: float, limit
     assert stage.killed == [PID]
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_all_others_are_left_alone(planned: bool) -> None:
-    """A worker that says that it is free, and one that a planned change has taken to the round behind."""
-    stage = Stage(sever_s=LIMIT_S)
-    worker = stage.working(3)
-    if planned:
-        stage.see(3, RoundState.DRAINING, next=stage.document(4))
-        worker.ready(4, planned=True)
-        stage.see(4)
-    else:
-        stage.see(3, RoundState.BROKEN)
-        worker.ready(4)
-    stage.run_for(10 * LIMIT_S)
-    assert stage.killed == []
-
-
 def test_a_worker_that_gets_no_cpu_is_given_that_time_more() -> None:
     """On a machine that is busy with other things, for a third of the time: it cannot have left."""
     stage = stage_of()
@@ -74,7 +58,6 @@ def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end() -> None:
 
 
 def test_a_page_that_cannot_be_read_explains_nothing() -> None:
-    """Nobody must wait for ever because of it."""
 
     def torn(pid: int) -> str:
         raise ValueError(f"the page of {pid} is torn")

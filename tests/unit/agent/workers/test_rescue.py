@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from structlog.testing import capture_logs
 
-from elastic_trainer.agent.workers import rescue as rescue_module
 from elastic_trainer.agent.workers.rescue import Rescue, survivors
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Owner, SaveInfo
 from elastic_trainer.checkpoint.memory import SLOTS
@@ -32,7 +29,6 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def test_what_no_storage_has_is_committed(rescue: Rescue, tmp_path: Path) -> None:
-    """With the checkpoints' owner, once; then the memory is given back."""
     manager = CheckpointManager(tmp_path, owner=Owner("run", "job"))
     manager.save(training_state(), SaveInfo(1, 1))
     leave(arena(rescue), manager, training_state(), 2)
@@ -46,28 +42,7 @@ def test_what_no_storage_has_is_committed(rescue: Rescue, tmp_path: Path) -> Non
     manager.close()
 
 
-def test_of_two_agents_that_commit_one_state_the_one_with_the_lowest_rank_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither has seen the other's yet when it begins: they do not touch each other's files, whoever ends first."""
-    agents = [Rescue(node, lambda names, deadline: {}, workers=1) for node in ("a", "b")]
-    for number, each in enumerate(agents):
-        state = {"model": {"running_mean": torch.full((1000,), float(number))}}
-        leave(arena(each), CheckpointManager(tmp_path, owner=Owner("run", "job")), state, 2)
-    monkeypatch.setattr(rescue_module, "_has", lambda *found: False)
-    with capture_logs() as logs:
-        for turn in (1, 0):
-            agents[turn].commit(turn)
-    assert [line["event"] for line in logs if line["event"].startswith("snapshot.")] == ["snapshot.rescued"] * 2
-    newest = CheckpointManager(tmp_path).load_newest()
-    assert newest is not None
-    assert (newest.manifest.step, newest.state["model"]["running_mean"][0]) == (2, 0)
-    for each in agents:
-        each.close()
-
-
 def test_a_node_that_leaves_by_agreement_commits_nothing(rescue: Rescue, tmp_path: Path) -> None:
-    """The others hold the state, and go on without it."""
     leave(arena(rescue), CheckpointManager(tmp_path), training_state(), 2)
     other = RoundMember(node="b", create_revision=10, life=1, first_rank=0, local_world_size=1)
     rescue.close(RoundDocument(number=3, nonce="n", state=RoundState.ACTIVE, members=(other,)))
@@ -83,7 +58,6 @@ def test_older_states_than_the_newest_checkpoint_are_left_alone(rescue: Rescue, 
 
 
 def test_a_storage_that_refuses_costs_nothing_else(rescue: Rescue, tmp_path: Path) -> None:
-    """The node leaves all the same, or new workers resume."""
     (tmp_path / "file").write_text("no directory")
     leave(arena(rescue), CheckpointManager(tmp_path / "file"), training_state(), 4)
     rescue.close()
@@ -91,7 +65,6 @@ def test_a_storage_that_refuses_costs_nothing_else(rescue: Rescue, tmp_path: Pat
 
 
 def test_without_anything_in_memory_nothing_happens(rescue: Rescue) -> None:
-    """A script without a Session."""
     rescue.commit()
     rescue.close()
 

@@ -66,7 +66,6 @@ def test_workers_are_found_by_parent_and_run_and_killed(spawn: Spawn) -> None:
 
 
 def test_nothing_is_found_where_proc_does_not_tell(tmp_path: Path) -> None:
-    """A missing or unreadable /proc means no worker, never an error."""
     assert worker_pids(RUN, tmp_path) == []
     task = tmp_path / "self" / "task" / "1"
     task.mkdir(parents=True)

@@ -34,7 +34,6 @@ class Reluctant(Starter):
 
 
 def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged() -> None:
-    """With the same command and environment; one event."""
     starter, began = Reluctant(), cast("Popen[bytes]", object())
     calls: list[tuple[Any, ...]] = []
 
@@ -54,7 +53,6 @@ def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged
 
 
 def test_a_torch_that_starts_workers_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No template is made, and one event says it."""
 
     def other(self: Any, command: Any) -> None:
         raise AssertionError
@@ -67,7 +65,6 @@ def test_a_torch_that_starts_workers_otherwise_is_left_alone(monkeypatch: pytest
 
 
 def test_a_machine_that_starts_no_template_starts_workers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch does; one event says why."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/dev/null")
@@ -82,7 +79,6 @@ def test_a_machine_that_starts_no_template_starts_workers_all_the_same(monkeypat
 
 
 def test_off_leaves_torch_alone() -> None:
-    """And makes no template."""
     before = SubprocessHandler.__dict__["_popen"]
     warm_starts.install("off")
     assert SubprocessHandler.__dict__["_popen"] is before

@@ -72,14 +72,12 @@ def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -
 
 
 def test_a_worker_that_hangs_up_is_no_error(judge: NoKills) -> None:
-    """Others report its end; until then its silence counts."""
     clock, worker = ManualClock(), worker_of(1, closed=True)
     turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 12)
     assert set(judge.ended) == {1}
 
 
 def test_a_worker_in_a_debugger_is_not_killed(judge: NoKills, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody is looking at it."""
     monkeypatch.setattr("elastic_trainer.agent.workers.watchdog.process_state", lambda pid: "traced")
     clock, worker = ManualClock(), worker_of(1)
     turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 30)
@@ -87,7 +85,6 @@ def test_a_worker_in_a_debugger_is_not_killed(judge: NoKills, monkeypatch: pytes
 
 
 def test_the_state_of_a_process_is_the_kernels_word() -> None:
-    """Of one that is not there nothing is known."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

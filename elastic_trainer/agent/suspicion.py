@@ -1,38 +1,53 @@
 """Detects frozen nodes and hung workers long before a lease or a time limit ends, by asking when workers wait.
 
 While steps finish in time nothing is sent. When a worker of this node waits in a collective for longer than usual, this
-agent asks those of the neighbouring nodes what their workers do. It suspects an agent that does not answer in time, and
-breaks the round without that node. Each agent that is asked checks its own workers, and excludes one that hangs.
+agent asks those of the neighbouring nodes whether they live: one line of JSON each way, on the port that also proves
+whether an agent lives. A refused connection proves that the agent's process is dead; the kernel of a frozen one still
+accepts connections, but no answer comes. It suspects an agent that does not answer in time, and breaks the round
+without that node. Each agent that is asked checks its own workers, and excludes one that hangs.
 
-*Runs in* the agent: a thread named ``suspicion``, which blocks on no peer. *Owns* that thread and the open questions.
+A client whose first line is ``COPIES`` wants the memory of this agent instead (checkpoint.neighbours): an agent has one
+port for other nodes.
+
+*Runs in* the agent: a thread named ``suspicion``, which blocks on no peer, and one that answers (``agent-port``), which
+does nothing else and never blocks on a lock, the store or a slow peer.
+*Owns* those threads, the open questions, the listening socket, and a bounded number of clients that have not said yet
+what they want: it closes the oldest first.
 *Fails by* nothing: nodes that it cannot ask because of the store or the network stay unknown, and without an answer,
-leases and time limits still apply.
+leases and time limits still apply; a line that cannot be parsed gets none.
 *Invariant*: time in which this agent was frozen counts against no node or worker; a node counts as silent only after
 more time than recent answers took, this node's own included.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import selectors
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.suspicion.peers import Address, Asker, StatusBoard, WorkerActivity
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Worker
 from elastic_trainer.agent.workers.conductor_shell import ConductorShell
 from elastic_trainer.agent.workers.hang_rules import Waiting, starved_s
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import ping, process_state, queued_s
-from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.checkpoint.neighbours import COPIES
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
+from elastic_trainer.ipc.address import LOOPBACK, listen, refusal_proves
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import Ghost, RoundDocument, join_address
+from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger
 
 TURN_S: Final = 0.03
@@ -48,15 +63,15 @@ class Suspicion(PeriodicThread):
     """The thread ``suspicion``; see the module."""
 
     def __init__(
-        self, conductor: ConductorShell, pages: Pages, status_board: StatusBoard, peers: Peers, clock: Clock = SYSTEM
+        self, conductor: ConductorShell, pages: Pages, answers: Answers, peers: Peers, clock: Clock = SYSTEM
     ) -> None:
-        self._conductor, self._pages, self._status_board, self._peers = conductor, pages, status_board, peers
+        self._conductor, self._pages, self._answers, self._peers = conductor, pages, answers, peers
         super().__init__("suspicion", self._listen, clock)
         self._document: RoundDocument | None = None
         self._since: dict[int, Waiting] = {}
         """For each worker that waits for others: its last progress, and when it was first seen to wait since then."""
-        self._looks: dict[int, tuple[str, float]] = {}
-        """The state of each worker's process at the last check, and how long it had been silent."""
+        self._states: dict[int, str] = {}
+        """The state of each worker's process at the last check."""
         self._counts_from = self._looked_at = clock.monotonic()
         """Nothing before this time counts: this agent was frozen, or in another round."""
         self._asked_at = self._accused_at = self._pinged_at = -math.inf
@@ -84,11 +99,10 @@ class Suspicion(PeriodicThread):
         self._looked_at, self._document = now, document
         readings = {each.pid: each for each in self._pages.glance()}
         waits = self._waits(readings, now)
-        self._show(document, readings, waits)
         self._pause_s = IDLE_S if document is None else TURN_S
         if document is None:
             return
-        if not hang_rules.needed(document) or now - self._status_board.asked_at < LOOKED_AT_S:
+        if not hang_rules.needed(document) or now - self._answers.asked_at < LOOKED_AT_S:
             self._look_at(document, workers, readings, now)
         left_s = min(
             (hang_rules.patience_s(readings[pid].pulse.step_s) - waits[pid] for pid in waits), default=math.inf
@@ -104,17 +118,6 @@ class Suspicion(PeriodicThread):
         seeking = [each for each in readings.values() if hang_rules.seeks_others(each)]
         self._since = Waiting.seen(self._since, seeking, now)
         return {pid: now - max(each.since, self._counts_from) for pid, each in self._since.items()}
-
-    def _show(
-        self, document: RoundDocument | None, readings: Mapping[int, Reading], waits: Mapping[int, float]
-    ) -> None:
-        """Set the answer to other agents."""
-        standings = []
-        for pid, each in readings.items():
-            state, silent_s = self._looks.get(pid, ("unknown", 0.0))
-            what = {"phase": each.phase, "waits": pid in waits, "waits_s": waits.get(pid, 0.0)}
-            standings.append(WorkerActivity(local_rank=each.local_rank, **what, state=state, silent_s=silent_s))
-        self._status_board.show(0 if document is None else document.number, tuple(standings))
 
     # ---- other nodes
 
@@ -143,7 +146,7 @@ class Suspicion(PeriodicThread):
         self, document: RoundDocument, workers: list[Worker], readings: Mapping[int, Reading], now: float
     ) -> None:
         """Others wait: exclude a worker of this node that hangs."""
-        before, self._looks = self._looks, {}
+        before, self._states = self._states, {}
         asks = now - self._pinged_at >= PINGED_EVERY_S
         self._pinged_at = now if asks else self._pinged_at
         for worker in workers:
@@ -154,9 +157,9 @@ class Suspicion(PeriodicThread):
             limit_s = worker.delays.limit_s(hang_rules.PONG_S, now)
             if silent_s > limit_s:  # do not blame the worker for a busy machine
                 silent_s -= starved_s(queued_s(worker.pid), worker.queued)
-            self._looks[worker.pid] = (state, silent_s)
+            self._states[worker.pid] = state
             why = hang_rules.stuck(readings.get(worker.pid), state, silent_s, limit_s)
-            if why is not None and before.get(worker.pid, ("", 0.0))[0] == state:  # twice in a row
+            if why is not None and before.get(worker.pid) == state:  # twice in a row
                 self._conductor.exclude(worker, why)
             elif asks and not worker.pinged_at:
                 ping(worker, now)
@@ -242,8 +245,6 @@ class Peers:
                 self._delays.setdefault(each.node, hang_rules.AnswerDelays()).note(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
-            elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
-                logger().debug("peer.awaited", node=each.node, workers=[each.answer.model_dump()["workers"]])
         for name, since in self._asker.open.items():
             if now - since > FORGOTTEN_S:
                 self._asker.forget(name)
@@ -289,3 +290,260 @@ def _address(host: str, port: int) -> Address | None:
     except OSError:
         return None
     return (family, target) if port else None
+
+
+# ---- question and answer
+
+
+LONGEST_ANSWER: Final = 1 << 16
+Word = Annotated[str, Field(max_length=256)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: Literal[1] = 1
+    run: Word
+    node: Word
+    """The sending node."""
+
+    def encode(self) -> bytes:
+        return as_json(self) + b"\n"
+
+
+class Question(_Line):
+    """Do you live?"""
+
+
+class SignOfLife(_Line):
+    """It does. Agents of before expect a ``round``, and could say what their workers did."""
+
+    round: int = 0
+
+
+LineT = TypeVar("LineT", bound=_Line)
+
+
+def read(kind: type[LineT], line: bytes) -> LineT | None:
+    """``line`` parsed as a question or an answer of this version; None if it is neither."""
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+# ---- answering
+
+
+class Answers:
+    """What this node answers, and when it was asked."""
+
+    def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
+        self._answer, self._clock = SignOfLife(run=run, node=node), clock
+        self.asked_at = -float("inf")
+        """Monotonic time of the last question."""
+
+    def answer(self, line: bytes) -> bytes | None:
+        """The answer to the question ``line``; None if that is no question of this run."""
+        question = read(Question, line)
+        if question is None or question.run != self._answer.run:
+            return None
+        self.asked_at = self._clock.monotonic()
+        return self._answer.encode()
+
+
+LONGEST_QUESTION: Final = 512
+MOST_AT_ONCE: Final = 256
+LOOKS_UP_S: Final = 1.0
+"""How late it notices that it is closing, on systems where shutting down the socket does not wake it."""
+_RETRY_S: Final = 0.05
+Answering = Callable[[bytes], bytes | None]
+
+
+class AgentPort:
+    """Listens at ``address`` while this process lives.
+
+    Who asks a ``question`` is sent the line ``answer(question)``, unless that is None. Who begins with ``COPIES`` is
+    handed to ``lend``, which must not block and owns the socket from then on.
+    """
+
+    def __init__(self, address: str, answer: Answering, lend: Callable[[socket.socket], None]) -> None:
+        self._listening, self._answer, self._lend = listen(address), answer, lend
+        self.port: int = self._listening.getsockname()[1]
+        self._closing = False
+        self._said: dict[socket.socket, bytes] = {}
+        """The bytes received from each client, oldest client first."""
+        self._thread = threading.Thread(target=self._run, name="agent-port", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; the thread closes the socket, which it may still be using."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        with self._listening, selectors.DefaultSelector() as self._selector:
+            self._listening.setblocking(False)
+            self._selector.register(self._listening, selectors.EVENT_READ)
+            while not self._closing:
+                try:
+                    self._turn()
+                except Exception:  # noqa: BLE001 - the edge of a thread: without answers this node would look frozen
+                    logger().exception("agent_port.failed")
+                    pause(_RETRY_S)
+            for client in list(self._said):
+                self._close_client(client)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(LOOKS_UP_S):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._said:
+                self._listen(key.fileobj)
+
+    def _accept(self) -> None:
+        if len(self._said) >= MOST_AT_ONCE:
+            self._close_client(next(iter(self._said)))
+        try:
+            client, _ = self._listening.accept()
+        except BlockingIOError:
+            return  # the client has closed already
+        except OSError:
+            if not self._closing:
+                pause(_RETRY_S)  # for example out of descriptors
+            return
+        client.setblocking(False)
+        self._said[client] = b""
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _listen(self, client: socket.socket) -> None:
+        try:
+            received = client.recv(LONGEST_QUESTION)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        question, end, _ = (self._said[client] + received).partition(b"\n")
+        if received and not end and len(question) <= LONGEST_QUESTION:
+            self._said[client] = question
+            return
+        if end and question + end == COPIES:
+            self._let_go(client)
+            self._lend(client)
+            return
+        if end and (line := self._answer(question)) is not None:
+            with contextlib.suppress(OSError):
+                client.send(line)  # cannot block: the send buffer is empty
+        self._close_client(client)
+
+    def _close_client(self, client: socket.socket) -> None:
+        self._let_go(client)
+        client.close()
+
+    def _let_go(self, client: socket.socket) -> None:
+        del self._said[client]
+        self._selector.unregister(client)
+
+
+# ---- asking
+
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReply:
+    """The outcome of a question to ``node``: a sign of life, or that it is ``dead``."""
+
+    node: str
+    after_s: float
+    dead: bool = False
+
+
+@dataclass(slots=True)
+class _Open:
+    node: str
+    sent_at: float
+    connection: socket.socket
+    refused: int
+    """The immediate error of the connection attempt; 0 if there was none."""
+    said: bytes = b""
+
+
+class Asker:
+    """Asks agents without blocking, and collects what they answer."""
+
+    def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
+        self._run, self._clock = run, clock
+        self._question: Final = Question(run=run, node=node).encode()
+        self._selector = selectors.DefaultSelector()
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def open(self) -> dict[str, float]:
+        """Since when each node's answer is pending."""
+        return {name: each.sent_at for name, each in self._open.items()}
+
+    def ask(self, node: str, address: Address) -> None:
+        """Ask the agent of ``node``, unless a question to it is pending."""
+        if node in self._open:
+            return
+        family, target = address
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        code = connection.connect_ex(target)
+        code = 0 if code == errno.EINPROGRESS else code  # the result shows when the socket becomes writable
+        self._open[node] = each = _Open(node, self._clock.monotonic(), connection, code)
+        self._selector.register(connection, selectors.EVENT_WRITE, each)
+
+    def receive(self, timeout_s: float) -> list[PeerReply]:
+        """The outcomes that arrive within ``timeout_s`` seconds."""
+        heard = []
+        for key, events in self._selector.select(timeout_s):
+            found = self._connected(key.data) if events & selectors.EVENT_WRITE else self._listen(key.data)
+            if found is not None:
+                self.forget(found.node)
+                heard.append(found)
+        return heard
+
+    def forget(self, node: str) -> None:
+        """Drop the question to ``node``."""
+        each = self._open.pop(node, None)
+        if each is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(each.connection)
+            each.connection.close()
+
+    def close(self) -> None:
+        for node in list(self._open):
+            self.forget(node)
+        self._selector.close()
+
+    def _connected(self, each: _Open) -> PeerReply | None:
+        """The connection is established, or has failed."""
+        code = each.refused or each.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._selector.unregister(each.connection)  # for example no route: that counts as silence
+            return self._heard(each, dead=True) if code == errno.ECONNREFUSED else None
+        try:
+            each.connection.send(self._question)
+        except OSError:
+            return self._heard(each)  # it was alive, and has closed the connection
+        self._selector.modify(each.connection, selectors.EVENT_READ, each)
+        return None
+
+    def _listen(self, each: _Open) -> PeerReply | None:
+        try:
+            received = each.connection.recv(LONGEST_ANSWER)
+        except OSError:
+            received = b""
+        each.said += received
+        if received and b"\n" not in received and len(each.said) <= LONGEST_ANSWER:
+            return None
+        answer = read(SignOfLife, each.said)
+        known = answer is not None and answer.run == self._run  # else it supports no questions, or is not in this run
+        return self._heard(each, dead=known and answer is not None and answer.node != each.node)
+
+    def _heard(self, each: _Open, *, dead: bool = False) -> PeerReply:
+        return PeerReply(each.node, self._clock.monotonic() - each.sent_at, dead)

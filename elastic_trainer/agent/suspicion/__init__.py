@@ -1,1 +1,0 @@
-"""Detects frozen nodes and hung workers by asking neighbouring agents, long before a lease ends."""
