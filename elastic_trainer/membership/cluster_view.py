@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -128,6 +129,12 @@ class ClusterView:
     """A fresh random name for the round that this decision may form."""
     suspects: frozenset[str] = field(default_factory=frozenset)
     """Nodes whose agent's port refuses connections: their process is gone."""
+
+    def since(self, sightings: Sightings) -> ClusterView:
+        """The same with other ``sightings``; keeps what was worked out."""
+        other = copy(self)
+        object.__setattr__(other, "sightings", sightings)
+        return other
 
     @cached_property
     def members(self) -> Mapping[str, RoundMember]:
