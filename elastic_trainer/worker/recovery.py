@@ -360,8 +360,10 @@ class InPlaceRecovery(Recovery):
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
-        self._met = self._met_before = ""
+        self._met: tuple[str, ...] = ()
         """The nonces of the two newest rounds whose ranks have stood at one place of the script with this one."""
+        self._met_at = (0, 0, 0)
+        """Where that was, in the newest of them."""
         self._change_due = self._evaluates = False
 
     def begin(self) -> None:
@@ -409,9 +411,14 @@ class InPlaceRecovery(Recovery):
 
     @property
     def _script_position(self) -> tuple[int, int, int]:
-        """Where this rank is in the script."""
+        """Where this rank is in the script; a call whose result is here counts as completed."""
         position = self._state.position
-        return position.lineage, position.step, self._calls.count
+        return position.lineage, position.step, self._calls.count + self._calls.has_answer
+
+    @property
+    def _rounds_met(self) -> tuple[str, ...]:
+        """The rounds whose ranks stood where this one is in the script; any progress takes all ranks of the newest."""
+        return self._met if self._script_position == self._met_at else self._met[:1]
 
     def _give_up(self, step: Step) -> None:
         """Undo ``step``; where ranks train apart, its batch and those before it come again if it was made."""
@@ -490,7 +497,7 @@ class InPlaceRecovery(Recovery):
             planned=planned,
             joinable=joinable,
             in_call=self._calls.inside,
-            met=self._met,
+            met=self._rounds_met,
             step_time_s=self._state.span_s,
         )
 
@@ -553,7 +560,7 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
-        self._met_before, self._met = self._met, self._link.nonce
+        self._met, self._met_at = (self._link.nonce, *self._met[:1]), self._script_position
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))
@@ -569,8 +576,8 @@ class InPlaceRecovery(Recovery):
 
         A round may end while its ranks come to one state: then some have met in it, and others in the one before.
         """
-        met = [zlib.crc32(each.encode()) for each in (self._met, self._met_before)]
-        rows = control.gather([self._calls.inside, self._calls.count, *met])
+        met = [zlib.crc32(each.encode()) for each in self._rounds_met]
+        rows = control.gather([self._calls.inside, self._calls.count, *met, *[0] * (2 - len(met))])
         counts = [count for _, count, *_ in rows]
         common = set[int].intersection(*(set(each) - {0} for _, _, *each in rows))
         if any(inside for inside, *_ in rows) and (not common or max(counts) - min(counts) > 1):

@@ -367,8 +367,17 @@ def test_survivors_in_the_middle_of_an_evaluation_go_on_alone() -> None:
 
 def test_those_behind_a_step_are_not_waited_for_where_all_are_needed() -> None:
     """All others have met in a later round and are in no call: who is still behind its step is needed all the same."""
-    scene = bereft(joinable=False).show(free("a", 1, 1, joinable=False, met="one"))
-    scene.show(free("b", 2, 1, met="two"), free("c", 3, 1, met="two"))
+    scene = bereft(joinable=False).show(free("a", 1, 1, joinable=False, met=("one",)))
+    scene.show(free("b", 2, 1, met=("two",)), free("c", 3, 1, met=("two",)))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]
+
+
+def test_members_of_which_some_have_met_in_the_round_before_complete_their_call_together() -> None:
+    """The round ended while its ranks came to one state: a and b have met in it, c has not."""
+    scene = trio(RoundState.BROKEN).show(node("x", 50))
+    both, before = ("two", "one"), ("one", "none")
+    scene.show(*(free(name, i, 1, joinable=False, met=both) for name, i in (("a", 1), ("b", 2))))
+    scene.show(free("c", 3, 1, joinable=False, met=before))
     assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]
 
 
