@@ -356,6 +356,8 @@ class InPlaceRecovery(Recovery):
         self._calls = CallReplay()
         self._valid = False
         """Whether other ranks may receive the state held here."""
+        self._joinable, self._left_behind = True, False
+        """Whether newcomers can follow this rank from where it is in the script; whether nobody can."""
         self._first_rank = self._alone = False
         """In the round that is being entered."""
         self._given_up: Step | None = None
@@ -469,10 +471,10 @@ class InPlaceRecovery(Recovery):
 
     def _enter(self, *, planned: bool = False, joinable: bool = True, place: RankAssignment | None = None) -> None:
         """Join the next round, through those that fail to form; ``place`` is this rank's if it is fixed already."""
-        before = self._state.show(Phase.RENDEZVOUS)
+        before, self._joinable = self._state.show(Phase.RENDEZVOUS), joinable
         while True:
             number = place.round if place is not None else max(self._groups.number, self._link.over) + 1
-            self._link.ready(self._offer(number, planned=planned, joinable=joinable))
+            self._link.ready(self._offer(number, planned=planned))
             planned = False
             if place is None:
                 place = self._link.await_formation(number, self._save_meanwhile)
@@ -481,7 +483,7 @@ class InPlaceRecovery(Recovery):
             place = None
         self._state.show(before if before in _LASTING else Phase.TRAINING)
 
-    def _offer(self, number: int, *, planned: bool, joinable: bool) -> Ready:
+    def _offer(self, number: int, *, planned: bool) -> Ready:
         position, held = self._state.position, None
         if self._valid:
             held = StateReport(
@@ -495,8 +497,9 @@ class InPlaceRecovery(Recovery):
             number=number,
             state=held,
             planned=planned,
-            joinable=joinable,
+            joinable=self._joinable,
             in_call=self._calls.inside,
+            left_behind=self._left_behind,
             met=self._rounds_met,
             step_time_s=self._state.span_s,
         )
@@ -571,17 +574,21 @@ class InPlaceRecovery(Recovery):
         self._given_up = None
 
     def _check_call(self, control: Control) -> None:
-        """RoundBrokenError on all ranks if one is in the middle of a call, and another has not met it there: the round
-        was decided on before all was known. The next one is of those who can complete the call.
+        """RoundBrokenError on all ranks if one is behind a step or in the middle of a call, and another has not met it
+        there: the round was decided on before all was known. The next one is of those who can go on from there.
 
-        A round may end while its ranks come to one state: then some have met in it, and others in the one before.
+        A round may end while its ranks come to one state: then some have met in it, and others in the one before. Who
+        shares none with the rank that is furthest is left behind.
         """
         met = [zlib.crc32(each.encode()) for each in self._rounds_met]
-        rows = control.gather([self._calls.inside, self._calls.count, *met, *[0] * (2 - len(met))])
-        counts = [count for _, count, *_ in rows]
-        common = set[int].intersection(*(set(each) - {0} for _, _, *each in rows))
-        if any(inside for inside, *_ in rows) and (not common or max(counts) - min(counts) > 1):
-            raise RoundBrokenError("some ranks are in the middle of a call that the others are not in")
+        rows = control.gather([self._joinable, *self._script_position, *met, *[0] * (2 - len(met))])
+        counts = [row[3] for row in rows]
+        mets = [set(row[4:]) - {0} for row in rows]
+        parted = not all(row[0] for row in rows) and (not set.intersection(*mets) or max(counts) - min(counts) > 1)
+        first = max(range(len(rows)), key=lambda rank: rows[rank][1:4])
+        self._left_behind = parted and not self._joinable and mets[first].isdisjoint(mets[control.rank])
+        if parted:
+            raise RoundBrokenError("some ranks are behind a step or in a call, and the others are not there")
 
     def _meet_peers(self, control: Control) -> None:
         """Shards of one group commit together: a prepared rank whose peer has committed the step commits it too.

@@ -851,6 +851,8 @@ class Conductor:
             return
         if isinstance(message, Ready):
             self._ready(worker, message)
+            if message.left_behind:
+                self.restart_workers("the others have gone on from where its script is")
             if self._document is not None:
                 self.see(self._document)
         elif isinstance(message, Failed):
