@@ -90,6 +90,24 @@ MEMBERSHIP = {
     "newcomers join in a call": Fault(
         "membership/rules.py", "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 0
     ),
+    "a planned round begins before its members are free": Fault(
+        "membership/rules.py", "    if behind:\n", "    if False:\n", 12
+    ),
+    "a fault forgets the planned change that it meets": Fault(
+        "membership/rules.py",
+        "    base = current.next if current.next is not None else current\n",
+        "    base = current\n",
+        8,
+    ),
+    "a number that was planned is used again": Fault(
+        "membership/cluster_view.py", "else view.round.last_number) + 1", "else view.round.number) + 1", 206
+    ),
+    "a member joins before it has left its last round": Fault(
+        "membership/cluster_view.py",
+        "return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)",
+        "return True",
+        73,
+    ),
 }
 RECOVERY = {
     "a rank that is alone looks for no end": Fault(RECOVERY_PY, "or self._alone:", "or False:", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import traceback
@@ -14,6 +15,7 @@ from unittest import mock
 
 import structlog
 
+from elastic_trainer.agent.rendezvous import in_place as rendezvous
 from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, JournalEntry, NodeRecord, RoundDocument, RoundState, RunResult
@@ -47,7 +49,9 @@ SUSPECTED_S = 1.5
 SETTLE_S = 240.0
 """By far longer than all waits of the protocol together."""
 STEADY_TICKS = 4
+PATIENCE_S = 6.0
 NAMES = "abcdefghijklmnopqrstuvwxyz"
+gc.freeze()  # no collection of garbage needs to look at all of torch's objects
 
 
 @dataclass(slots=True)
@@ -605,9 +609,10 @@ def _logged(say: Callable[[str], None] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _decoded_once() -> Iterator[None]:
-    """What one node has decoded, the others need not."""
+def _shortened() -> Iterator[None]:
+    """What one node has decoded, the others need not; and a node waits less long for another one to take a place."""
     with (
+        mock.patch.object(rendezvous, "PATIENCE_S", PATIENCE_S),
         mock.patch.object(RoundDocument, "decode", lru_cache(64)(RoundDocument.decode)),
         mock.patch.object(NodeRecord, "decode", lru_cache(256)(NodeRecord.decode)),
     ):
@@ -618,7 +623,7 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
     try:
-        with _logged(world.say if tell is not None else None), _decoded_once():
+        with _logged(world.say if tell is not None else None), _shortened():
             return world.play()
     except Violation as violation:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
