@@ -240,13 +240,13 @@ class Core:
     def _decide(self, seen: Observation, now: float) -> float:
         """Decide when something has changed, or the last decision is due again; meanwhile only probe."""
         found = seen.serial, self._probes.found
-        if found != self._decided_on:
+        if found != self._decided_on or self._view is None:
             self._decided_on, self._decides_at = found, now
-            view = self._view_of(seen)
-            self._tracker = self._tracker.advance(view, seen.round_revision, now)
-            self._view = view.since(self._tracker.sightings)
+            fresh = self._view_of(seen)
+            self._tracker = self._tracker.advance(fresh, seen.round_revision, now)
+            self._view = fresh.since(self._tracker.sightings)
         view = self._view
-        if view is None or not seen.decidable:
+        if not seen.decidable:
             return math.inf
         if now >= self._decides_at:
             decision = decide(view, now)
