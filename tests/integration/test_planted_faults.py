@@ -44,22 +44,22 @@ CONDUCTOR = {
         CONDUCTOR_PY, MINE, "mine.create_revision != self._facts.create_revision()", 0
     ),
     "another life's ranks": Fault(CONDUCTOR_PY, MINE, "mine.life != self._life.number", 0),
-    "one rank for all workers": Fault(CONDUCTOR_PY, "rank=mine.first_rank + local_rank", "rank=mine.first_rank", 0),
+    "one rank for all workers": Fault(CONDUCTOR_PY, "rank=mine.first_rank + local_rank", "rank=mine.first_rank", 1),
     "a ready worker learns of no round": Fault(CONDUCTOR_PY, "self.see(self._document)", "pass", 0),
     "messages wait for ever": Fault(
-        CONDUCTOR_PY, "        if worker.unread:\n            self._read(worker)", "        pass", 0
+        CONDUCTOR_PY, "        if worker.unread:\n            self._read(worker)", "        pass", 30
     ),
-    "a back-off never ends": Fault(CONDUCTOR_PY, ", partial(self._offer, self._life.number))", ", lambda: None)", 0),
-    "no end of the training": Fault(CONDUCTOR_PY, 'self.passed |= message.status == "done"', "pass", 0),
+    "a back-off never ends": Fault(CONDUCTOR_PY, ", partial(self._offer, self._life.number))", ", lambda: None)", 36),
+    "no end of the training": Fault(CONDUCTOR_PY, 'self.passed |= message.status == "done"', "pass", 3),
     "a closed run ends no worker": Fault(
-        CONDUCTOR_PY, "self._send(worker, Exit(code=code, reason=document.reason))", "pass", 0
+        CONDUCTOR_PY, "self._send(worker, Exit(code=code, reason=document.reason))", "pass", 3
     ),
-    "two lives with one number": Fault(CONDUCTOR_PY, "Life(life.number + 1,", "Life(life.number,", 0),
+    "two lives with one number": Fault(CONDUCTOR_PY, "Life(life.number + 1,", "Life(life.number,", 10),
     "blocked workers stay": Fault(CONDUCTOR_PY, "self._release.expect(self._life, worker, number)", "pass", 133),
-    "busy workers are killed": Fault(CONDUCTOR_PY, "if busy or stood_still", "if stood_still", 0),
+    "busy workers are killed": Fault(CONDUCTOR_PY, "if busy or stood_still", "if stood_still", 18),
     "a thawed agent kills": Fault(CONDUCTOR_PY, "or stood_still or", "or", 0),
     "workers of one node wait for each other": Fault(
-        CONDUCTOR_PY, "        if self._checks:\n            self._check_next()", "        pass", 0
+        CONDUCTOR_PY, "        if self._checks:\n            self._check_next()", "        pass", 30
     ),
     "an older record is written last": Fault(
         "agent/workers/conductor_shell.py",
@@ -68,10 +68,10 @@ CONDUCTOR = {
         0,
     ),
     "hung workers live": Fault(
-        "agent/workers/watchdog.py", "elif now - worker.heard_at > self._limit_s:", "elif False:", 0
+        "agent/workers/watchdog.py", "elif now - worker.heard_at > self._limit_s:", "elif False:", 31
     ),
     "a round without this node counts as over": Fault(
-        CONDUCTOR_PY, "self._over(document, document.number - 1, f", "self._over(document, document.number, f", 0
+        CONDUCTOR_PY, "self._over(document, document.number - 1, f", "self._over(document, document.number, f", 1
     ),
     "a quarantine never tries again": Fault(
         CONDUCTOR_PY, "        self._after(seconds, self._try_again, away=True)\n", "", 0
@@ -85,7 +85,7 @@ MEMBERSHIP = {
         "membership/core.py", "if position(seen) >= position(self.known) and not self._is_another(seen):", "if True:", 0
     ),
     "a lost key is not written again": Fault(
-        "membership/core.py", "            return self._do(Return())\n", "            return 1.0\n", 0
+        "membership/core.py", "            return self._do(Return())\n", "            return 1.0\n", 6
     ),
     "newcomers join in a call": Fault(
         "membership/rules.py", "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 0
@@ -126,19 +126,16 @@ RECOVERY = {
     ),
     "any rank behind takes the answer of a call": Fault(RECOVERY_PY, "= data if self.inside else None", "= data", 676),
     "what a peer has counted is not counted": Fault(
-        RECOVERY_PY, "step.committed = not attempted_since", "step.committed = False", 0
+        RECOVERY_PY, "step.committed = not attempted_since", "step.committed = False", 210
     ),
     "a phase of the script ends with its round": Fault(
-        RECOVERY_PY, "before if before in _LASTING else Phase.TRAINING", "Phase.TRAINING", 0
-    ),
-    "two lives have one generation": Fault(
-        RECOVERY_PY, "least = max(group.formation.round, position.generation + 1)", "least = position.generation", 0
+        RECOVERY_PY, "before if before in _LASTING else Phase.TRAINING", "Phase.TRAINING", 4
     ),
     "a change that was agreed on outlives its round": Fault(
         RECOVERY_PY,
         "        self._change_due = False\n        self._state.release()\n        self._groups.abandon()\n",
         "        self._state.release()\n        self._groups.abandon()\n",
-        0,
+        59,
     ),
 }
 HISTORY = {
@@ -146,7 +143,7 @@ HISTORY = {
         "membership/writes.py",
         "state = NodeState.WARMING if self.at_work else self.record.state",
         "state = self.record.state",
-        0,
+        24,
     ),
     "a node that was cut off in the middle of an evaluation, for its agent": Fault(
         CONDUCTOR_PY, "            if self._left_behind(document.number - 1):\n", "            if False:\n", 0
@@ -164,7 +161,7 @@ HISTORY = {
         RECOVERY_PY,
         "            if not is_collective_failure(error):\n                raise\n            logger()",
         "            if formed is not None:\n                raise\n            logger()",
-        0,
+        9,
     ),
     "a loss that meets the end of the round inside a step": Fault(
         RECOVERY_PY, "if super().absorb(step, error, inside=inside):", "if False:", 0
