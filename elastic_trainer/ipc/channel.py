@@ -82,8 +82,10 @@ class Ready(Message):
     """Whether newcomers may join the next round: not in the middle of an evaluation, which they could not continue."""
     in_call: bool = False
     """Whether the script is in the middle of a call that all ranks make."""
-    met: str = ""
-    """The nonce of the newest round whose ranks this process has met: all of them stood at one place of the script."""
+    left_behind: bool = False
+    """Whether the others have gone on from where the script is here: only a new process could join them."""
+    met: tuple[str, ...] = ()
+    """The nonces of the rounds whose ranks this process has met where it is in the script, newest first."""
 
 
 class Failed(Message):

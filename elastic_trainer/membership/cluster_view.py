@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -129,6 +130,12 @@ class ClusterView:
     suspects: frozenset[str] = field(default_factory=frozenset)
     """Nodes whose agent's port refuses connections: their process is gone."""
 
+    def since(self, sightings: Sightings) -> ClusterView:
+        """The same with other ``sightings``; keeps what was worked out."""
+        other = copy(self)
+        object.__setattr__(other, "sightings", sightings)
+        return other
+
     @cached_property
     def members(self) -> Mapping[str, RoundMember]:
         """Those of the round, by name."""
@@ -214,12 +221,13 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
 def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
     """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
 
-    They are at one place of the script: they have met in one round last, and that is the one of most survivors.
+    They are at one place of the script: they have met in one round there, and that is the one of most survivors.
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
-    rounds = Counter(node.record.met for node in survivors or [each for each in ready if not each.record.joinable])
+    some = survivors or [each for each in ready if not each.record.joinable]
+    rounds = Counter(met for node in some for met in node.record.met)
     most = max(rounds, key=lambda met: rounds[met], default=None)
-    together = [node for node in (ready if most else survivors) if node.record.met == most]
+    together = [node for node in ready if most in node.record.met] if most is not None else survivors
     return together if any(not node.record.joinable for node in together) else []
 
 

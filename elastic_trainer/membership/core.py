@@ -175,6 +175,11 @@ class Core:
         self._asked: AskOldest | None = None
         self._reloads = 0
         self._notified: tuple[int, str, tuple[int, int, int]] | None = None
+        self._decided_on: tuple[int, frozenset[tuple[str, int]]] | None = None
+        """The serial of the observation behind ``_view``, and who was known to be dead."""
+        self._view: ClusterView | None = None
+        self._decides_at = 0.0
+        """When the decision on that view is due, monotonic."""
         self._held: tuple[int, float] | None = None
         """Until this time nothing is decided, unless the view's serial has changed."""
         self._effects: list[Effect] = []
@@ -221,24 +226,41 @@ class Core:
         if change is not None:
             self._asked = change if isinstance(change, AskOldest) else None
             self._effects.append(change)
-        self._track(seen, now)
-        return min(scope_s, self._decide(seen, now)) if seen.decidable else scope_s
+        if seen.follows_nodes:
+            return min(scope_s, self._decide(seen, now))
+        same = seen.round_revision == self._tracker.round_revision
+        round_since = self._tracker.sightings.round_since if same else now
+        self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
+        return scope_s
 
     def _do(self, effect: Effect) -> float:
         self._effects.append(effect)
         return 0.0
 
     def _decide(self, seen: Observation, now: float) -> float:
-        view = self._view(seen)
-        decision = decide(view, now)
-        if (delayed := self._delays.note(seen.round, decision, now)) is not None:
-            self._effects.append(delayed)
-        if decision.action is not Action.WAIT:
-            return self._do(CommitRound(decision, seen))
+        """Decide when something has changed, or the last decision is due again; meanwhile only probe."""
+        found = seen.serial, self._probes.found
+        if found != self._decided_on or self._view is None:
+            self._decided_on, self._decides_at = found, now
+            fresh = self._view_of(seen)
+            self._tracker = self._tracker.advance(fresh, seen.round_revision, now)
+            self._view = fresh.since(self._tracker.sightings)
+        view = self._view
+        if not seen.decidable:
+            return math.inf
+        if now >= self._decides_at:
+            decision = decide(view, now)
+            if (delayed := self._delays.note(seen.round, decision, now)) is not None:
+                self._effects.append(delayed)
+            if decision.action is not Action.WAIT:
+                self._decided_on = None  # with another nonce next time
+                return self._do(CommitRound(decision, seen))
+            again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+            self._decides_at = now + min(LOOK_AGAIN_S, again_s)
         probe, probing_s = self._probes.turn(view, now)
         if probe is not None:
             self._effects.append(probe)
-        return min(probing_s, decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S)
+        return min(probing_s, self._decides_at - now)
 
     def _put_back(self, seen: Observation, now: float) -> float:
         """The store was rolled back: end the newest known round in it, so that the next one follows that."""
@@ -246,15 +268,6 @@ class Core:
         if decision.action is Action.WAIT:
             return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
         return self._do(CommitRound(decision, seen, rolled_back=True))
-
-    def _track(self, seen: Observation, now: float) -> None:
-        """Update the sightings; a node that does not watch the nodes has none of them."""
-        if seen.follows_nodes:
-            self._tracker = self._tracker.advance(self._view(seen), seen.round_revision, now)
-        else:
-            same = seen.round_revision == self._tracker.round_revision
-            round_since = self._tracker.sightings.round_since if same else now
-            self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
 
     def _notify(self, seen: Observation) -> None:
         if seen.round is None or self._memory.behind:
@@ -265,7 +278,7 @@ class Core:
             self._notified = news
             self._effects.append(Notify(seen.round))
 
-    def _view(self, seen: Observation) -> ClusterView:
+    def _view_of(self, seen: Observation) -> ClusterView:
         return ClusterView(
             me=self._node_id,
             nodes=seen.nodes,
@@ -389,6 +402,9 @@ class WatchScope:
     def _narrow(self, look: Looked, now: float) -> Turn:
         """Stop watching the nodes once enough more senior nodes have watched them for a while."""
         seen, mine = look.seen, look.create_revision
+        if len(seen.nodes) <= CROWD:
+            self._junior_since = None
+            return None, math.inf
         ghosts = seen.round.ghosts if seen.round is not None else ()
         alive = [node for node in seen.nodes.values() if node.ghost not in ghosts]
         older = sum(node.create_revision < mine for node in alive)
@@ -423,20 +439,20 @@ class AgentProbes:
     """The nodes whose agents were found dead, by the mod-revision of their keys."""
 
     def __init__(self) -> None:
-        self._dead: frozenset[tuple[str, int]] = frozenset()
+        self.found: frozenset[tuple[str, int]] = frozenset()
         self._asked: dict[str, float] = {}
         self._asking = 0
 
     def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
         """The nodes whose keys have not changed since their agents were found dead. In any thread."""
         return frozenset(
-            name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
+            name for name, revision in self.found if name in nodes and nodes[name].mod_revision == revision
         )
 
     def on_probed(self, answer: Probed) -> None:
         self._asking -= 1
         if answer.dead:
-            self._dead |= {(answer.node, answer.mod_revision)}
+            self.found |= {(answer.node, answer.mod_revision)}
 
     def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""

@@ -25,7 +25,7 @@ from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 from elastic_trainer.telemetry.families import GAUGES, RankGauges
 from elastic_trainer.wording import counted, duration
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of what nodes write and of what their ranks tell each other: nodes of different versions refuse each other."""
 
 
@@ -207,8 +207,8 @@ class NodeRecord(Document):
     """In place: whether a newcomer could join its workers now (they are not in the middle of an evaluation)."""
     newcomer: bool = False
     """In place: whether one of its workers never joined a round, although a round document may have named it."""
-    met: str = ""
-    """In place: the nonce of the newest round in which its workers came to one place of the script with all others."""
+    met: tuple[str, ...] = ()
+    """In place: the nonces of the rounds whose ranks all its workers have met where they are in the script."""
     busy: str = ""
     """In place: why its workers are still in a round that is over, for people. Its agent makes sure that they leave."""
     committed: int = Field(default=0, ge=0)

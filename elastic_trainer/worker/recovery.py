@@ -593,12 +593,16 @@ class InPlaceRecovery(Recovery):
         self._calls = CallReplay()
         self._valid = False
         """Whether other ranks may receive the state held here."""
+        self._joinable, self._left_behind = True, False
+        """Whether newcomers can follow this rank from where it is in the script; whether nobody can."""
         self._first_rank = self._alone = False
         """In the round that is being entered."""
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
-        self._met = self._met_before = ""
+        self._met: tuple[str, ...] = ()
         """The nonces of the two newest rounds whose ranks have stood at one place of the script with this one."""
+        self._met_at = (0, 0, 0)
+        """Where that was, in the newest of them."""
         self._change_due = self._evaluates = False
 
     def begin(self) -> None:
@@ -647,9 +651,14 @@ class InPlaceRecovery(Recovery):
 
     @property
     def _script_position(self) -> tuple[int, int, int]:
-        """Where this rank is in the script."""
+        """Where this rank is in the script; a call whose result is here counts as completed."""
         position = self._state.position
-        return position.lineage, position.step, self._calls.count
+        return position.lineage, position.step, self._calls.count + self._calls.has_answer
+
+    @property
+    def _rounds_met(self) -> tuple[str, ...]:
+        """The rounds whose ranks stood where this one is in the script; any progress takes all ranks of the newest."""
+        return self._met if self._script_position == self._met_at else self._met[:1]
 
     def _give_up(self, step: Step) -> None:
         """Undo ``step``; where ranks train apart, its batch and those before it come again if it was made."""
@@ -700,10 +709,10 @@ class InPlaceRecovery(Recovery):
 
     def _enter(self, *, planned: bool = False, joinable: bool = True, place: RankAssignment | None = None) -> None:
         """Join the next round, through those that fail to form; ``place`` is this rank's if it is fixed already."""
-        before = self._state.show(Phase.RENDEZVOUS)
+        before, self._joinable = self._state.show(Phase.RENDEZVOUS), joinable
         while True:
             number = place.round if place is not None else max(self._groups.number, self._link.over) + 1
-            self._link.send(self._offer(number, planned=planned, joinable=joinable))
+            self._link.send(self._offer(number, planned=planned))
             planned = False
             if place is None:
                 place = self._link.await_formation(number, self._save_meanwhile)
@@ -712,7 +721,7 @@ class InPlaceRecovery(Recovery):
             place = None
         self._state.show(before if before in _LASTING else Phase.TRAINING)
 
-    def _offer(self, number: int, *, planned: bool, joinable: bool) -> Ready:
+    def _offer(self, number: int, *, planned: bool) -> Ready:
         position, held = self._state.position, None
         if self._valid:
             held = StateReport(
@@ -726,9 +735,10 @@ class InPlaceRecovery(Recovery):
             number=number,
             state=held,
             planned=planned,
-            joinable=joinable,
+            joinable=self._joinable,
             in_call=self._calls.inside,
-            met=self._met,
+            left_behind=self._left_behind,
+            met=self._rounds_met,
             step_time_s=self._state.span_s,
         )
 
@@ -790,7 +800,7 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
-        self._met_before, self._met = self._met, self._link.nonce
+        self._met, self._met_at = (self._link.nonce, *self._met[:1]), self._script_position
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))
@@ -801,17 +811,21 @@ class InPlaceRecovery(Recovery):
         self._given_up = None
 
     def _check_call(self, control: Control) -> None:
-        """RoundBrokenError on all ranks if one is in the middle of a call, and another has not met it there: the round
-        was decided on before all was known. The next one is of those who can complete the call.
+        """RoundBrokenError on all ranks if one is behind a step or in the middle of a call, and another has not met it
+        there: the round was decided on before all was known. The next one is of those who can go on from there.
 
-        A round may end while its ranks come to one state: then some have met in it, and others in the one before.
+        A round may end while its ranks come to one state: then some have met in it, and others in the one before. Who
+        shares none with the rank that is furthest is left behind.
         """
-        met = [zlib.crc32(each.encode()) for each in (self._met, self._met_before)]
-        rows = control.gather([self._calls.inside, self._calls.count, *met])
-        counts = [count for _, count, *_ in rows]
-        common = set[int].intersection(*(set(each) - {0} for _, _, *each in rows))
-        if any(inside for inside, *_ in rows) and (not common or max(counts) - min(counts) > 1):
-            raise RoundBrokenError("some ranks are in the middle of a call that the others are not in")
+        met = [zlib.crc32(each.encode()) for each in self._rounds_met]
+        rows = control.gather([self._joinable, *self._script_position, *met, *[0] * (2 - len(met))])
+        counts = [row[3] for row in rows]
+        mets = [set(row[4:]) - {0} for row in rows]
+        parted = not all(row[0] for row in rows) and (not set.intersection(*mets) or max(counts) - min(counts) > 1)
+        first = max(range(len(rows)), key=lambda rank: rows[rank][1:4])
+        self._left_behind = parted and not self._joinable and mets[first].isdisjoint(mets[control.rank])
+        if parted:
+            raise RoundBrokenError("some ranks are behind a step or in a call, and the others are not there")
 
     def _meet_peers(self, control: Control) -> None:
         """Shards of one group commit together: a prepared rank whose peer has committed the step commits it too.

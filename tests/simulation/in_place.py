@@ -209,8 +209,8 @@ class InPlace(Agent):
             self.host.start(self._watch())
 
     def _end_phase(self, worker: SimWorker) -> None:
-        """A supervisor bounds each phase."""
-        if worker.alive:
+        """A supervisor bounds each phase; that of a round that is over, the conductor does."""
+        if worker.alive and worker.link.over < worker.groups.number:
             self._hung[worker.pid] = "its phase takes too long"
             worker.end(-9)
 

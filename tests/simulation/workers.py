@@ -42,8 +42,15 @@ GROUP_TIMEOUT_S = 60.0
 BATCH = 8
 MASK = (1 << 60) - 1
 ONE_WAY_S = 0.001
-COMPUTES, KEEPS = 11, 3
+HALF = -1
+"""The digest of a state in the middle of an update."""
+COMPUTES, KEEPS = 4, 3
 """After how many steps an update has a collective, and rank 0 saves and the script reads the loss inside the step."""
+
+
+def after(digest: int, first: int) -> int:
+    """The digest after a step about the batch from sample ``first``."""
+    return hash((digest, first, BATCH)) & MASK
 
 
 class MainThread:
@@ -200,6 +207,7 @@ class Meeting:
         self.world, self.place = world, place
         self.members: dict[int, SimWorker] = {}
         self.held: dict[int, tuple[int, int] | None] = {}
+        self.prepared: dict[int, tuple[int, int]] = {}
         self.here: set[int] = set()
         """Those that have not left."""
         self.formed_at: dict[int, float] = {}
@@ -217,7 +225,7 @@ class Meeting:
         if place.rank in self.members:
             raise Violation(ALIKE, f"{worker.who} and {self.name(place.rank)} are rank {place.rank}")
         self.members[place.rank] = worker
-        self.held[place.rank] = worker.state.held
+        self.held[place.rank], self.prepared[place.rank] = worker.state.held, worker.state.prepares
         self.here.add(place.rank)
         self.try_to_form()
         if place.rank == 0:
@@ -513,6 +521,11 @@ class SimState:
         """The moment of a whole state that others may receive."""
         return (self.position.lineage, self.position.step) if self.trained and self.whole else None
 
+    @property
+    def prepares(self) -> tuple[int, int]:
+        """The moment that it can come to if a peer has."""
+        return self.position.generation, self.prepared
+
     def check_place(self, place: SimPlace) -> None:
         if place.rank % self.size != self.shard:
             raise Violation(ALIKE, f"{self.worker.who} holds shard {self.shard} of {self.size} at rank {place.rank}")
@@ -679,7 +692,7 @@ class SimState:
         worker, position = self.worker, self.position
         if step.batch.first != position.cursor.samples or step.number != position.step + 1:
             raise Violation(ALIKE, f"{worker.who} commits step {step.number} about {step.batch} at {position}")
-        self.digest = hash((self.digest, step.batch.first, BATCH)) & MASK
+        self.digest = after(self.digest, step.batch.first)
         position.step += 1
         position.lineage, position.cursor = position.generation, Cursor(0, step.batch.first + BATCH)
         self._prepared, self.whole = None, True
@@ -715,9 +728,10 @@ class SimState:
         if self.peers is not None:
             self._prepared = step
             self.peers.sum(Purpose.COMMIT, [step.number])
-        self.whole = False
+        before, self.whole, self.digest = self.digest, False, HALF
         if step.number % COMPUTES == 0 and not self.sharded:
             control.sum(Purpose.COUNT, [1.0])  # in the middle of the update, as some optimizers of whole models need
+        self.digest = before
         self.commit(step)
         if step.number % KEEPS == 0:
             try:
@@ -824,7 +838,7 @@ class SimWorker:
         state = self.state
         state.control.sum(Purpose.EVALUATE)
         self.busy = "evaluating"
-        self.thread.pause(self.world.chance.choice([0.05, 0.05, 0.5, 3.0]))
+        self.thread.pause(self.world.chance.choice([0.05, 0.05, 0.05, 0.05, 0.5, 0.5, 3.0]))
         self.busy = ""
         return sum(row[0] for row in state.control.gather([state.position.step])) // state.control.world_size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import traceback
@@ -14,21 +15,31 @@ from unittest import mock
 
 import structlog
 
+from elastic_trainer.agent.rendezvous import in_place as rendezvous
 from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundState, RunResult
-from elastic_trainer.model import Incarnation, RecoveryMode, StateIdentity
+from elastic_trainer.membership.documents import Ghost, JournalEntry, NodeRecord, RoundDocument, RoundState, RunResult
+from elastic_trainer.model import Incarnation, Phase, RecoveryMode, StateIdentity
 from elastic_trainer.store.api import EventKind, WatchEvent
 from elastic_trainer.worker.state.restore import elect
 from elastic_trainer.worker.state.training_state import Position
 from tests.simulation.agents import Agent
 from tests.simulation.etcd import Etcd
 from tests.simulation.in_place import InPlace
-from tests.simulation.invariants import ALIKE, LIVENESS, NO_CRASH, NOTHING_LOST, STAYS_CLOSED, Invariants, Violation
+from tests.simulation.invariants import (
+    ALIKE,
+    LIVENESS,
+    NO_CRASH,
+    NOTHING_LOST,
+    PRESENT,
+    STAYS_CLOSED,
+    Invariants,
+    Violation,
+)
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
-from tests.simulation.workers import Meeting, Saved, SimPlace, SimWorker
+from tests.simulation.workers import BATCH, Meeting, Saved, SimPlace, SimWorker, after
 
 TICK_S = 0.2
 """The duration of a step."""
@@ -38,7 +49,9 @@ SUSPECTED_S = 1.5
 SETTLE_S = 240.0
 """By far longer than all waits of the protocol together."""
 STEADY_TICKS = 4
+PATIENCE_S = 6.0
 NAMES = "abcdefghijklmnopqrstuvwxyz"
+gc.freeze()  # no collection of garbage needs to look at all of torch's objects
 
 
 @dataclass(slots=True)
@@ -89,7 +102,7 @@ class World:
         self.round: RoundDocument | None = None
         self.counts = Counts()
         self.step_s = TICK_S
-        self.evaluates_every, self.saves_every = 5, 7
+        self.evaluates_every, self.saves_every = 3, 4
         """Steps after which the script makes these calls of all ranks."""
         self.last_step = 1 << 40
         """Of the script."""
@@ -97,8 +110,10 @@ class World:
         """By the generation that committed the last step, and the step."""
         self._parts: dict[tuple[int, int], set[int]] = {}
         self._meetings: dict[str, Meeting] = {}
-        self._committed: dict[tuple[int, int], int] = {}
-        """The digests of all states ever committed."""
+        self._digests = [0]
+        """Of the state after each step: a fold over the samples that it has used, each once."""
+        self._committed: set[tuple[int, int]] = set()
+        """All states ever committed."""
         self._results: dict[tuple[int, int, str], int] = {}
         """Of calls of all ranks, by where the script made them."""
         self._steady: dict[str, int] = {}
@@ -204,6 +219,14 @@ class World:
                 self.counts.rounds += self.round.state is RoundState.ACTIVE
                 self.say(f"round {self.round.number} {self.round.state} {_names(self.round)}: {self.round.reason}")
                 self.invariants.wrote(self.round)
+                self._check_author(events)
+
+    def _check_author(self, events: Sequence[WatchEvent]) -> None:
+        """Who writes a round is in the run; but for the last node, which may close it behind itself."""
+        for entry in (each.item for each in events if each.item.key.startswith(KEYS.events) and each.item.value):
+            by = JournalEntry.decode(entry.value, entry.key).by
+            if not self._created(by) and self.etcd.read(KEYS.nodes, KEYS.nodes + "\x7f"):
+                raise Violation(PRESENT, f"{by} is not in the run, and writes a round")
 
     def entered(self, who: str, number: int) -> None:
         """The worker ``who`` has begun to form a round."""
@@ -246,9 +269,12 @@ class World:
 
     def committed(self, worker: SimWorker, position: Position, digest: int) -> None:
         """``worker`` has committed a step."""
-        moment = position.lineage, position.step
-        if self._committed.setdefault(moment, digest) != digest:
-            raise Violation(ALIKE, f"{worker.who} has another state of step {position.step} of round {moment[0]}")
+        digests = self._digests
+        while len(digests) <= position.step:
+            digests.append(after(digests[-1], BATCH * (len(digests) - 1)))
+        if digest != digests[position.step]:
+            raise Violation(ALIKE, f"{worker.who} has not used each sample once by step {position.step}")
+        self._committed.add((position.lineage, position.step))
 
     def one_state(self, worker: SimWorker, rows: Sequence[tuple[int, int, int, int]]) -> None:
         """All ranks of a round have computed the gradients of a step: its number, first sample, and their state."""
@@ -266,9 +292,10 @@ class World:
     def _goes_on(self, meeting: Meeting, moment: tuple[int, int]) -> None:
         """The first step of a round: nothing of its members' and of the storage is lost."""
         size = meeting.members[0].state.size
-        held = [None if each is None else StateIdentity(*each) for _, each in sorted(meeting.held.items())]
-        election = elect(held, size)
-        least = [meeting.held[election.sources[0]]] if election is not None else [meeting.saved]
+        ranks, there = sorted(meeting.held), set(meeting.held.values())
+        able = [meeting.prepared[each] if meeting.prepared[each] in there else meeting.held[each] for each in ranks]
+        election = elect([None if each is None else StateIdentity(*each) for each in able], size)
+        least = [able[election.sources[0]]] if election is not None else [meeting.saved]
         if any(each is not None and moment < each for each in least):
             raise Violation(NOTHING_LOST, f"round {meeting.place.number} goes on from {moment}, not {least}")
 
@@ -326,6 +353,7 @@ class World:
         faults: list[tuple[Callable[[], bool], int]] = [
             (self._crash_worker, 5),
             (self._crash_in_forming, 2),
+            (self._crash_in_call, 3),
             (self._hang_worker, 2),
             (self._kill, 2),
             (self._freeze, 3),
@@ -383,13 +411,19 @@ class World:
         return self._strike("crash", lambda each: each.awake and bool(each.at_work), lambda a: a.crash_worker())
 
     def _crash_in_forming(self) -> bool:
-        """Once somebody forms a round."""
+        return self._crash_once("crash in forming", lambda each: not each.groups.formed)
 
-        def forms(agent: Agent) -> bool:
-            return agent.awake and any(not each.groups.formed for each in agent.at_work)
+    def _crash_in_call(self) -> bool:
+        return self._crash_once(
+            "crash in a call", lambda each: each.state.phase in (Phase.EVALUATION, Phase.CHECKPOINT)
+        )
+
+    def _crash_once(self, what: str, due: Callable[[SimWorker], bool]) -> bool:
+        """A node that has a worker for whom it is ``due``, as soon as there is one."""
 
         def strike() -> None:
-            if not self._strike("crash in forming", forms, lambda a: a.crash_worker()) and self.loop.now < end:
+            there = lambda agent: agent.awake and any(map(due, agent.at_work))  # noqa: E731
+            if not self._strike(what, there, lambda agent: agent.crash_worker()) and self.loop.now < end:
                 self.loop.after(0.02, strike)
 
         end = self.loop.now + 2.0
@@ -575,9 +609,10 @@ def _logged(say: Callable[[str], None] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _decoded_once() -> Iterator[None]:
-    """What one node has decoded, the others need not."""
+def _shortened() -> Iterator[None]:
+    """What one node has decoded, the others need not; and a node waits less long for another one to take a place."""
     with (
+        mock.patch.object(rendezvous, "PATIENCE_S", PATIENCE_S),
         mock.patch.object(RoundDocument, "decode", lru_cache(64)(RoundDocument.decode)),
         mock.patch.object(NodeRecord, "decode", lru_cache(256)(NodeRecord.decode)),
     ):
@@ -588,7 +623,7 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
     try:
-        with _logged(world.say if tell is not None else None), _decoded_once():
+        with _logged(world.say if tell is not None else None), _shortened():
             return world.play()
     except Violation as violation:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation

@@ -344,7 +344,7 @@ class Life:
             "stuck": any(worker.stuck for worker in self.workers.values()),
             "joinable": all(report.joinable for report in reports),
             "newcomer": any(not report.met for report in reports),
-            "met": min((report.met for report in reports), default=""),
+            "met": tuple(met for met in reports[0].met if all(met in each.met for each in reports)) if reports else (),
             "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
             "committed": self.reached.step if self.reached is not None and not self.ended else 0,
         }
@@ -851,6 +851,8 @@ class Conductor:
             return
         if isinstance(message, Ready):
             self._ready(worker, message)
+            if message.left_behind:
+                self.restart_workers("the others have gone on from where its script is")
             if self._document is not None:
                 self.see(self._document)
         elif isinstance(message, Failed):

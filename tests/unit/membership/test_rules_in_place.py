@@ -239,8 +239,12 @@ def test_survivors_in_the_middle_of_a_call_go_on_alone() -> None:
     following = scene.show(node("x", 50, acknowledged=3, reported=3, newcomer=True)).forms()
     assert names(following) == "a c"
     assert "x" not in following.reason
-    scene = bereft(joinable=False).show(free("a", 1, 1, joinable=False, met="one"), *frees(1, "bc", met="two"))
+    scene = bereft(joinable=False).show(free("a", 1, 1, joinable=False, met=("one",)), *frees(1, "bc", met=("two",)))
     assert scene.said() == "form 2: a b c"
+    both, before = ("two", "one"), ("one", "none")
+    scene = trio(BROKEN).show(node("x", 50), *frees(1, "ab", joinable=False, met=both))
+    scene.show(free("c", 3, 1, joinable=False, met=before))
+    assert scene.said() == "form 2: a b c", "the round before it ended while its ranks came to one state"
 
 
 def test_finishing_members_are_no_candidates_and_end_the_run() -> None:

@@ -167,6 +167,14 @@ def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage
         assert stage.record().state is NodeState.READY
 
 
+def test_a_node_has_met_the_rounds_that_all_its_workers_have(stage: Stage) -> None:
+    """A round ended while its ranks came to one state: one worker had met in it, the other not."""
+    stage.begin(2)
+    for rank, met in enumerate((("two", "one"), ("one", "none"))):
+        Worker(stage, rank).say(Ready(number=3, met=met))
+    assert stage.record().met == ("one",)
+
+
 def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_waits(stage: Stage) -> None:
     """The others make the call without it, and are elsewhere in the script when it could join them. While its worker is
     still in the old round nothing is known; what it said of an earlier round does not count."""
