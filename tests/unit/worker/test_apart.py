@@ -13,7 +13,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.model.local import OuterSGD
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
-from tests.unit.worker.toys import data, linear, steps
+from tests.unit.worker.toys import data, linear, loss_of, steps
 
 DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
 
@@ -75,15 +75,18 @@ def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -
 def test_parameters_are_frozen_at_synchronisations_alone() -> None:
     with Session(device="cpu") as session:
         optimizer, wrapped = linear(session, **DILOCO)
-        for step in steps(session, optimizer, wrapped, 16, epochs=2):
-            if step.number == 3:
+        for batch in session.batches(data(), global_batch_size=16, epochs=2):
+            if session.step_number == 3:
                 wrapped.bias.requires_grad_(False)
                 frozen = wrapped.bias.detach().clone()
-            if step.number == 7:
+            if session.step_number == 7:
                 wrapped.bias.requires_grad_(True)
                 with pytest.raises(ConfigError, match="'bias' was unfrozen between two"), session.step():
                     pass
                 break
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
     assert torch.equal(wrapped.bias, frozen)
 
 

@@ -137,7 +137,7 @@ def test_where_a_collective_is_called_only_peers_can_be_the_reason() -> None:
     with pytest.raises(RoundBrokenError, match="a peer was lost") as raised, collective("all_reduce"):
         raise RuntimeError("Operation timed out!")
     first, second = trail(raised.value)
-    assert "test_failures.py" in first
+    assert "test_control.py" in first
     assert second.startswith("RuntimeError: Operation timed out! (")
     with suppress(KeyError), collective("all_reduce"):
         raise KeyError("other")
