@@ -828,9 +828,12 @@ class SharedBatchNorm(BatchNorm):
 
     context: SyncContext
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
         alone = self.context.world_size == 1 and input.numel() > input.shape[1]
         if alone or not self.training:  # in evaluation ranks have different numbers of batches
             return super().forward(input)
