@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.page import edits, view
-from elastic_trainer.monitor.page.view import NAMES, NONE, TIMES
+from elastic_trainer.monitor.page import NAMES, NONE, TIMES, edits
 from elastic_trainer.telemetry.families import NODE_STATES, RUN_STATES
 from tests.support import snapshots
 
@@ -259,7 +258,7 @@ def test_every_word_of_the_contract_has_a_name() -> None:
 )
 def test_durations_have_the_units_that_matter(seconds: Any, said: str) -> None:
     """Two units at most, and no more digits than one reads."""
-    assert view.duration(seconds) == said
+    assert page.duration(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -278,39 +277,39 @@ def test_durations_have_the_units_that_matter(seconds: Any, said: str) -> None:
 )
 def test_losses_keep_about_four_digits(value: Any, said: str) -> None:
     """Large and tiny ones are written with a power of ten."""
-    assert view.measure(value) == said
+    assert page.measure(value) == said
 
 
 def test_counts_sizes_shares_and_ratios() -> None:
     """Each in its usual form; null is a dash."""
-    assert view.count(1234567.5) == "1,234,568"
-    assert view.size(1_483_000_000) == "1.5 GB"
-    assert view.size(999.4) == "999 B"
-    assert view.percent(0.9685) == "96.9 %"
-    assert view.times(2.31) == f"2.31{TIMES}"
-    assert {view.count(None), view.size(None), view.percent(None), view.times(None), view.ago(None)} == {NONE}
+    assert page.count(1234567.5) == "1,234,568"
+    assert page.size(1_483_000_000) == "1.5 GB"
+    assert page.size(999.4) == "999 B"
+    assert page.percent(0.9685) == "96.9 %"
+    assert page.times(2.31) == f"2.31{TIMES}"
+    assert {page.count(None), page.size(None), page.percent(None), page.times(None), page.ago(None)} == {NONE}
 
 
 def test_names_that_nobody_knows_are_shown_as_they_are() -> None:
     """A newer node may tell of a phase that this monitor has never heard of."""
-    assert view.named("phases", "warming_the_cache") == {
+    assert page.named("phases", "warming_the_cache") == {
         "key": "other",
         "label": "warming the cache",
         "look": "other",
         "mark": "?",
     }
-    assert view.named("phases", None)["label"] == "not known"
+    assert page.named("phases", None)["label"] == "not known"
 
 
 def test_nodes_sort_as_people_count() -> None:
     """node-10 comes after node-2."""
-    assert sorted(["node-10", "node-2", "a"], key=view.natural) == ["a", "node-2", "node-10"]
+    assert sorted(["node-10", "node-2", "a"], key=page.natural) == ["a", "node-2", "node-10"]
 
 
 def test_times_that_are_none_have_no_stamp() -> None:
     """Neither null nor a year that no calendar has breaks the page."""
-    assert view.stamp(1_789_000_000.9) == ("2026-09-10T00:26:40Z", "2026-09-10 00:26:40 UTC")
-    assert view.stamp(None) == view.stamp(1e300) == ("", "")
+    assert page.stamp(1_789_000_000.9) == ("2026-09-10T00:26:40Z", "2026-09-10 00:26:40 UTC")
+    assert page.stamp(None) == page.stamp(1e300) == ("", "")
 
 
 STATIC = files("elastic_trainer.monitor.page").joinpath("static")
