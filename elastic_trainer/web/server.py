@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from prometheus_client.exposition import choose_encoder
@@ -102,10 +101,8 @@ class Stream:
     pieces: Callable[[], Iterator[bytes]] = field(compare=False)
 
 
-class Site(Protocol):
-    """Answers the requests of a server."""
-
-    def answer(self, request: Request) -> Answer | Stream: ...
+Site = Callable[[Request], Answer | Stream]
+"""Answers the requests of a server."""
 
 
 def text(status: int, words: str, **headers: str) -> Answer:
@@ -123,7 +120,6 @@ def metrics(collector: Collector, accept: str) -> Answer:
     return Answer(200, kind, Body.of(encode(collector)), NO_STORE)
 
 
-Content = TypeVar("Content")
 CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'
 
 
@@ -148,26 +144,20 @@ class Access:
         return is_local(host)
 
 
-def guarded(
-    request: Request,
-    access: Access,
-    *,
-    health: Callable[[], Answer],
-    readiness: Callable[[], Answer],
-    content: Callable[[], Content],
-) -> Answer | Content:
-    """The answer to ``request``. ``health`` and ``readiness`` need no token, since a kubelet has none."""
+def refusal(request: Request, access: Access, probes: Mapping[str, str]) -> Answer | None:
+    """The answer to a request that is not for content; None: it may have some.
+
+    ``probes``: by path why something is not well, or nothing; they need no token, since a kubelet has none.
+    """
     if request.method not in ("GET", "HEAD"):
         return text(405, "this server is read-only", Allow="GET, HEAD")
-    if request.path == HEALTH:
-        return health()
-    if request.path == READINESS:
-        return readiness()
+    if (problem := probes.get(request.path)) is not None:
+        return text(503, problem) if problem else text(200, "ok" if request.path == HEALTH else "ready")
     if not access.knows_host(request.headers.get("host")):
         return text(421, "use localhost or an address: without a token, other host names are refused")
     if not access.allows(request.headers.get("authorization")):
         return text(401, "a token is needed", WWW_Authenticate=CHALLENGE)
-    return content()
+    return None
 
 
 def credential(authorization: str) -> str:
@@ -366,7 +356,7 @@ class _Client:
 
 
 class Server:
-    """Serves ``site`` on ``host`` and ``port`` (0: a free one), with TLS if ``context`` is given."""
+    """Serves what ``site`` answers on ``host`` and ``port`` (0: a free one), with TLS if ``context`` is given."""
 
     def __init__(
         self,
@@ -602,7 +592,7 @@ class Server:
 
     def _made(self, request: Request) -> Answer | Stream:
         try:
-            return self._site.answer(request)
+            return self._site(request)
         except Exception:  # noqa: BLE001 - edge: the client is answered, and the next request is another
             logger().exception("request.failed", path=request.path)
             return text(500, "this request failed; the server's log says why")

@@ -19,14 +19,6 @@ SICK = Word(9471, True, 503, "the monitor has stopped reading the store")
 STUCK = Word(9471, True, None, "no answer: timed out")
 
 
-class Site:
-    def __init__(self, status: int) -> None:
-        self._status = status
-
-    def answer(self, request: Request) -> Answer:
-        return text(self._status if request.path == "/healthz" else 404, "spoken")
-
-
 @pytest.mark.parametrize(
     ("words", "required", "well"),
     [
@@ -53,7 +45,11 @@ def serve() -> Iterator[Serve]:
 
     def start(status: int, directory: Path | None = None) -> int:
         context = None if directory is None else tls_context(*Authority(directory).issue("node"))
-        servers.append(Server("127.0.0.1", 0, Site(status), context))
+
+        def answer(request: Request) -> Answer:
+            return text(status if request.path == "/healthz" else 404, "spoken")
+
+        servers.append(Server("127.0.0.1", 0, answer, context))
         servers[-1].start()
         return servers[-1].port
 
