@@ -28,7 +28,7 @@ from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.hosts import HOST, free_ports
-from elastic_trainer.local.launched import CALL, error_file, output_file, result_file
+from elastic_trainer.local.launched import CALL, ERROR, OUTPUT, RESULT
 from elastic_trainer.local.ledger import FileTail, end_of, last_error
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options
@@ -95,11 +95,11 @@ def launch(
         )
         cluster = stack.enter_context(LocalCluster(spec))
         cluster.start(nodes)
-        _follow(cluster, [FileTail(output_file(directory, number)) for number in range(nprocs)])
+        _follow(cluster, [FileTail(directory / OUTPUT.format(number)) for number in range(nprocs)])
         failed = [node for node in cluster.nodes if node.exit_code() != 0]
     if failed:
         raise _failure(directory, nprocs, failed[0])
-    files = [result_file(directory, number) for number in range(nprocs)]
+    files = [directory / RESULT.format(number) for number in range(nprocs)]
     results = [cloudpickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     shutil.rmtree(directory, ignore_errors=True)
     return results
@@ -134,7 +134,7 @@ def _follow(cluster: LocalCluster, tails: Sequence[FileTail]) -> None:
 def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:
     """The error of the first process that left a traceback, otherwise the best known reason."""
     for number in range(nprocs):
-        file = error_file(directory, number)
+        file = directory / ERROR.format(number)
         if file.exists():
             text = file.read_text(errors="replace").rstrip()
             error = LaunchError(f"process {number} failed: {text.splitlines()[-1]}", hint=f"logs: {directory / 'logs'}")
