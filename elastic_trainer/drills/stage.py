@@ -71,6 +71,8 @@ class Setting:
     """What torchrun runs; it takes the job's options."""
     save_every_s: float | None = None
     group_timeout_s: float | None = None
+    outage_s: float = 60.0
+    """How long an outage or a load lasts."""
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
     with staged(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path) as stage:
         for repeat, wedge in enumerate(STUCK):
-            effect = DRILLS["worker-wedge"].act(stage, repeat, 0.0)
+            effect = DRILLS["worker-wedge"].play(stage, repeat)
             assert effect.problems == (), effect
             assert effect.steps_lost == 0, effect
             # It was not killed for another reason; one that answers nothing is passed over before its limit.
