@@ -158,18 +158,13 @@ def as_json(each: Happening) -> str:
 
 def as_line(each: Happening) -> str:
     """One line: when, what, why."""
-    return f"{moment(each.wall)}  {_incident(each) if isinstance(each, Incident) else _transition(each)}"
-
-
-def _transition(entry: JournalEntry) -> str:
-    size = f"{counted(len(entry.nodes), 'node')}, {counted(entry.world_size, 'rank')}"
-    return f"round {entry.round} {entry.state} ({size}): {entry.reason or 'no reason given'}"
-
-
-def _incident(incident: Incident) -> str:
-    nodes = f" [{named(incident.nodes)}]" if incident.nodes else ""
-    told = f"{headline(incident)}: {incident.reason or 'no reason given'}{nodes}"
-    return f"{told}. {incident.outcome}" if incident.outcome else told
+    because = f": {each.reason or 'no reason given'}"
+    if isinstance(each, JournalEntry):
+        size = f"{counted(len(each.nodes), 'node')}, {counted(each.world_size, 'rank')}"
+        return f"{moment(each.wall)}  round {each.round} {each.state} ({size}){because}"
+    nodes = f" [{named(each.nodes)}]" if each.nodes else ""
+    outcome = f". {each.outcome}" if each.outcome else ""
+    return f"{moment(each.wall)}  {headline(each)}{because}{nodes}{outcome}"
 
 
 def headline(incident: Incident) -> str:
@@ -227,8 +222,9 @@ def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
     """A page with a table for each incident; ``lines`` are what happened, one line each."""
     sections = [f"# Run {report.run}, round {report.number}"]
     for each in report.incidents:
+        what = (str(each.cause) if each.cause is not None else each.kind).replace("_", " ").capitalize()
         rows = "\n".join(f"| {name} | {text.replace('|', '/')} |" for name, text in _facts(each) if text)
-        sections.append(f"## {_cause(each)}\n\n| | |\n|---|---|\n{rows}")
+        sections.append(f"## {what}\n\n| | |\n|---|---|\n{rows}")
     sections.append("## What happened when\n\n" + "\n".join(f"- {line}" for line in lines))
     sections.append(
         "## Where to read on\n\n"
@@ -236,11 +232,6 @@ def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
         f"- `elastic-trainer logs {report.run}`: what the workers of each rank wrote"
     )
     return "\n\n".join(sections)
-
-
-def _cause(each: Incident) -> str:
-    what = str(each.cause) if each.cause is not None else each.kind
-    return what.replace("_", " ").capitalize()
 
 
 def _facts(each: Incident) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import elastic_trainer
 from elastic_trainer import errors, settings, variables
-from elastic_trainer.cli import checkpoints, connection, k8s
+from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
@@ -333,12 +333,13 @@ def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParse
     parser = Parser(prog=command)
     (home,) = (each.home for each in COMMANDS if each.name == command)
     getattr(importlib.import_module(f"elastic_trainer.cli.{home}"), f"configure_{command}")(parser)
-    if action is None:
-        return parser
-    (actions,) = (each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    found = actions[action]
-    assert isinstance(found, argparse.ArgumentParser)
-    return found
+    return parser if action is None else actions_of(command)[action]
+
+
+def actions_of(command: str) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of its actions, by their names."""
+    (found,) = (each for each in parser_of(command)._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 def etcd_parser() -> argparse.ArgumentParser:
@@ -355,8 +356,8 @@ def etcd_parser() -> argparse.ArgumentParser:
         *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
         *(
             (f"elastic-trainer {home} {name}", lambda home=home, name=name: parser_of(home, name))
-            for home, actions in {"checkpoints": checkpoints.ACTIONS, "k8s": k8s.ACTIONS}.items()
-            for name in actions
+            for home in ("checkpoints", "k8s")
+            for name in actions_of(home)
         ),
     ],
 )

@@ -17,7 +17,7 @@ from elastic_trainer.cli import connection
 from elastic_trainer.cli.events import as_json, as_line, in_order, report, report_json, report_markdown
 from elastic_trainer.cli.main import Parser
 from elastic_trainer.cli.monitor import listen_address
-from elastic_trainer.cli.status import LiveShow, PlainShow, list_view, run_view
+from elastic_trainer.cli.status import list_view, run_view, show_live, show_plain
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import Incident, JournalEntry, RoundState, Saved
@@ -181,21 +181,23 @@ def reading(serial: int) -> StoreReading:
 def test_where_nothing_can_be_redrawn_a_view_is_printed_again_when_there_is_news() -> None:
     """But not at every change, and in any case at the end; without any control characters."""
     out = io.StringIO()
-    show = PlainShow(Console(file=out, force_terminal=True, no_color=True, _environ={"TERM": "dumb"}, width=120), "r")
-    for serial in (1, 2, 3):
-        show(reading(serial), False)
-    assert out.getvalue().count("run r  training") == 1
-    show(reading(3), True)
+
+    def readings() -> Iterator[tuple[StoreReading, bool]]:
+        for serial in (1, 2, 3):
+            yield reading(serial), False
+        assert out.getvalue().count("run r  training") == 1
+        yield reading(3), True
+
+    show_plain(
+        Console(file=out, force_terminal=True, no_color=True, _environ={"TERM": "dumb"}, width=120), "r", readings()
+    )
     assert out.getvalue().count("run r  training") == 2
 
 
 def test_on_a_terminal_the_view_is_redrawn_in_place() -> None:
     """And what was last shown stays."""
     out = io.StringIO()
-    show = LiveShow(Console(file=out, force_terminal=True, width=120), "r")
-    show(reading(1), False)
-    show(StoreReading(), True)
-    show.close()
+    show_live(Console(file=out, force_terminal=True, width=120), "r", [(reading(1), False), (StoreReading(), True)])
     assert "run r is gone" in out.getvalue()
 
 
