@@ -20,17 +20,15 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.monitor import serve as boards
 from elastic_trainer.monitor import serve as streams
 from elastic_trainer.monitor.serve import Monitor, MonitorOptions
-from elastic_trainer.monitor.snapshot import as_json
 from elastic_trainer.store.api import Delete
 from elastic_trainer.web import server as servers
 from elastic_trainer.web.server import Access, tls_context
 from tests.support.certificates import Authority
 from tests.support.crowd import crowding
 from tests.support.memory_store import MemoryBackend, MemoryStore
-from tests.support.monitored import PREFIX, Writer, health, rank, soon
+from tests.support.monitored import PREFIX, Writer, soon
 from tests.support.waiting import eventually
 
 LIMIT_S = 30.0
@@ -438,23 +436,3 @@ def test_a_port_that_is_taken_is_a_user_error(monitor: Monitor, backend: MemoryB
         Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=monitor.port))
     with pytest.raises(ConfigError, match="cannot listen on"):
         Monitor(MemoryStore(backend), MonitorOptions(PREFIX, host="192.0.2.1", port=0))
-
-
-def test_bodies_are_made_once_for_many_listeners(
-    monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thousand ranks are a megabyte: encoding it for each browser would be the monitor's whole work."""
-    made = []
-
-    def noted(value: object) -> bytes:
-        made.append(value)
-        return as_json(value)
-
-    monkeypatch.setattr(boards, "as_json", noted)
-    listeners = [Listener(monitor) for _ in range(8)]
-    writer.put(writer.keys.node_health("n0"), health("n0", [rank(0)]))
-    for listener in listeners:
-        while listener.snapshot()["step"] is None:
-            pass
-        listener.close()
-    assert len(made) <= 8, made  # made anew with each poll, a few at most, and not for each of the listeners
