@@ -142,15 +142,11 @@ def test_the_tables_say_what_the_user_wants_to_know() -> None:
     console = Console(file=io.StringIO(), width=120, record=True)
     report.show_summary(told(injected=(struck(t=3.5, step=3),)), console)
     shown = console.export_text()
-    assert "1.50 s" in shown
-    assert "step 3 of round 2" in shown
-    assert "exact: each of 10 samples exactly once in 1 epoch" in shown
-    assert "3 committed, 1 rolled back and repeated; 1 checkpoint" in shown
-    assert "training loss 0.125, accuracy 0.75" in shown
-    assert "0 after 7.0 s: 1 node finished the job" in shown
-
-
-def test_data_that_was_not_exact_is_said_loudly() -> None:
-    """NOT exact, and where."""
+    for part in (
+        *("1.50 s", "step 3 of round 2", "exact: each of 10 samples exactly once in 1 epoch"),
+        *("3 committed, 1 rolled back and repeated; 1 checkpoint", "training loss 0.125, accuracy 0.75"),
+        "0 after 7.0 s: 1 node finished the job",
+    ):
+        assert part in shown
     lines = [*job(), committed(4, 2, 6.0, samples=[8])]
     assert report.facts(told(lines))["data"] == "NOT exact: epoch 0: 1 repeated"
