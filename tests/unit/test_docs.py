@@ -31,6 +31,8 @@ from elastic_trainer.jobs.main import _parser as training_parser
 from elastic_trainer.jobs.scripts import __path__ as scripts
 from elastic_trainer.jobs.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.jobs.trainer import Trainer, measurable
+from elastic_trainer.model import Phase
+from elastic_trainer.telemetry.families import FAMILIES
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
@@ -38,7 +40,7 @@ from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section
 from tests.support.requirements import missing
 
-API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
+API, TASKS, HEALTH = DOCS / "api.md", DOCS / "tasks.md", DOCS / "health.md"
 BLOCKS = [block for page in PAGES if page.name != "service.md" for block in blocks(page)]
 """Those that are checked here; the blocks of service.md are a shell's, and a test of its own runs them."""
 REFERENCE = {
@@ -326,6 +328,15 @@ def test_the_table_of_exit_codes_is_complete() -> None:
     """Those of the errors, and those of success and of SIGINT."""
     told = {int(row[0]) for row in rows(section(API, "Exit codes"))}
     assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
+
+
+def test_the_page_about_health_lists_every_metric_and_phase() -> None:
+    """In the order of the code: name, kind, labels, who exports it, and what it means."""
+    told = [(codes(row[0])[0], row[1], tuple(codes(row[2])), *row[3:]) for row in rows(section(HEALTH, "Metrics"))]
+    assert told == [(each.full_name, str(each.kind), each.labels, str(each.source), each.text) for each in FAMILIES]
+    phases = list(rows(section(HEALTH, "Phases")))
+    assert [codes(row[0])[0] for row in phases] == [str(phase) for phase in Phase]
+    assert all(len(row[1]) > 10 for row in phases)
 
 
 def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParser:

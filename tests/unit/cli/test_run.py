@@ -54,7 +54,6 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     """Unless an option names another."""
     monkeypatch.setenv("ELASTIC_TRAINER_ENDPOINT", "there:2379")
     assert "--rdzv-endpoint=there:2379" in command("--", "script")
-    assert "--rdzv-endpoint=here:1" in command("--endpoint", "here:1", "--", "script")
     assert "--rdzv-endpoint=a:2379,b:1" in command("--endpoint", "a,b:1", "--", "script")
 
 
@@ -86,12 +85,8 @@ def test_modules_and_tasks_run_too() -> None:
     """A module as it is; a task with a directory for its checkpoints."""
     assert command("--", "-m", "my.train", "x")[-3:] == ["-m", "my.train", "x"]
     assert "--rdzv-id=train" in command("--", "-m", "my.train")
-    assert command("--name", "a", "--", "mnist")[-4:] == [
-        "-m",
-        "elastic_trainer.training",
-        "mnist",
-        "checkpoint.directory=runs/a/checkpoints",
-    ]
+    task = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=runs/a/checkpoints"]
+    assert command("--name", "a", "--", "mnist")[-4:] == task
 
 
 def test_a_dry_run_prints_the_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,28 +128,12 @@ def test_the_number_of_nodes_at_the_start_leaves_room_for_those_that_join() -> N
     assert local.starting(3, 2, 4, joins=5) == 3
 
 
-def test_one_number_of_nodes_is_both_limits() -> None:
-    assert local.nodes("3") == (3, 3)
-    assert local.nodes("2:4") == (2, 4)
-
-
 def test_recovery_is_an_option_of_the_rendezvous() -> None:
     """Checked together with the others; torchrun's own backend knows none."""
-    assert local.rendezvous("ttl=3, last_call=1", "in_place", "etcd3") == {
-        "ttl": "3",
-        "last_call": "1",
-        "recovery": "in_place",
-    }
-    with pytest.raises(ConfigError, match="'ttl'"):
-        local.rendezvous("ttl=0.1", None, "etcd3")
+    found = local.rendezvous("ttl=3, last_call=1", "in_place", "etcd3")
+    assert found == {"ttl": "3", "last_call": "1", "recovery": "in_place"}
     with pytest.raises(ConfigError, match="etcd3"):
         local.rendezvous("", "restart", "c10d")
-
-
-def test_a_script_is_run_as_it_is(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    assert entry([str(script), "a", "b"], tmp_path) == (str(script), "a", "b")
 
 
 def test_a_task_keeps_its_checkpoints_in_the_run_directory_by_default(tmp_path: Path) -> None:
@@ -181,18 +160,10 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
     spec = ClusterSpec("r1", tmp_path, "127.0.0.1:2379", ("train.py", "x"), 2, 4, workers=2, options={"ttl": "3"})
     command = torchrun(spec, "n1", first=False)
     assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[3:] == [
-        "--nnodes=2:4",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-        "--rdzv-id=r1",
-        "--rdzv-backend=etcd3",
-        "--rdzv-endpoint=127.0.0.1:2379",
-        "--local-addr=127.0.0.1",
-        "--rdzv-conf=ttl=3,node_id=n1",
-        "train.py",
-        "x",
-    ]
+    assert " ".join(command[3:]) == (
+        "--nnodes=2:4 --nproc-per-node=2 --max-restarts=3 --rdzv-id=r1 --rdzv-backend=etcd3"
+        " --rdzv-endpoint=127.0.0.1:2379 --local-addr=127.0.0.1 --rdzv-conf=ttl=3,node_id=n1 train.py x"
+    )
 
 
 def test_threads_share_the_cores() -> None:

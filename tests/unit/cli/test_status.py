@@ -25,9 +25,8 @@ from elastic_trainer.model import Cause
 from elastic_trainer.monitor.reading import RunReading, StoreReading
 from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
 from elastic_trainer.monitor.state import Observed, Observer
-from elastic_trainer.settings import StoreSettings, parse_endpoints, secret, store_endpoint
+from elastic_trainer.settings import StoreSettings, parse_endpoints, secret
 from elastic_trainer.store.api import Order, Put, RunKeys, Snapshot
-from elastic_trainer.variables import ENV_ENDPOINT
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.monitored import entry, grouped, health, incident, rank, run
 
@@ -76,11 +75,11 @@ def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
 def test_what_is_not_known_is_a_dash_and_an_outage_is_said() -> None:
     """A run without a round; a store that is away; documents of another version."""
     text = printed(run_view(snapshot(run(round=None, unreadable=("/x/spec",)), Observed(), AWAY)))
-    assert "no round yet" in text
-    assert "no checkpoint yet" in text
-    assert "step -, goodput -" in text
-    assert "etcd does not answer; this was read 1 min 15 s ago" in text
-    assert "cannot be read by this version: /x/spec" in text
+    for part in (
+        *("no round yet", "no checkpoint yet", "step -, goodput -", "cannot be read by this version: /x/spec"),
+        "etcd does not answer; this was read 1 min 15 s ago",
+    ):
+        assert part in text, text
 
 
 def test_the_rank_that_the_others_wait_for_is_named_and_no_rate_is_stale() -> None:
@@ -98,10 +97,8 @@ def test_with_many_ranks_a_node_is_one_row() -> None:
     told = {"n1": health("n1", [rank(8 + i, i, compute_s=0.9 if i == 3 else 0.1, step=10 + i) for i in range(8)])}
     told |= {"n0": health("n0", [rank(i, i, phase="data" if i else "checkpoint") for i in range(8)])}
     text = printed(run_view(snapshot(run(6, 8, health=told), Observed())))
-    assert "0-7" in text
-    assert "7 data, 1 checkpoint" in text
-    assert "straggler 11" in text
-    assert "40-47" in text
+    for part in ("0-7", "7 data, 1 checkpoint", "straggler 11", "40-47"):
+        assert part in text, text
     assert text.count("\n") < 20
 
 
@@ -116,7 +113,6 @@ def test_the_list_has_a_row_for_each_run() -> None:
     documents = run(incidents=(incident(1),))
     rows = [summary(documents, Observer().look(documents, 0.0, 0.0))]
     text = printed(list_view(listing(rows, StoreStatus(True, 0.0), 0.0)))
-    assert "training" in text
     assert "2 of 1:4" in text
     assert "needs attention" in " ".join(text.split())
     assert "there are no runs" in printed(list_view(listing([], AWAY, 0.0)))
@@ -163,14 +159,6 @@ def test_wide_shows_all_columns_on_any_terminal() -> None:
     assert f"{LONG}.eu.example.com" in shown[0]
     assert "no room for" not in "".join(shown)
     assert [name in text for text, name in zip(shown, ("threads", "samples/s"), strict=True)] == [True, True]
-
-
-def test_what_people_wrote_is_not_read_as_markup() -> None:
-    """A reason or a name with brackets is printed as it is."""
-    documents = run(round_={"reason": "[red]x[/red] [/oops]"}, incidents=(incident(1, reason="[bold]y"),))
-    text = printed(run_view(snapshot(documents, Observed())))
-    assert "[red]x[/red] [/oops]" in text
-    assert "[bold]y" in text
 
 
 def reading(serial: int) -> StoreReading:
@@ -238,13 +226,6 @@ def options(*words: str) -> argparse.Namespace:
     parser = Parser()
     connection.add_options(parser)
     return parser.parse_args(words)
-
-
-def test_the_endpoint_comes_from_the_option_the_environment_or_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert store_endpoint({}) == store_endpoint({ENV_ENDPOINT: ""}) == "127.0.0.1:2379"
-    monkeypatch.setenv(ENV_ENDPOINT, "etcd:1234")
-    assert str(connection.store_settings(options()).endpoints[0]) == "etcd:1234"
-    assert str(connection.store_settings(options("--endpoint", "other:1")).endpoints[0]) == "other:1"
 
 
 def test_the_password_is_the_first_line_of_a_file(tmp_path: Path) -> None:

@@ -29,36 +29,18 @@ def basic(text: str) -> str:
 NOT_TEXT = "Basic " + base64.b64encode(b"\xff:x").decode()
 
 
-@pytest.mark.parametrize("given", ["Bearer s3cret", "bearer  s3cret ", basic("anybody:s3cret"), basic(":s3cret")])
-def test_the_token_opens_as_a_bearer_and_as_a_password(given: str) -> None:
+def test_only_the_token_opens_as_a_bearer_and_as_a_password() -> None:
     """Programs send the one, browsers the other, whatever the name."""
-    assert Access("s3cret").allows(given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
+    for right in ("Bearer s3cret", "bearer  s3cret ", basic("anybody:s3cret"), basic(":s3cret")):
+        assert Access("s3cret").allows(right), right
+    for wrong in (
         *(None, "", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3cret2", "s3cret", "Digest s3cret", "Basic s3cret"),
-        *(
-            "Basic ///",
-            basic("s3cret"),
-            basic("s3cret:"),
-            basic("a:wrong"),
-            "Basic " + base64.b64encode(b"\xff:x").decode(),
-        ),
-        "Bearer s3crét",
-    ],
-)
-def test_nothing_else_opens(given: str | None) -> None:
-    assert not Access("s3cret").allows(given)
-
-
-def test_a_password_may_hold_a_colon() -> None:
+        *("Basic ///", basic("s3cret"), basic("s3cret:"), basic("a:wrong"), NOT_TEXT, "Bearer s3crét"),
+    ):
+        assert not Access("s3cret").allows(wrong), wrong
     assert Access("a:b").allows(basic("me:a:b"))
-
-
-def test_without_a_token_everybody_may_read() -> None:
     assert Access(None).allows(None)
+    assert "s3cret" not in repr(Access("s3cret"))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +55,6 @@ def test_a_loopback_port_without_a_token_answers_to_no_foreign_names(host: str |
     assert Access(None, loopback=True).knows_host(host) is known
     assert Access(None, loopback=False).knows_host(host)
     assert Access("token", loopback=True).knows_host(host)
-
-
-def test_the_token_does_not_show() -> None:
-    assert "s3cret" not in repr(Access("s3cret"))
 
 
 PIECES = st.sampled_from(
