@@ -120,8 +120,8 @@ def recovering() -> Json:
     run = healthy(
         run="gpt-small-09", state="recovering", state_s=14.0, world_size=0, loss=2.0871, round_reason="node-2 was lost"
     )
-    unknown = dict.fromkeys(("phase", "phase_s", "still_s", "step", "step_s", "compute_s", "slowdown"))
-    starting = {"phase": "starting", "rank": None, "step": None, "step_s": None}
+    unknown: Json = dict.fromkeys(("phase", "phase_s", "still_s", "step", "step_s", "compute_s", "slowdown"))
+    starting: Json = {"phase": "starting", "rank": None, "step": None, "step_s": None}
     run["nodes"] = [
         node(0, ranks=[rank(n, phase="rendezvous", phase_s=12.0, still_s=13.0) for n in (0, 1)]),
         node(1, ranks=[rank(2, phase="healing", phase_s=3.0), rank(3, phase="repeated", phase_s=1.0)]),
@@ -130,7 +130,7 @@ def recovering() -> Json:
     ]
     run["attention"] = [concern("bad", "1 gone", "1 node is gone: node-2 (heard 21 s ago).")]
     run["rounds"].append(transition(7, "broken", WALL - 14, 6, "node-2 was lost"))
-    nothing = dict.fromkeys(("next_round", "world_after", "steps_lost", "regroup_s", "resume_s"))
+    nothing: Json = dict.fromkeys(("next_round", "world_after", "steps_lost", "regroup_s", "resume_s"))
     run["incidents"].insert(0, incident(WALL - 14, "node_lost", round=7, open=True, detect_s=6.2, **LOST | nothing))
     return run
 
@@ -181,7 +181,7 @@ def large(nodes: int = 512, turn: int = 0) -> Json:
 def empty() -> Json:
     """A run of which only the name is known."""
     nothing: Json = {"nodes": [], "rounds": [], "incidents": [], "seconds": {}, "checkpoint": None, "wall": WALL}
-    curves = {"wall": [], "step": [], "loss": [], "step_s": [], "world_size": []}
+    curves: Json = {"wall": [], "step": [], "loss": [], "step_s": [], "world_size": []}
     return {"run": "new", "state": "gathering", **nothing, "curves": curves}
 
 

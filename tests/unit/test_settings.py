@@ -178,13 +178,8 @@ def test_a_launched_worker_reads_its_place() -> None:
     assert (alone.rank, alone.world_size, alone.launched, alone.channel) == (0, 1, False, None)
     assert (alone.pages, alone.reached) == (None, 0)
     own = {"NODE": "n1", "ROUND": "7", "RECOVERY": "in_place", "CHANNEL": "/tmp/socket", "REACHED": "41"}
-    torchruns = {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "job",
-    }
+    torchruns = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchruns["TORCHELASTIC_RUN_ID"] = "job"
     found = worker_environment(torchruns | {f"ELASTIC_TRAINER_{name}": value for name, value in own.items()})
     assert found.launched
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)

@@ -32,19 +32,8 @@ class Local:
     def __init__(self, directory: Path, *options: str, job: tuple[str, ...]) -> None:
         self.run_dir = directory / "run"
         self.output = directory / "output"
-        words = [
-            "local",
-            "--run-dir",
-            str(self.run_dir),
-            "--rdzv-conf",
-            "ttl=10",
-            "--timeout",
-            "400",
-            *options,
-            "--",
-            *job,
-        ]
-        command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
+        given = ["--run-dir", str(self.run_dir), "--rdzv-conf", "ttl=10", "--timeout", "400", *options]
+        command = [sys.executable, "-m", "elastic_trainer.cli.main", "local", *given, "--", *job]
         self.process = agents.spawn(command, self.output, os.environ)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
@@ -90,17 +79,10 @@ class Local:
         processes.kill_all(processes.marked(mine), mine, Deadline.after(10.0))
 
 
-def begin(
-    started: list[Local],
-    directory: Path,
-    *options: str,
-    steps: int = 60,
-    pace_s: float = 0.05,
-    alone: int | None = None,
-) -> Local:
+def begin(started: list[Local], directory: Path, *options: str, steps: int = 60, alone: int | None = None) -> Local:
     state = directory / "state"
     state.mkdir()
-    job = (str(STEPS), str(state), str(steps), str(pace_s), *([str(alone)] if alone is not None else []))
+    job = (str(STEPS), str(state), str(steps), "0.05", *([str(alone)] if alone is not None else []))
     command = Local(directory, *options, job=job)
     started.append(command)
     return command
@@ -198,15 +180,8 @@ def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: 
     """Its name and etcd are what was given; the exit code is torchrun's."""
     (tmp_path / "train.py").write_text(JOB)
     command = [sys.executable, "-m", "elastic_trainer", "run", "--endpoint", etcd_endpoint, "--name", run_id]
-    done = subprocess.run(
-        [*command, "--", "train.py"],
-        cwd=tmp_path,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    words = [*command, "--", "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert "recovery=in_place train.py" in done.stderr
     assert "the last step was 2" in done.stdout

@@ -32,7 +32,7 @@ def chromium() -> Iterator[Browser]:
 def server() -> Iterator[StatusServer]:
     """The pages, for this test alone."""
     server = StatusServer()
-    server.list = listing()
+    server.board.list = listing()
     yield server
     server.close()
 
