@@ -72,10 +72,8 @@ class StatusServer:
     def _answer(self, request: Request) -> Answer | Stream:
         found = self._site.answer(request)
         if isinstance(found, Stream):
-            stream = found
-            return (
-                Stream(stream.name, lambda: self._pieces(stream)) if self.streams else Answer(404, HTML, Body.of(b""))
-            )
+            stream = found  # which stays this one in the function below
+            return Stream(found.name, lambda: self._pieces(stream)) if self.streams else text(404, "no streams")
         return Answer(200, JSON, Body.of(GARBLED)) if self.garbled and request.path.endswith("/update") else found
 
     def _pieces(self, stream: Stream) -> Iterator[bytes]:
