@@ -9,7 +9,7 @@ from elastic_trainer.monitor.reading import RunReading, StoreReading
 from elastic_trainer.monitor.serve import Board, MonitorSite
 from elastic_trainer.monitor.snapshot import StoreStatus
 from elastic_trainer.monitor.state import Observed, RunDocuments
-from elastic_trainer.web.server import JSON, Access, Answer, Body, Request, Server, Stream
+from elastic_trainer.web.server import JSON, Access, Answer, Body, Request, Server, Stream, text
 from tests.support.snapshots import Json
 
 GARBLED = b'{"view": 7}'
