@@ -376,35 +376,13 @@ LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _METAVARS = {
-    "name": "RUN",
-    "image": "IMAGE",
-    "namespace": "NAME",
-    "pods": "N",
-    "gpus": "N",
-    "workers": "P",
-    "cpu": "Q[:Q]",
-    "memory": "Q[:Q]",
-    "shm": "Q",
-    "recovery": "",
-    "rdzv_conf": "K=V,...",
-    "max_restarts": "N",
-    "retries": "N",
-    "shutdown_timeout": "S",
-    "startup_timeout": "S",
-    "ttl": "S",
-    "priority_class": "NAME",
-    "spread": "KEY",
-    "queue": "NAME",
-    "endpoint": "HOST:PORT,...",
-    "tls_secret": "NAME",
-    "user_secret": "NAME",
-    "network_policy": None,
-    "checkpoint_size": "Q",
-    "storage_class": "NAME",
-    "data_claim": "NAME",
-    "service_account": "NAME",
+    "name": "RUN", "image": "IMAGE", "namespace": "NAME", "pods": "N", "gpus": "N", "workers": "P", "cpu": "Q[:Q]",
+    "memory": "Q[:Q]", "shm": "Q", "recovery": "", "rdzv_conf": "K=V,...", "max_restarts": "N", "retries": "N",
+    "shutdown_timeout": "S", "startup_timeout": "S", "ttl": "S", "priority_class": "NAME", "spread": "KEY",
+    "queue": "NAME", "endpoint": "HOST:PORT,...", "tls_secret": "NAME", "user_secret": "NAME", "network_policy": None,
+    "checkpoint_size": "Q", "storage_class": "NAME", "data_claim": "NAME", "service_account": "NAME",
     "env": "NAME=VALUE",
-}
+}  # fmt: skip
 """The fields that have an option; N, P and S are numbers."""
 _EXAMPLE = """example: elastic-trainer k8s render --name gpt --nodes 2:8 --gpus 8 \\
              --image registry.example.com/elastic-trainer:0.1.0-cuda -- train.py | kubectl apply -f -"""

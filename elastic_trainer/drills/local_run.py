@@ -91,18 +91,14 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     report.write(summary, directory / "summary.json")
     report.show_summary(summary, console)
     if summary.verdict.exit_code != 0:
-        report.say("log", f"elastic-trainer logs {shlex.quote(str(directory))}{_failed(summary)}", console)
+        failed = [node.name for node in summary.nodes if not node.struck and node.exit_code not in (0, None)]
+        chosen = f" --node {failed[0]}" if len(failed) == 1 else ""  # whose failure decided, if it is one node
+        report.say("log", f"elastic-trainer logs {shlex.quote(str(directory))}{chosen}", console)
     if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     else:
         report.say("kept", str(directory), console)
     return summary
-
-
-def _failed(summary: Summary) -> str:
-    """The option that chooses the node whose failure decided, if it is one."""
-    failed = [node.name for node in summary.nodes if not node.struck and node.exit_code not in (0, None)]
-    return f" --node {failed[0]}" if len(failed) == 1 else ""
 
 
 def named_directories(words: Sequence[str]) -> list[Path]:
@@ -137,7 +133,8 @@ class Following:
     def to_the_end(self, shown: Display) -> Summary:
         """Start the nodes and follow them until none runs, a signal or the time limit."""
         try:
-            news = self._start()
+            nodes, now = self._cluster.start(self._options.start), SYSTEM.monotonic()
+            news = [each for node in nodes for each in self._picture.node_started(node.name, now)]
             while self._goes_on():
                 shown.update(self._picture, [*news, *self._look(), *self._strike()], SYSTEM.monotonic())
                 news = []
@@ -148,10 +145,6 @@ class Following:
         finally:
             shown.close()
         return self._summary()
-
-    def _start(self) -> list[ShownIncident]:
-        nodes = self._cluster.start(self._options.start)
-        return [incident for node in nodes for incident in self._picture.node_started(node.name, SYSTEM.monotonic())]
 
     def _goes_on(self) -> bool:
         limit = self._options.timeout_s
