@@ -22,15 +22,10 @@ STUCK = Word(9471, True, None, "no answer: timed out")
 @pytest.mark.parametrize(
     ("words", "required", "well"),
     [
-        ([SILENT, WELL], False, True),
-        ([SILENT, SICK], False, False),
-        ([SILENT, STUCK], False, False),
-        ([SILENT], False, True),
-        ([SILENT], True, False),
-        ([SILENT, WELL], True, False),
-        ([WELL], True, True),
+        ([SILENT, WELL], False, True), ([SILENT, SICK], False, False), ([SILENT, STUCK], False, False),
+        ([SILENT], False, True), ([SILENT], True, False), ([SILENT, WELL], True, False), ([WELL], True, True),
     ],
-)
+)  # fmt: skip
 def test_who_listens_must_be_well_and_who_was_named_must_listen(words: list[Word], required: bool, well: bool) -> None:
     """A container whose job has no endpoint is not sick; one whose endpoint does not answer is."""
     assert judge(words, required=required)[0] is well
@@ -58,15 +53,12 @@ def serve() -> Iterator[Serve]:
         server.stop()
 
 
-def test_a_server_is_asked(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code is 0 for one that is well and 1 for one that is not, and its own words are passed on."""
+def test_a_server_is_asked(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 0 for one that is well and 1 for one that is not, and its own words are passed on. With TLS its
+    CA is not needed: the check runs beside it, and looks at nothing but the answer."""
     assert main(["health", "--port", str(serve(200))]) == 0
     assert main(["health", "--port", str(serve(503))]) == 1
     assert capsys.readouterr().out.count(": spoken\n") == 2
-
-
-def test_a_server_with_tls_is_asked(serve: Serve, tmp_path: Path) -> None:
-    """Without its CA: the check runs beside it, and looks at nothing but the answer."""
     assert ask("127.0.0.1", serve(200, tmp_path)).status == 200
 
 

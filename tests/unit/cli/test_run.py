@@ -159,15 +159,12 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
     """What a user would type on each machine; the node's name makes logs and ledger readable."""
     spec = ClusterSpec("r1", tmp_path, "127.0.0.1:2379", ("train.py", "x"), 2, 4, workers=2, options={"ttl": "3"})
     command = torchrun(spec, "n1", first=False)
+    assert [threads_per_worker(8, workers) for workers in (1, 3, 8, 100)] == [8, 2, 1, 1]
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert " ".join(command[3:]) == (
         "--nnodes=2:4 --nproc-per-node=2 --max-restarts=3 --rdzv-id=r1 --rdzv-backend=etcd3"
         " --rdzv-endpoint=127.0.0.1:2379 --local-addr=127.0.0.1 --rdzv-conf=ttl=3,node_id=n1 train.py x"
     )
-
-
-def test_threads_share_the_cores() -> None:
-    assert [threads_per_worker(8, workers) for workers in (1, 3, 8, 100)] == [8, 2, 1, 1]
 
 
 def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
