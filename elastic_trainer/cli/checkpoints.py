@@ -34,7 +34,7 @@ from elastic_trainer.checkpoint import (
     exchange,
 )
 from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, compare
-from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, Brought, CheckpointSource, bring
+from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, CheckpointSource, bring
 from elastic_trainer.checkpoint.layout import DamagedError, InUseError, UnreadableError
 from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
 from elastic_trainer.checkpoint.reading import read_headers, verify, whole_tensors
@@ -535,34 +535,24 @@ def run_import(arguments: argparse.Namespace) -> int:
         values = {"path": done.path, "checkpoint": done.checkpoint, "step": done.step, "tensors": done.tensors}
         more = {"bytes": done.size, "outranked": done.outranked, "left_out": done.left_out, "stripped": done.stripped}
         _print_json({**values, **more})
-    elif done.checkpoint is not None:
-        _say_checkpoint(done, arguments.into)
-    else:
-        _say_weights(done)
-    return 0
-
-
-def _say_checkpoint(done: Brought, directory: str) -> None:
-    print(f"{done.path}: a checkpoint of step {done.step}, {_contents(done)}")
-    if done.outranked is None:
-        print(f"A job with checkpoint_dir={directory!r} and the same model resumes from it.")
-    else:
-        print(f"{done.outranked} counts as newer: a job resumes from that one.")
-        print(f"See {suggestion('list', directory)}")
-
-
-def _say_weights(done: Brought) -> None:
-    print(f"{done.path}: weights, {_contents(done)}")
+        return 0
+    contents = f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
+    if done.checkpoint is not None:
+        print(f"{done.path}: a checkpoint of step {done.step}, {contents}")
+        if done.outranked is None:
+            print(f"A job with checkpoint_dir={arguments.into!r} and the same model resumes from it.")
+        else:
+            print(f"{done.outranked} counts as newer: a job resumes from that one.")
+            print(f"See {suggestion('list', arguments.into)}")
+        return 0
+    print(f"{done.path}: weights, {contents}")
     if done.stripped:
         print(f"removed from the names: {', '.join(done.stripped)}")
     if done.left_out:
         print(f"left out: {named(done.left_out)}")
     print("No job resumes from weights alone. To begin with them, before session.wrap(model, ...):")
     print(f"  safetensors.torch.load_model(model, {done.path!r})")
-
-
-def _contents(done: Brought) -> str:
-    return f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
+    return 0
 
 
 # ---- save

@@ -211,11 +211,12 @@ def report(run: str, number: int, happened: Sequence[JournalEntry | Incident]) -
 
 def report_json(report: PostMortem) -> str:
     """One object: ``run``, ``round``, ``incidents``, ``transitions``."""
-    documents = {
-        name: [each.model_dump(mode="json", exclude={"version"}) for each in found]
-        for name, found in (("incidents", report.incidents), ("transitions", report.transitions))
-    }
-    return json.dumps({"run": report.run, "round": report.number, **documents}, indent=2)
+    incidents, transitions = (
+        [each.model_dump(mode="json", exclude={"version"}) for each in found]
+        for found in (report.incidents, report.transitions)
+    )
+    told = {"run": report.run, "round": report.number, "incidents": incidents, "transitions": transitions}
+    return json.dumps(told, indent=2)
 
 
 def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:

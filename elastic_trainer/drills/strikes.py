@@ -527,6 +527,7 @@ def reshard(stage: Stage, repeat: int) -> Effect:
     joined = Injected(Fault(FaultKind.JOIN, without.step), joining, (), t, smaller.round, without.step)
     after = stage.settled()
     with_it = _recovered(stage, joined)
+    worlds, expected = [before.world, smaller.world, after.world], [before.world, before.world - 1, before.world]
     return Effect(
         what=f"node {name} killed; {joining} joined",
         recovery_s=without.recovery_s,
@@ -537,7 +538,7 @@ def reshard(stage: Stage, repeat: int) -> Effect:
             "rejoin_s": with_it.recovery_s,
             "repeated_by_join": float(with_it.steps_repeated),
         },
-        problems=_sizes(before, smaller, after),
+        problems=() if worlds == expected else (f"the model was sharded over {worlds} ranks, not over {expected}",),
     )
 
 
@@ -552,9 +553,3 @@ def _recovered(stage: Stage, injected: Injected) -> Recovery:
     if found is None:
         raise DrillError(f"no step was made after: {injected}")
     return found
-
-
-def _sizes(before: Standing, smaller: Standing, after: Standing) -> tuple[str, ...]:
-    worlds = [each.world for each in (before, smaller, after)]
-    expected = [before.world, before.world - 1, before.world]
-    return () if worlds == expected else (f"the model was sharded over {worlds} ranks, not over {expected}",)

@@ -64,11 +64,14 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
     lost = [name for name in state.lost_nodes(documents) if name not in gone]
     without = f" Gone: {listed(_heard([*gone, *lost], seen))}." if gone or lost else ""
     found = []
+    lasted_s = seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
+    if seen.state_since is not None:
+        lasted_s = seen.now - seen.state_since
     if len(live) < least:
         look = "bad" if round_ is not None else "warn"  # before the first round nodes are still starting
         sentence = f"{counted(len(live), 'node is', 'nodes are')} present, training needs {least:,}.{without}"
         found.append(Concern(look, f"{len(live)} of {counted(least, 'node')} needed", sentence))
-    elif seen.state in (state.GATHERING, state.RECOVERING) and (lasted_s := _lasted(seen)) > REGROUP_S:
+    elif seen.state in (state.GATHERING, state.RECOVERING) and lasted_s > REGROUP_S:
         found.append(Concern("bad", "no round comes", f"No round has formed for {duration(lasted_s)}.{without}"))
     elif gone:
         sentence = f"{counted(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone, seen))}."
@@ -81,12 +84,6 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
         sentence = f"{counted(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent, seen))}."
         found.append(Concern("warn", f"{len(silent)} silent", sentence))
     return found
-
-
-def _lasted(seen: Observed) -> float:
-    if seen.state_since is not None:
-        return seen.now - seen.state_since
-    return seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
 
 
 def _heard(names: Iterable[str], seen: Observed) -> list[str]:

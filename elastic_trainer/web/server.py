@@ -310,8 +310,7 @@ class _Client:
     __slots__ = ("address", "answered", "connected", "handshake", "limit", "received")
 
     def __init__(self, connected: socket.socket, address: str, context: ssl.SSLContext | None) -> None:
-        self.connected, self.address = connected, address
-        self.handshake = context
+        self.connected, self.address, self.handshake = connected, address, context
         """With what to begin TLS; None once that is done."""
         self.received = b""
         self.answered = False
@@ -325,17 +324,16 @@ class _Client:
     def read(self) -> bool:
         """Read the available bytes; False at end of file. BlockingIOError or ssl.SSLWantReadError if there are none."""
         if self.handshake is not None:
-            self._shake_hands(self.handshake)
+            if not isinstance(self.connected, ssl.SSLSocket):
+                # Of a reset connection wrap_socket would leave the descriptor open.
+                self.connected.recv(1, socket.MSG_PEEK)
+                wrap, plain = self.handshake.wrap_socket, self.connected
+                self.connected = wrap(plain, server_side=True, do_handshake_on_connect=False)
+            self.connected.do_handshake()
             self.handshake = None
         piece = self.connected.recv(_PIECE)
         self.received += piece
         return bool(piece)
-
-    def _shake_hands(self, context: ssl.SSLContext) -> None:
-        if not isinstance(self.connected, ssl.SSLSocket):
-            self.connected.recv(1, socket.MSG_PEEK)  # of a reset connection wrap_socket would leave the descriptor open
-            self.connected = context.wrap_socket(self.connected, server_side=True, do_handshake_on_connect=False)
-        self.connected.do_handshake()
 
     def send(self, content: bytes) -> None:
         """Send all of it within seconds; TimeoutError if the client does not read it."""
@@ -490,25 +488,22 @@ class Server:
     def _answer(self, client: _Client) -> None:
         """Answer each complete request, until one needs a thread."""
         try:
-            self._answer_complete(client)
+            while client in self._clients and not client.answered:
+                found = parse_request(client.received)
+                if found is None:
+                    return
+                if isinstance(found, Answer):
+                    self._reply(client, found, None, lasts=False)
+                    return
+                client.received = client.received[found.size :]
+                if found.request.path in PROBES:
+                    self._reply(client, self._made(found.request), found.request, lasts=found.lasts)
+                else:
+                    self._begin(client, found)
         except Exception:  # noqa: BLE001 - a connection's edge: the others must not wait for what this one has sent
             logger().exception("request.failed")
             if client in self._clients:
                 self._end(client)
-
-    def _answer_complete(self, client: _Client) -> None:
-        while client in self._clients and not client.answered:
-            found = parse_request(client.received)
-            if found is None:
-                return
-            if isinstance(found, Answer):
-                self._reply(client, found, None, lasts=False)
-                return
-            client.received = client.received[found.size :]
-            if found.request.path in PROBES:
-                self._reply(client, self._made(found.request), found.request, lasts=found.lasts)
-            else:
-                self._begin(client, found)
 
     def _begin(self, client: _Client, found: CompleteRequest) -> None:
         """Answer the request in a new thread, unless too many are in progress."""
@@ -603,18 +598,12 @@ class Server:
             client.send(rendered(busy, request, lasts=False))
             return
         try:
-            client.send(head(200, {"Content-Type": "text/event-stream", **_STREAM}, lasts=False))
-            for piece in _pieces(stream, request):
+            headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no", **NO_STORE}
+            client.send(head(200, headers, lasts=False))
+            for piece in stream.pieces() if request.method != "HEAD" else ():
                 client.send(piece)
         finally:
             self._streams.release()
-
-
-_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
-
-def _pieces(stream: Stream, request: Request) -> Iterator[bytes]:
-    return stream.pieces() if request.method != "HEAD" else iter(())
 
 
 def _listening(host: str, port: int) -> socket.socket:
