@@ -20,7 +20,25 @@ from elastic_trainer.local.ledger import LedgerTail, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support.requirements import needs_hosts
 
-STEPS = Path(__file__).with_name("steps.py")
+JOB = """
+import sys, torch
+from elastic_trainer import Session
+from elastic_trainer.clock import pause
+
+directory, steps, alone = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with Session(checkpoint_dir=directory, device="cpu") as session:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = session.wrap(model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.ones(4 * steps, 1))
+    for batch in session.batches(data, global_batch_size=4, epochs=1):
+        with session.step() as step:
+            step.backward(model(batch.x).mean())
+            optimizer.step()
+        pause(1.0 if step.number >= alone and session.world_size == 1 else 0.05)
+    print(f"the last step was {step.number}", flush=True)
+"""
+"""Behind step ``alone`` it is slow until another node is there."""
 LIMIT_S = 450.0
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
@@ -80,9 +98,10 @@ class Local:
 
 
 def begin(started: list[Local], directory: Path, *options: str, steps: int = 60, alone: int | None = None) -> Local:
-    state = directory / "state"
-    state.mkdir()
-    job = (str(STEPS), str(state), str(steps), "0.05", *([str(alone)] if alone is not None else []))
+    (directory / "job").mkdir()
+    script = directory / "job" / "train.py"
+    script.write_text(JOB)
+    job = (str(script), str(directory / "job" / "state"), str(steps), str(steps if alone is None else alone))
     command = Local(directory, *options, job=job)
     started.append(command)
     return command
@@ -159,31 +178,15 @@ def test_when_the_command_itself_is_killed_its_nodes_die_too(tmp_path: Path, sta
     assert command.left() == []
 
 
-JOB = """
-import torch
-from elastic_trainer import Session
-
-with Session(checkpoint_dir="checkpoints", seed=1) as session:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = session.wrap(model, optimizer=optimizer)
-    for batch in session.batches(torch.utils.data.TensorDataset(torch.ones(8, 1)), global_batch_size=4, epochs=1):
-        with session.step() as step:
-            step.backward(model(batch.x).mean())
-            optimizer.step()
-    print(f"the last step was {step.number}", flush=True)
-"""
-
-
 @pytest.mark.timeout(200)
 def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Its name and etcd are what was given; the exit code is torchrun's."""
     (tmp_path / "train.py").write_text(JOB)
     command = [sys.executable, "-m", "elastic_trainer", "run", "--endpoint", etcd_endpoint, "--name", run_id]
-    words = [*command, "--", "train.py"]
+    words = [*command, "--", "train.py", "state", "2", "2"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
-    assert "recovery=in_place train.py" in done.stderr
+    assert "recovery=in_place train.py state" in done.stderr
     assert "the last step was 2" in done.stdout
 
 
