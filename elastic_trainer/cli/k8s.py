@@ -495,7 +495,7 @@ def _ready_made(
     arguments: argparse.Namespace, what: str, rest: Sequence[str]
 ) -> tuple[tuple[str, ...], MountedFile | None, bool]:
     """A task of this package, or a job file; its checkpoints lie where all pods see them."""
-    from elastic_trainer.drills.entry import places_checkpoints
+    from elastic_trainer.drills.local_run import places_checkpoints
     from elastic_trainer.jobs.config import load_job
 
     arguments_ = list(rest)

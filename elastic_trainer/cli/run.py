@@ -69,7 +69,7 @@ def run_run(arguments: argparse.Namespace) -> int:
 
 def command(arguments: argparse.Namespace) -> list[str]:
     """torchrun's arguments. Looks at the script, and for GPUs if the number of workers is left open."""
-    from elastic_trainer.drills.entry import entry
+    from elastic_trainer.drills.local_run import entry
 
     low, high = nodes(arguments.nodes)
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words

@@ -5,14 +5,15 @@ The list of runs and ``status`` show the words of each reason, the page of a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.monitor import state
 from elastic_trainer.monitor.state import Observed, RunDocuments, Stall
-from elastic_trainer.wording import counted, duration, fixed
+from elastic_trainer.wording import counted, duration, fixed, named
 
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
@@ -26,6 +27,8 @@ LOOP_S: Final = 900.0
 OLD_S: Final = 24 * 3600.0
 """A run that failed longer ago needs no attention: it stays among the ended runs until it is forgotten."""
 ORDER: Final = ("bad", "warn")
+listed: Final = partial(named, most=4)
+"""``a, b, c, d and 12 more``."""
 _DOING: Final = {"repeated": "repeating lost steps", "data": "waiting for data"}
 
 
@@ -156,9 +159,3 @@ def _loop(documents: RunDocuments, seen: Observed) -> list[Concern]:
 def _whole(look: str, words: str) -> Concern:
     """One of which there is no more to say than its words."""
     return Concern(look, words, f"{words[:1].upper()}{words[1:]}.")
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """``a, b, c, d and 12 more``."""
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

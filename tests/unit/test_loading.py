@@ -15,8 +15,7 @@ ALLOWED = {
         "_Unpickler",
     ),  # it knows a few classes, see tests/integration/checkpoint/test_exchange.py
     ("data/workers.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
-    ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
-    ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
+    ("local/launch.py", "cloudpickle.loads"),  # what its processes returned, or whoever started them wants called
     ("jobs/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
     ("jobs/config.py", "yaml.load"),  # with a SafeLoader, see below
     ("warm/template.py", "exec"),  # the script that torchrun was given, as python itself would run it

@@ -207,7 +207,7 @@ def incident_row(each: Json) -> Json:
     seconds = {name: number(each.get(f"{name}_s")) or 0.0 for name in PARTS}
     parts = [part for part in shares(seconds) if part.seconds or part.name != "before"] if over else []
     ranks = [count(rank) for rank in each.get("ranks") or ()]
-    named_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, 8)}" if ranks else ""
+    named_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, most=8)}" if ranks else ""
     nodes = listed([text(node) for node in each.get("nodes") or ()])
     who = ", ".join(part for part in (nodes, named_ranks) if part) or NONE
     return {**each, "what": what_of(each), "who": who, "ended": ended, "over": over, "parts": parts}

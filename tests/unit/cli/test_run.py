@@ -11,9 +11,8 @@ from torch.distributed.run import get_args_parser
 from elastic_trainer.cli import run
 from elastic_trainer.cli import run as local
 from elastic_trainer.cli.main import main
-from elastic_trainer.drills.entry import entry
 from elastic_trainer.drills.faults import Fault, FaultKind
-from elastic_trainer.drills.local_run import named_directories
+from elastic_trainer.drills.local_run import entry, named_directories
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec, threads_per_worker, torchrun
 
