@@ -73,7 +73,6 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    """Nobody finds a page that nothing links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert PAGES
     assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
@@ -90,7 +89,6 @@ def test_links_lead_to_headings(page: Path) -> None:
 
 
 def slug(title: str) -> str:
-    """A heading as a link names it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -107,7 +105,6 @@ def test_every_block_is_executed_or_says_why_not(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
 def test_python_is_python(block: Block) -> None:
-    """Also where it is not executed."""
     compile(block.text, str(block), "exec")
 
 
@@ -121,7 +118,6 @@ def test_commands_exist_with_their_options(block: Block, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
 def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loads, and its task takes its sections."""
     with written_files(block.page, tmp_path, monkeypatch):
         config = load_job(str(block.file))
         find_task(config.task)(config)
@@ -169,7 +165,6 @@ def test_calls_in_the_reference_have_their_arguments(kind: type) -> None:
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
-    """``name=default`` of each argument but self."""
     told: list[str] = []
     for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in told:
@@ -205,7 +200,6 @@ def test_the_tables_of_arguments_are_complete(heading: str, kind: type) -> None:
 
 @pytest.mark.parametrize("method", ["wrap", "batches"])
 def test_the_arguments_of_long_calls_are_explained(method: str) -> None:
-    """Each has a row, in its order."""
     wanted = list(inspect.signature(getattr(Session, method)).parameters)[1:]
     assert [codes(row[0])[0] for row in rows(section(API, f"Arguments of {method}"))] == wanted
 
@@ -223,14 +217,12 @@ def test_the_reference_has_a_part_for_every_public_name() -> None:
 
 
 def test_the_errors_of_a_session_have_their_exit_codes() -> None:
-    """The table says what the classes say."""
     for name, row in documented(API, "What a Session raises").items():
         if name != "SystemExit":
             assert row[2] == str(getattr(errors, name).exit_code), name
 
 
 def told_keys(page: Path, heading: str) -> dict[str, Key]:
-    """The keys of the table below ``heading``."""
     return {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(page, heading))}
 
 
@@ -249,7 +241,6 @@ def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) ->
 
 @pytest.mark.parametrize("task", [mnist.Mnist, imagefolder.ImageClasses, keypoints.Keypoints, gpt.Gpt])
 def test_the_main_keys_of_a_task_exist(task: type[Task]) -> None:
-    """With the defaults that the page says."""
     sections = {"data.": task.Data, "model.": task.Model, "options.": task.Options}
     wanted = {name: key for prefix, kind in sections.items() for name, key in keys(kind, prefix).items()}
     told = {codes(row[0])[0]: row[1] for row in rows(section(TASKS, task.__module__.rpartition(".")[2]))}
@@ -348,13 +339,11 @@ def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParse
 
 
 def actions_of(command: str) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of its actions, by their names."""
     (found,) = (each for each in parser_of(command)._actions if isinstance(each, argparse._SubParsersAction))
     return dict(found.choices)
 
 
 def etcd_parser() -> argparse.ArgumentParser:
-    """Of the options that several commands share."""
     connection.add_options(parser := Parser())
     return parser
 
@@ -381,7 +370,6 @@ def test_the_tables_of_options_are_complete(heading: str, parser: Callable[[], a
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    """As the tables write them."""
     return {
         " ".join([*action.option_strings[:1], *([str(action.metavar)] if _takes_value(action) else [])]) or action.dest
         for action in parser._actions

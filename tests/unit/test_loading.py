@@ -56,7 +56,6 @@ def test_no_module_loads_what_can_execute_code() -> None:
 
 
 def test_torch_loads_weights_only() -> None:
-    """Whatever a file says that somebody imports."""
     text = (PACKAGE / "checkpoint" / "exchange.py").read_text(encoding="utf-8")
     loads = [call for call in calls(text) if ast.unparse(call.func) == "torch.load"]
     assert loads
@@ -79,7 +78,6 @@ def test_numpy_and_yaml_load_data_only() -> None:
 
 
 def test_such_a_call_would_be_found() -> None:
-    """The search can fail."""
     assert found_in("import torch\nx = torch.load('a')") == {"torch.load"}
     assert found_in("y = eval('1')") == {"eval"}
     assert found_in("model.eval()") == set()

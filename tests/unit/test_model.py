@@ -10,7 +10,6 @@ from elastic_trainer.model import Cursor, Incarnation, StateIdentity, checked_na
 
 @pytest.mark.parametrize("name", ["a", "A-1", "node_0.example", "9", "x" * 128])
 def test_names_that_may_be_used(name: str) -> None:
-    """Letters, digits and a little punctuation."""
     assert checked_name(name, "run id") == name
 
 
@@ -31,5 +30,4 @@ def test_order_is_by_what_came_later() -> None:
 
 
 def test_a_digest_is_part_of_an_identity() -> None:
-    """Equal step numbers are not equal states."""
     assert StateIdentity(1, 5, "aa") != StateIdentity(1, 5, "bb")

@@ -55,20 +55,16 @@ class Local:
         self.process = agents.spawn(command, self.output, os.environ)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
-        """Its exit code."""
         return self.process.wait(limit_s)
 
     def said(self) -> str:
-        """What it printed."""
         return self.output.read_text()
 
     def summary(self) -> dict[str, Any]:
-        """What it wrote at the end."""
         values: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return values
 
     def await_step(self, step: int) -> None:
-        """Return when the job has committed ``step``."""
         tail, reached, deadline = LedgerTail(self.run_dir / "ledger"), 0, Deadline.after(LIMIT_S)
         while reached < step:
             assert self.process.poll() is None, self.said()
@@ -77,7 +73,6 @@ class Local:
             pause(0.05)
 
     def committed_again(self) -> int:
-        """Steps that one process made twice."""
         return Book(LedgerTail(self.run_dir / "ledger").read()).committed_again()
 
     def left(self) -> list[Any]:
@@ -89,7 +84,6 @@ class Local:
         return processes.alive(process) and str(self.run_dir) in " ".join(process.cmdline())
 
     def kill(self) -> None:
-        """Whatever happens, nothing outlives the test."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -191,7 +185,6 @@ def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: 
 
 
 def test_completion_knows_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """And their options."""
     assert main(["completion", "bash"]) == 0
     said = capsys.readouterr().out
     assert "checkpoints" in said

@@ -60,7 +60,6 @@ def await_family(node: Node, size: int) -> list[psutil.Process]:
 
 
 def test_a_worker_orphaned_by_its_torchrun_is_found_at_the_stop(cluster: LocalCluster) -> None:
-    """It is not a descendant of anybody any more."""
     (node,) = cluster.start(1)
     await_family(node, 5)
     psutil.Process(node.pid).kill()

@@ -69,7 +69,6 @@ def test_a_port_lost_between_look_and_bind_is_recognised(etcd_binary: str, tmp_p
 
 
 def test_a_server_that_dies_at_its_start_tells_why(etcd_binary: str, tmp_path: Path) -> None:
-    """The error holds etcd's own last words."""
     server = EtcdServer(tmp_path, binary=etcd_binary, arguments=["--no-such-flag"])
     with pytest.raises(StoreUnavailableError, match="ended while starting") as caught, server:
         pass

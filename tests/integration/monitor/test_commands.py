@@ -26,7 +26,6 @@ from tests.support.plainjob import PlainJob
 
 
 def command(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment
     )
@@ -43,7 +42,6 @@ def ask(port: int, path: str) -> tuple[int, bytes]:
 
 
 def await_answer(port: int, path: str, wanted: Callable[[int, bytes], bool]) -> bytes:
-    """Wait until the answer is as wanted."""
     deadline = Deadline.after(LIMIT_S)
     while not wanted(*(answer := ask(port, path))):
         assert not deadline.expired, answer
@@ -52,14 +50,12 @@ def await_answer(port: int, path: str, wanted: Callable[[int, bytes], bool]) -> 
 
 
 def run_values(port: int, run: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The JSON of a run once it is as wanted."""
     found = await_answer(port, f"/api/runs/{run}", lambda status, text: status == 200 and wanted(json.loads(text)))
     values: dict[str, Any] = json.loads(found)
     return values
 
 
 def ranks(values: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """Nodes of the round and their ranks."""
     return [(node["node"], [each["rank"] for each in node["ranks"]]) for node in values["nodes"] if node["in_round"]]
 
 
@@ -75,7 +71,6 @@ def writer(etcd_endpoint: str, run_id: str) -> Iterator[Writer]:
 
 @pytest.fixture
 def options(etcd_endpoint: str, run_id: str) -> Sequence[str]:
-    """What leads there."""
     return ("--endpoint", etcd_endpoint, "--prefix", f"/{run_id}")
 
 

@@ -36,13 +36,11 @@ LIMIT_S = 30.0
 
 @pytest.fixture
 def backend() -> MemoryBackend:
-    """What stands in for etcd."""
     return MemoryBackend()
 
 
 @pytest.fixture
 def writer(backend: MemoryBackend) -> Writer:
-    """The nodes of a run."""
     writer = Writer(MemoryStore(backend))
     writer.start()
     return writer
@@ -50,7 +48,6 @@ def writer(backend: MemoryBackend) -> Writer:
 
 @pytest.fixture
 def monitor(backend: MemoryBackend, writer: Writer) -> Iterator[Monitor]:
-    """One that has read the store."""
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
         await_read(monitor)
         yield monitor
@@ -68,7 +65,6 @@ def await_answered(monitor: Monitor, but: int) -> None:
 
 
 def get(monitor: Monitor, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request on a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
@@ -282,7 +278,6 @@ class Listener:
         return "".join(lines)
 
     def snapshot(self) -> dict[str, Any]:
-        """The next one."""
         while not (block := self.block()).startswith("data: "):
             assert block, "the stream has ended"
         values: dict[str, Any] = json.loads(block.removeprefix("data: "))
@@ -294,7 +289,6 @@ class Listener:
 
 
 def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: Monitor, writer: Writer) -> None:
-    """Several listeners get the same."""
     listeners = [Listener(monitor), Listener(monitor)]
     for listener in listeners:
         assert listener.response.getheader("Content-Type") == "text/event-stream"
@@ -357,7 +351,6 @@ def test_a_stream_ends_with_its_run(monitor: Monitor, writer: Writer, monkeypatc
 
 
 def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends makes room for another."""
     monkeypatch.setattr(servers, "MOST_STREAMS", 1)
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
@@ -377,7 +370,6 @@ def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, mon
 
 
 def test_streams_end_when_the_monitor_stops(backend: MemoryBackend, writer: Writer) -> None:
-    """At once, whatever they wait for."""
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
         await_read(monitor)
         listener = Listener(monitor)
@@ -409,7 +401,6 @@ def test_over_tls_with_a_token(backend: MemoryBackend, writer: Writer, tmp_path:
 
 
 def test_certificates_that_cannot_be_used_are_a_user_error(tmp_path: Path) -> None:
-    """In one sentence."""
     (tmp_path / "x.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="cannot use"):
         tls_context(tmp_path / "x.pem", tmp_path / "x.pem")

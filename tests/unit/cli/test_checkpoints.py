@@ -44,18 +44,15 @@ def saved(directory: Path, *steps: int) -> list[str]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three checkpoints."""
     saved(tmp_path / "checkpoints", 10, 20, 30)
     return tmp_path / "checkpoints"
 
 
 def names(directory: Path) -> list[str]:
-    """Newest first."""
     return [each.name for each in describe(directory, read_all=False)]
 
 
 def damage(directory: Path, number: int = 0) -> str:
-    """Flip one bit in the data of a checkpoint."""
     name = names(directory)[number]
     flip_bit(
         directory / name / "tensors.safetensors", 8 * (directory / name / "tensors.safetensors").stat().st_size - 9
@@ -71,7 +68,6 @@ def ran(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
-    """Its JSON."""
     return json.loads(ran(capsys, *words, "--json", code=code))
 
 
@@ -103,7 +99,6 @@ def test_the_list_fits_eighty_columns(directory: Path, capsys: pytest.CaptureFix
 
 
 def test_what_cannot_be_read_is_in_the_list(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the reason, and exit code 1."""
     name = names(directory)[0]
     (directory / name / "manifest.json").write_text("x")
     output = ran(capsys, "list", directory, code=1)
@@ -112,7 +107,6 @@ def test_what_cannot_be_read_is_in_the_list(directory: Path, capsys: pytest.Capt
 
 
 def test_an_empty_directory_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that has not saved yet."""
     assert ran(capsys, "list", tmp_path) == f"no checkpoints in {tmp_path}\n"
 
 
@@ -207,7 +201,6 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, capsys: pytest.CaptureF
 def test_diff_of_what_is_damaged_is_trouble_not_a_difference(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, as of diff(1)."""
     damage(directory)
     assert main(["checkpoints", "diff", str(directory), f"{directory}/best"]) == 2
     assert "do not match their checksum" in capsys.readouterr().err

@@ -47,7 +47,6 @@ def test_a_rank_is_found_on_its_node_of_the_newest_round() -> None:
     ],
 )
 def test_what_is_elsewhere_has_a_command(place: str, said: str) -> None:
-    """Names come from the store: they are quoted."""
     assert whereabouts(NodeLog("n0", "h", place), "10m") == said
 
 
@@ -71,7 +70,6 @@ def test_lines_are_new_by_their_time() -> None:
 
 
 def test_a_length_of_time_has_a_unit() -> None:
-    """And is a mistake without."""
     assert [span_s(text) for text in ("90s", "10m", "2h", "1d")] == [90.0, 600.0, 7200.0, 86400.0]
     for wrong in ("", "m", "-1m", "10", "1.5h", "9" * 320 + "d"):
         with pytest.raises(ConfigError, match="not a length of time"):

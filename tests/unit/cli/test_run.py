@@ -40,7 +40,6 @@ def test_torchrun_understands_the_command(tmp_path: Path) -> None:
 
 
 def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Job logs are read by many; torchrun gets it."""
     words = ["--rdzv-conf", "user=u,password=geheim-1,ttl=9", "--", "script"]
     assert any("password=geheim-1,ttl=9" in word for word in command(*words))
     assert main(["run", "--dry-run", *words]) == 0
@@ -50,7 +49,6 @@ def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless an option names another."""
     monkeypatch.setenv("ELASTIC_TRAINER_ENDPOINT", "there:2379")
     assert "--rdzv-endpoint=there:2379" in command("--", "script")
     assert "--rdzv-endpoint=a:2379,b:1" in command("--endpoint", "a,b:1", "--", "script")
@@ -89,7 +87,6 @@ def test_modules_and_tasks_run_too() -> None:
 
 
 def test_a_dry_run_prints_the_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """On stderr, quoted for a shell."""
     assert main(["run", "--dry-run", "--", "-m", "my.train", "two words"]) == 0
     assert capsys.readouterr().err.endswith("-m my.train 'two words'\n")
 
@@ -107,7 +104,6 @@ def test_a_first_round_of_all_is_waited_for_unless_something_else_is_said() -> N
 
 
 def test_everything_after_the_dashes_belongs_to_the_job() -> None:
-    """Also options that look like ours."""
     assert parsed("--nodes", "2", "--", "train.py", "--keep", "--", "x").words[-4:] == ["train.py", "--keep", "--", "x"]
 
 
@@ -167,7 +163,6 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
 
 
 def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before anything is started or written."""
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     (tmp_path / "train.py").touch()
     arguments = parsed("--nodes=2", "--hosts", f"--run-dir={tmp_path}/run", "--", str(tmp_path / "train.py"))

@@ -47,7 +47,6 @@ def test_shard_groups_and_places_are_shown() -> None:
 
 
 def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
-    """Header, ranks, marks, incidents."""
     told = {
         "n0": health(
             "n0", [rank(0, still_s=33.0), rank(1, 1)], {"seconds.training": 9.0, "seconds.data": 1.0}, loss=0.25
@@ -154,7 +153,6 @@ def test_a_narrow_terminal_loses_whole_columns_and_no_part_of_a_word(width: int)
 
 
 def test_wide_shows_all_columns_on_any_terminal() -> None:
-    """Its lines are as long as they are."""
     shown = [printed(page, 80, crop=False) for page in pages(wide=True)]
     assert f"{LONG}.eu.example.com" in shown[0]
     assert "no room for" not in "".join(shown)
@@ -183,7 +181,6 @@ def test_where_nothing_can_be_redrawn_a_view_is_printed_again_when_there_is_news
 
 
 def test_on_a_terminal_the_view_is_redrawn_in_place() -> None:
-    """And what was last shown stays."""
     out = io.StringIO()
     show_live(Console(file=out, force_terminal=True, width=120), "r", [(reading(1), False), (StoreReading(), True)])
     assert "run r is gone" in out.getvalue()
@@ -248,7 +245,6 @@ def test_the_password_is_the_first_line_of_a_file(tmp_path: Path) -> None:
 
 
 def test_the_address_to_listen_on_has_a_host_and_a_port() -> None:
-    """IPv6 in brackets; 0 for any port."""
     assert listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
     assert listen_address("[::]:9470") == ("::", 9470)
     for wrong in ("9470", ":9470", "x:", "x:70000", "x:-1", "x:²"):
@@ -304,7 +300,6 @@ def test_where_nothing_followed_the_report_says_so(is_open: bool, said: str) -> 
     ("happened", "hint"), [([entry(7), incident(3), incident(5)], "there are some of rounds 3,5"), ([], "none")]
 )
 def test_an_incident_that_is_not_there_is_one_sentence(happened: list[JournalEntry | Incident], hint: str) -> None:
-    """With those that there are."""
     with pytest.raises(ConfigError, match="no incident of round 7 of run 'r' is known") as caught:
         report("r", 7, happened)
     assert hint in str(caught.value)

@@ -181,7 +181,6 @@ def test_the_live_view_shows_every_node_and_the_timeline() -> None:
 
 
 def test_on_a_terminal_the_view_is_redrawn_and_the_cursor_given_back() -> None:
-    """Hidden while it runs, visible afterwards."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, height=30)
     shown = display(console)

@@ -11,7 +11,6 @@ NODE, WORKER, JOIN = FaultKind.KILL_NODE, FaultKind.KILL_WORKER, FaultKind.JOIN
 
 
 def test_a_fault_is_read_as_it_is_written_or_refused_with_its_text() -> None:
-    """STEP, STEP:NODE and STEP:NODE:LOCAL_RANK."""
     assert parse_fault(NODE, "60") == Fault(NODE, 60)
     assert parse_fault(NODE, "60:n1") == Fault(NODE, 60, "n1")
     assert parse_fault(WORKER, "7:n2:1") == Fault(WORKER, 7, "n2", 1)
@@ -41,13 +40,11 @@ def test_faults_that_the_job_lives_through_are_accepted() -> None:
     ],
 )
 def test_faults_that_could_never_happen_are_refused_before_the_run(faults: list[Fault], sentence: str) -> None:
-    """Nobody waits for a run that cannot go on."""
     with pytest.raises(ConfigError, match=sentence):
         check(faults, start=2, min_nodes=2, workers=2)
 
 
 def test_faults_are_due_when_their_step_is_committed_earliest_first() -> None:
-    """Later ones stay."""
     faults = [Fault(NODE, 9), Fault(WORKER, 3), Fault(JOIN, 10)]
     assert due(faults, 2) == ()
     assert due(faults, 9) == (faults[1], faults[0])

@@ -43,13 +43,11 @@ def test_recovery_is_the_first_step_of_a_later_round(
 
 
 def left(node: str, place: int, digest: str) -> Digest:
-    """What a rank left at the end."""
     pid = int(node[1:]) * 10 + place
     return Digest(event=JournalMoment.END, node=node, pid=pid, round=1, step=7, digest=digest, place=place)
 
 
 def test_ranks_of_one_place_hold_the_same_and_those_of_two_do_not() -> None:
-    """Only a place is compared with itself."""
     whole = [left("n0", 0, "a"), left("n0", 1, "b"), left("n1", 0, "a"), left("n1", 1, "b")]
     assert state_problems(whole, ["n0", "n1"]) == []
     assert compared(whole) == 2

@@ -100,13 +100,11 @@ def test_the_exit_status_says_what_became_of_the_job(ending: dict[str, object], 
 
 
 def test_nobody_left_is_no_success() -> None:
-    """All nodes killed on purpose."""
     summary = told(injected=(struck(node="n0"), struck(node="n1")))
     assert (summary.verdict.exit_code, summary.verdict.reason) == (1, "no node survived")
 
 
 def test_a_script_without_steps_is_named_when_faults_wait_for_one() -> None:
-    """The reason is not that the job was too short."""
     verdict = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
     assert verdict.exit_code == 1
     assert verdict.reason == "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
@@ -132,7 +130,6 @@ def test_the_summary_is_written_whole_as_json(tmp_path: Path) -> None:
 
 
 def test_a_summary_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
-    """Exit code 73 with the path."""
     with pytest.raises(StorageError, match="cannot write"):
         report.write(told(), tmp_path / "gone" / "summary.json")
 

@@ -131,7 +131,6 @@ def test_an_epoch_is_judged_whole_once_it_has_reached_its_smaller_last_batch() -
     ("lines", "reason"), [([], "no step was recorded"), ([committed(1)], "the steps list no samples")]
 )
 def test_nothing_recorded_is_not_exact(lines: list[Line], reason: str) -> None:
-    """Silence proves nothing."""
     result = audit(lines)
     assert (result.exact, result.reason) == (False, reason)
 

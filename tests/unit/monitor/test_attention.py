@@ -131,7 +131,6 @@ def test_sick_runs_come_first() -> None:
 
 
 def test_curves_have_a_gap_while_nothing_is_known() -> None:
-    """An outage of the store is not a flat line."""
     observer, documents = Observer(), run(2)
     for second, known in enumerate((True, False, True)):
         seen = observer.look(documents, 100.0 + second, 1000.0 + second, known=known)

@@ -72,7 +72,6 @@ GOOD = good()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each part of a value."""
     yield path
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -80,7 +79,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """``value`` with ``new`` at ``path``."""
     if not path:
         return new
     result = copy.deepcopy(value)
@@ -141,7 +139,6 @@ def check(found: dict[str, str]) -> None:
 
 
 def test_a_good_run_is_shown() -> None:
-    """What the other tests change is right before."""
     found = shown(GOOD)
     assert all(text for text in found.values())
     assert "n1" in found["status"]

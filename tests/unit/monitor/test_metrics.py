@@ -22,13 +22,11 @@ MINE = [family for family in FAMILIES if family.source is MetricSource.MONITOR]
 
 
 def reading(*runs: RunDocuments, now: float = 100.0) -> StoreReading:
-    """The runs as seen for the first time."""
     seen = {each.run: RunReading(each, Observer().look(each, now, 5000.0)) for each in runs}
     return StoreReading(seen, read_at=now, read_wall=4999.0)
 
 
 def series(*runs: RunDocuments) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """All series of a scrape."""
     text = generate_latest(MonitorCollector(lambda: reading(*runs))).decode()
     return {
         (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
@@ -38,7 +36,6 @@ def series(*runs: RunDocuments) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 
 def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
-    """One of them."""
     return found[name, frozenset(({"run": "r"} | labels).items())]
 
 
@@ -126,7 +123,6 @@ def test_histograms_are_cumulative() -> None:
 
 
 def test_bounds_of_another_version_are_counted_with_the_next_higher_one() -> None:
-    """And what is no bound counts only in all."""
     counted = {"h.le.0.7": 1.0, "h.le.5": 1.0, "h.le.inf": 1.0, "h.le.what": 1.0, "h.count": 5.0, "h.sum": 9.0}
     assert histogram(counted, "h", (0.5, 1.0)) == ([0.0, 1.0, 5.0], 9.0)
 

@@ -24,7 +24,6 @@ Element = ElementTree.Element
 
 
 def parsed(html: str) -> Element:
-    """The page; fails if it is not well-formed."""
     return ElementTree.fromstring(html)
 
 
@@ -33,12 +32,10 @@ def words(element: Element | None) -> str:
 
 
 def part(html: str, name: str) -> Element:
-    """The section that has the heading ``name``."""
     return next(each for each in parsed(html).iter("section") if words(each.find("h2")) == name)
 
 
 def table(html: str, name: str) -> list[list[str]]:
-    """The rows of the first table in a section."""
     rows = part(html, name).findall(".//table")[0].findall("tbody/tr")
     return [[words(cell) for cell in row] for row in rows]
 
@@ -89,7 +86,6 @@ def test_tables_have_what_is_known_of_rounds_incidents_and_nodes() -> None:
 
 
 def test_without_scripts_the_page_renews_itself() -> None:
-    """Only there: the script does better."""
     root = parsed(page.run_page(snapshots.healthy()))
     metas = [meta for meta in root.iter("meta") if meta.get("http-equiv") == "refresh"]
     assert [meta.get("content") for meta in metas] == ["10"]
@@ -222,7 +218,6 @@ texts = st.lists(st.sampled_from("abc"), max_size=12)
 
 
 def after(before: Sequence[str], changes: Sequence[tuple[int, int, Sequence[str]]]) -> list[str]:
-    """What the browser makes of it."""
     lines = list(before)
     for start, removed, put in changes:
         lines[start : start + removed] = put
@@ -231,7 +226,6 @@ def after(before: Sequence[str], changes: Sequence[tuple[int, int, Sequence[str]
 
 @given(texts, texts)
 def test_edits_make_one_text_the_other(before: list[str], now: list[str]) -> None:
-    """Whatever the two are."""
     assert after(before, edits(before, now)) == now
 
 

@@ -41,19 +41,16 @@ class CountingStore(MemoryStore):
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """Moved by the test."""
     return ManualClock()
 
 
 @pytest.fixture
 def store(clock: ManualClock) -> CountingStore:
-    """The monitor's client."""
     return CountingStore(MemoryBackend(clock))
 
 
 @pytest.fixture
 def writer(store: CountingStore) -> Writer:
-    """The nodes' client."""
     writer = Writer(MemoryStore(store.backend))
     writer.start()
     return writer
@@ -90,7 +87,6 @@ def test_nothing_is_decoded_or_read_twice_that_has_not_changed(store: CountingSt
 
 
 def test_a_node_that_goes_is_gone_and_what_it_counted_stays(store: CountingStore, writer: Writer) -> None:
-    """Its key is leased, its counts are the run's."""
     writer.put(writer.keys.node_health("n1"), health("n1", counters={"samples": 3.0}))
     feed = RunFeed(store, writer.keys)
     assert set(feed.read(soon()).nodes) == {"n0", "n1"}

@@ -22,13 +22,11 @@ from tests.support.monitored import health, record, run
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """Moved by the test."""
     return ManualClock(1000.0)
 
 
 @pytest.fixture
 def board(clock: ManualClock) -> Board:
-    """With one run."""
     board = Board(clock)
     seen = RunReading(
         run(health={"n0": health("n0", metrics="https://10.0.0.1:9000")}), Observer().look(run(), 1.0, 2.0)
@@ -38,7 +36,6 @@ def board(clock: ManualClock) -> Board:
 
 
 def ask(board: Board, target: str, method: str = "GET", access: Access | None = None, **headers: str) -> Answer:
-    """The answer, which is not a stream."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = MonitorSite(board, access if access is not None else Access()).answer(Request(method, target, named))
     assert isinstance(answer, Answer)
@@ -51,7 +48,6 @@ def content(answer: Answer) -> Any:
 
 
 def test_the_list_and_a_run_are_served_as_json(board: Board) -> None:
-    """Never kept by anybody on the way."""
     assert [each["run"] for each in content(ask(board, "/api/runs"))["runs"]] == ["r"]
     answer = ask(board, "/api/runs/r?ignored=1")
     assert content(answer)["run"] == "r"
@@ -68,7 +64,6 @@ def test_each_reading_is_encoded_once(board: Board) -> None:
 
 @pytest.mark.parametrize("path", ["/runs/x", "/runs/x/stream", "/runs/x/update", "/api/runs/x", "/api/runs/x/stream"])
 def test_a_run_that_is_not_there_is_404_and_the_others_are_named(board: Board, path: str) -> None:
-    """Whoever mistypes sees what there is."""
     answer = ask(board, path)
     assert (answer.status, answer.body.plain) == (404, b"there is no run 'x'; there are: r\n")
 
@@ -101,7 +96,6 @@ def test_an_update_is_what_the_page_shows(board: Board) -> None:
     ],
 )
 def test_nothing_but_what_there_is_can_be_asked_for(board: Board, path: str) -> None:
-    """No path leads out of the static files."""
     assert ask(board, path).status == 404
 
 
@@ -117,7 +111,6 @@ def test_static_files_are_kept_by_browsers_and_asked_about(board: Board, monkeyp
 
 
 def test_nothing_can_be_changed(board: Board) -> None:
-    """The answer says what is allowed."""
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         answer = ask(board, "/api/runs", method)
         assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
@@ -135,7 +128,6 @@ def test_without_the_token_nothing_of_a_run_is_shown(board: Board) -> None:
 
 
 def test_other_names_are_refused_on_a_loopback_port_without_a_token(board: Board) -> None:
-    """See Access; probes are answered all the same."""
     assert ask(board, "/api/runs", host="evil.example").status == 421
     assert ask(board, "/api/runs", host="localhost:9470").status == 200
     assert ask(board, "/healthz", host="evil.example").status == 200
@@ -162,7 +154,6 @@ def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
 
 
 def test_metrics_come_in_the_format_that_is_asked_for(board: Board) -> None:
-    """OpenMetrics if accepted, else the plain text."""
     plain = ask(board, "/metrics")
     assert plain.kind.startswith("text/plain; version=0.0.4")
     assert b'elastic_trainer_world_size{run="r"} 4.0\n' in plain.body.plain
@@ -196,7 +187,6 @@ def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
 
 
 def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
-    """A key may stay that nobody removes."""
     node, told = NodeView("n0", 1, 1, record()), health("n0", metrics="http://10.0.0.1:9000")
     over, observer = run(state=RoundState.CLOSED, nodes={"n0": node}, health={"n0": told}), Observer()
     observer.look(over, 0.0, 0.0)

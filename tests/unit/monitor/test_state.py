@@ -268,7 +268,6 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
 
 
 def test_a_run_that_has_ended_keeps_its_rate() -> None:
-    """It would be 0 half a minute later."""
     observer = Observer()
     for second in range(3):
         observer.look(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)

@@ -73,7 +73,6 @@ def test_text_says_where_and_what(bound: dict[str, object], line: str) -> None:
 
 
 def test_text_names_the_level_of_what_is_wrong() -> None:
-    """With the traceback of an exception below it."""
     stream = Writes()
     logs.configure(stream, json=False)
     try:

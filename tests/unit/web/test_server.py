@@ -86,7 +86,6 @@ def test_a_request_is_complete_with_its_last_byte() -> None:
     "line", ["Connection: Close", "Content-Length: 5", "Transfer-Encoding: chunked", "Content-Length: x"]
 )
 def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str) -> None:
-    """The body would be taken for the next request."""
     found = parse_request(f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode())
     assert isinstance(found, CompleteRequest)
     assert not found.lasts
@@ -111,7 +110,6 @@ def test_what_is_no_request_gets_its_status(sent: bytes, status: int) -> None:
 
 
 def test_an_answer_has_its_length_and_only_who_takes_it_gets_it_compressed() -> None:
-    """And none to HEAD has content."""
     answer = Answer(200, "text/plain", Body.of(b"x" * 2000))
     zipped = rendered(answer, Request("GET", "/", {"accept-encoding": "gzip"}), lasts=True)
     assert (b"Content-Encoding: gzip\r\n" in zipped, b"Connection: close" in zipped) == (True, False)

@@ -30,7 +30,6 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    """The pages, for this test alone."""
     server = StatusServer()
     server.board.list = listing()
     yield server

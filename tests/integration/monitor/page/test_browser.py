@@ -41,7 +41,6 @@ def _quiet_console(complaints: list[str]) -> Any:
 
 
 def fits(page: Page) -> bool:
-    """Whether nothing sticks out to the right."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
 
 
@@ -85,7 +84,6 @@ def test_news_change_the_page(server: StatusServer, open_page: Open) -> None:
 
 
 def test_the_list_follows_too(server: StatusServer, open_page: Open) -> None:
-    """It asks again and again."""
     page = open_page(server.url)
     server.board.list["runs"][0]["state"] = "failed"
     expect(page.locator("tbody tr").first).to_contain_text("Failed")
@@ -268,7 +266,6 @@ def test_the_page_is_accessible(make: Callable[[], Any], scheme: str, server: St
 
 
 def test_light_and_dark_are_two_pictures(server: StatusServer, open_page: Open, pictures: Path) -> None:
-    """Both follow what the system asks for."""
     url = server.show(snapshots.recovering())
     taken = {}
     for scheme in SCHEMES:
