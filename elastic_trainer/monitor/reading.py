@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -37,7 +38,7 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.model import is_name
 from elastic_trainer.monitor.snapshot import StoreStatus
 from elastic_trainer.monitor.state import Observed, Observer, RunDocuments
-from elastic_trainer.store.api import KeyValue, Read, RunKeys, Snapshot, Store, prefix_end
+from elastic_trainer.store.api import EventKind, KeyValue, Read, RunKeys, Snapshot, Store, WatchEvent, prefix_end
 from elastic_trainer.store.untrusted import cleaned, plain
 from elastic_trainer.telemetry.logs import logger
 
@@ -235,6 +236,36 @@ class RunFeed:
 def _page(prefix: str, after: str | None = None, *, keys_only: bool = False) -> Read:
     """The first keys below ``prefix`` after the key ``after``."""
     return Read(prefix if after is None else after + "\0", prefix_end(prefix), limit=PAGE, keys_only=keys_only)
+
+
+class Changes:
+    """Follows keys: each version of each comes once into ``queue``, whatever becomes of the connection.
+
+    With when it came (monotonic seconds); None stands behind the first items of each of ``keys``. Closing the store
+    ends it.
+    """
+
+    def __init__(self, store: Store, *keys: str, exact: bool = False) -> None:
+        self.queue: SimpleQueue[tuple[KeyValue | None, float]] = SimpleQueue()
+        self._seen: dict[str, int] = {}
+        for key in keys:
+            store.watch(key, self, exact=exact)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._put(snapshot.items)
+        self.queue.put((None, SYSTEM.monotonic()))
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        self._put(event.item for event in events if event.kind is EventKind.PUT)
+
+    def on_connected(self, connected: bool) -> None:
+        """Nothing to do: the watch resumes by itself, and says so in the log."""
+
+    def _put(self, items: Iterable[KeyValue]) -> None:
+        for item in items:
+            if self._seen.get(item.key) != item.mod_revision:  # a snapshot after an outage repeats what is known
+                self._seen[item.key] = item.mod_revision
+                self.queue.put((item, SYSTEM.monotonic()))
 
 
 EVERY_S = 1.0

@@ -100,31 +100,40 @@ class StoreStatus:
     age_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunSnapshot:
-    """``/api/runs/<run>``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run in both."""
 
     run: str
     state: str
     state_s: float | None
-    epoch: int | None
     min_nodes: int | None
     max_nodes: int | None
     recovery: str | None
-    shard_nodes: int | None
-    shard_groups: int
-    """Shard groups of several nodes that train."""
     round: int | None
-    round_reason: str
     world_size: int
     step: int | None
     loss: float | None
-    samples: int | None
     samples_per_s: float | None
+    goodput: float | None
+    last: LastRound | None
+    """Who trained last, if the run has ended or nobody is left."""
+    attention: tuple[Concern, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot(RunFacts):
+    """``/api/runs/<run>``."""
+
+    epoch: int | None
+    shard_nodes: int | None
+    shard_groups: int
+    """Shard groups of several nodes that train."""
+    round_reason: str
+    samples: int | None
     steps_per_s: float | None
     step_s: float | None
     data_epoch: int | None
-    goodput: float | None
     seconds: Mapping[str, float]
     checkpoint: CheckpointStatus | None
     limits: Mapping[str, float]
@@ -137,35 +146,18 @@ class RunSnapshot:
     """Nodes that the run lost to faults and that have not been replaced."""
     departure: Mapping[str, Any] | None
     """How the last node left, if no node is present."""
-    last: LastRound | None
-    """Who trained last, if the run has ended or nobody is left."""
-    attention: tuple[Concern, ...]
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary(RunFacts):
     """One row of ``/api/runs``."""
 
-    run: str
-    state: str
-    state_s: float | None
-    step: int | None
-    loss: float | None
-    round: int | None
-    world_size: int
     nodes: int
-    min_nodes: int | None
-    max_nodes: int | None
-    recovery: str | None
-    goodput: float | None
-    samples_per_s: float | None
     stragglers: int
     last_incident: Mapping[str, Any] | None
     """The newest that is no planned change."""
-    last: LastRound | None = None
-    attention: tuple[Concern, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +180,8 @@ def as_values(value: object) -> dict[str, Any]:
     return values
 
 
-def _both(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
-    """The fields that a snapshot and a row of the list share."""
+def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
+    """The values of RunFacts."""
     spec, round_ = documents.spec, documents.round
     return {
         "run": documents.run,
@@ -214,7 +206,7 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
     spec, round_, counters = documents.spec, documents.round, documents.counters
     samples, left = counters.get("samples"), documents.departure if not documents.live else None
     return RunSnapshot(
-        **_both(documents, seen),
+        **_facts(documents, seen),
         epoch=spec.epoch if spec is not None else None,
         shard_nodes=spec.shard_nodes if spec is not None else None,
         shard_groups=state.shard_groups(documents),
@@ -252,7 +244,7 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     """The row of a run in the list."""
     last = documents.last_fault
     return RunSummary(
-        **_both(documents, seen),
+        **_facts(documents, seen),
         nodes=len(documents.live),
         stragglers=len(state.straggling(documents).ranks),
         last_incident=incident(last) if last is not None else None,

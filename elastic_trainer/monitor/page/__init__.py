@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from difflib import SequenceMatcher
 from functools import cache
@@ -662,7 +662,13 @@ def runs_update(listing: Json) -> Update:
 
 
 def _runs(listing: Json) -> list[Json]:
-    return [dict.fromkeys(RunSummary.__slots__) | dict(each) for each in listing.get("runs") or ()]
+    return [_nothing(RunSummary) | dict(each) for each in listing.get("runs") or ()]
+
+
+@cache
+def _nothing(kind: type[RunSummary] | type[RunSnapshot]) -> dict[str, Any]:
+    """All fields, unknown."""
+    return dict.fromkeys(each.name for each in fields(kind))
 
 
 def _title(runs: Sequence[Json]) -> str:
@@ -673,7 +679,7 @@ def _title(runs: Sequence[Json]) -> str:
 
 def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
     """The update of one run (``/api/runs/<run>``)."""
-    snapshot, now = dict.fromkeys(RunSnapshot.__slots__) | dict(snapshot), _now(snapshot)
+    snapshot, now = _nothing(RunSnapshot) | dict(snapshot), _now(snapshot)
     lasted, notes = since(snapshot, now), attention(snapshot)
     state, stale = named("states", snapshot["state"]), _stale(snapshot)
     if stale:
