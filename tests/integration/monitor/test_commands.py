@@ -214,19 +214,3 @@ def test_who_watches_waits_for_a_run_that_is_not_there_yet(
             pass  # the run's first keys are there, and its first round is not
         assert told == 1
     store.close()
-
-
-def test_events_are_the_newest_in_the_order_of_time(writer: Writer, options: Sequence[str]) -> None:
-    """Transitions and incidents together; a document that cannot be read is passed over and said."""
-    for number in range(2, 6):
-        writer.round(number, {"n0": 2})
-    writer.put(writer.keys.incident(3), incident(3, wall=1003.5))
-    writer.put(writer.keys.incident(9), b"{}")
-    done = command("events", writer.keys.run_id, *options, "--limit", "3")
-    lines = done.stdout.splitlines()
-    assert [line.split("  ")[1][:19] for line in lines] == [
-        "worker_lost, round ",
-        "round 4 active (1 n",
-        "round 5 active (1 n",
-    ]
-    assert writer.keys.incident(9) in done.stderr

@@ -99,15 +99,13 @@ def test_the_exit_status_says_what_became_of_the_job(ending: dict[str, object], 
     assert (verdict.exit_code, verdict.reason) == (code, reason)
 
 
-def test_nobody_left_is_no_success() -> None:
-    summary = told(injected=(struck(node="n0"), struck(node="n1")))
-    assert (summary.verdict.exit_code, summary.verdict.reason) == (1, "no node survived")
-
-
-def test_a_script_without_steps_is_named_when_faults_wait_for_one() -> None:
-    verdict = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
-    assert verdict.exit_code == 1
-    assert verdict.reason == "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
+def test_without_survivors_or_steps_the_reason_is_another() -> None:
+    """All nodes killed on purpose are no success; a script without steps is not called too short."""
+    all_struck = told(injected=(struck(node="n0"), struck(node="n1"))).verdict
+    assert (all_struck.exit_code, all_struck.reason) == (1, "no node survived")
+    no_steps = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
+    reason = "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
+    assert (no_steps.exit_code, no_steps.reason) == (1, reason)
 
 
 def test_rounds_that_committed_nothing_are_listed_from_their_documents() -> None:

@@ -85,24 +85,6 @@ def test_tables_have_what_is_known_of_rounds_incidents_and_nodes() -> None:
     assert notes[1] == "The last 2 saves failed."
 
 
-def test_without_scripts_the_page_renews_itself() -> None:
-    root = parsed(page.run_page(snapshots.healthy()))
-    metas = [meta for meta in root.iter("meta") if meta.get("http-equiv") == "refresh"]
-    assert [meta.get("content") for meta in metas] == ["10"]
-    assert metas == root.findall("head/noscript/meta")
-
-
-def test_headers_have_a_scope_and_headings_an_order() -> None:
-    """Screen readers tell by these which number belongs to what."""
-    for html in (page.run_page(snapshots.straggling()), page.runs_page(snapshots.listing())):
-        root = parsed(html)
-        assert all(header.get("scope") in ("col", "row") for header in root.iter("th"))
-        assert len(list(root.iter("h1"))) == 1
-        assert [
-            landmark for landmark in ("header", "main", "nav", "footer") if root.find(f".//{landmark}") is None
-        ] == []
-
-
 def test_the_list_shows_every_run() -> None:
     first = parsed(page.runs_page(snapshots.listing())).findall(".//tbody/tr")[0]
     said = "gpt-small-07|Training for 21 min|nothing|48,210|2.087|6|3 of 2 to 4|96.8 %|Worker lost 21 min ago"

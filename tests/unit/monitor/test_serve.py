@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
@@ -15,7 +14,7 @@ from elastic_trainer.monitor.reading import RunReading, StoreReading
 from elastic_trainer.monitor.serve import Board, MonitorSite, targets
 from elastic_trainer.monitor.snapshot import StoreStatus
 from elastic_trainer.monitor.state import Observer
-from elastic_trainer.web.server import Access, Answer, Request, Stream
+from elastic_trainer.web.server import Access, Answer, Request
 from tests.support.memory_store import ManualClock
 from tests.support.monitored import health, record, run
 
@@ -66,12 +65,6 @@ def test_each_reading_is_encoded_once(board: Board) -> None:
 def test_a_run_that_is_not_there_is_404_and_the_others_are_named(board: Board, path: str) -> None:
     answer = ask(board, path)
     assert (answer.status, answer.body.plain) == (404, b"there is no run 'x'; there are: r\n")
-
-
-def test_the_stream_of_a_run_is_one(board: Board) -> None:
-    """The server sends it: that of the snapshots, and that of the page."""
-    for path in ("/api/runs/r/stream", "/runs/r/stream?all=1"):
-        assert MonitorSite(board, Access()).answer(Request("GET", path)) == Stream("r", lambda: iter(()))
 
 
 def test_an_update_is_what_the_page_shows(board: Board) -> None:
@@ -151,15 +144,6 @@ def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
     assert ask(board, "/healthz").status == 503
     board.publish(StoreReading())
     assert ask(board, "/healthz").status == 200
-
-
-def test_metrics_come_in_the_format_that_is_asked_for(board: Board) -> None:
-    plain = ask(board, "/metrics")
-    assert plain.kind.startswith("text/plain; version=0.0.4")
-    assert b'elastic_trainer_world_size{run="r"} 4.0\n' in plain.body.plain
-    strict = ask(board, "/metrics", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
-    assert strict.kind.startswith("application/openmetrics-text")
-    assert list(parse_openmetrics(strict.body.plain.decode()))  # type: ignore[no-untyped-call]
 
 
 def test_the_endpoints_of_nodes_are_targets(board: Board, clock: ManualClock) -> None:

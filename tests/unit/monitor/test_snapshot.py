@@ -24,7 +24,7 @@ from elastic_trainer.monitor.snapshot import (
     snapshot,
     summary,
 )
-from elastic_trainer.monitor.state import Observed, RunDocuments
+from elastic_trainer.monitor.state import Observed
 from tests.support.monitored import entry, grouped, health, incident, rank, record, run
 
 SEEN = Observed(now=100.0, wall=5000.0, state="training", arrived={"n0": 97.5})
@@ -171,13 +171,6 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert values["loss"] is None
     assert values["nodes"][0]["ranks"][0]["compute_s"] is None
-
-
-def test_of_a_run_that_is_not_known_yet_everything_is_null() -> None:
-    """A spec alone, or nothing at all, is shown too."""
-    values = as_values(snapshot(RunDocuments("r"), Observed()))
-    assert (values["state"], values["world_size"], values["nodes"]) == ("gathering", 0, [])
-    assert [values[name] for name in ("epoch", "round", "step", "recovery", "state_s")] == [None] * 5
 
 
 def test_one_fault_is_one_incident_and_planned_changes_are_none() -> None:
