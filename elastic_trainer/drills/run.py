@@ -31,13 +31,17 @@ class Drill:
     """One drill. ``act`` strikes a stage for the nth time, counted from 0."""
 
     name: str
-    summary: str
     act: Callable[[Stage, int], Effect]
     setting: Setting = field(default_factory=Setting)
     parts: bool = False
     """Whether it cuts networks, so that each node must have a host of its own."""
     limit_s: float | None = None
     """What recovery may take on a machine that does nothing else."""
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a few words."""
+        return _SUMMARIES[self.name]
 
     def play(self, stage: Stage, repeat: int) -> Effect:
         """Strike once, and leave the stage as it was."""
@@ -51,47 +55,53 @@ _SHARDED = Setting(nodes=2, min_nodes=1, workers=2, sharded=Sharded.GROUP)
 _GROUPS = Setting(nodes=4, max_nodes=4, sharded=Sharded.GROUP, options={"shard_nodes": "2"})
 _OVER_ALL = Setting(sharded=Sharded.JOB, save_every_s=1.0, options={"recovery": "restart"})
 _IMPATIENT = {"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}
-_FROZEN = "SIGSTOP one worker whose agent lives on, then thaw it"
-_HUNG = "SIGSTOP one worker for good: its agent ends it"
-_WEDGED = "a worker gets stuck: interpreter locked, loop, data set, collective"
-_CUT = "cut a node's network silently, then mend it (needs root)"
-_ONE_WAY = "cut the way from one node to another, which both reach all others, then mend it (needs root)"
-_MEANWHILE = "SIGKILL a member's worker, or the newcomer's, when a join begins"
-_SHARD = "SIGKILL a worker of a node whose two workers hold shards of one model"
-_SHARDS = "one more node joins nodes of two workers each, and gets its shards from them"
-_GROUP = "SIGKILL a node of one of two shard groups of two nodes; a new one fills its place"
-_RESHARD = "SIGKILL a node of a model that is sharded over the whole job (restart mode); then one joins"
-_BUSY = "eight busy loops beside the job for --seconds: nothing is lost by it"
-_LEADER = "kill the leader of three etcd servers; then again, and a worker at once"
+_SUMMARIES = {
+    "worker-kill": "SIGKILL one worker process",
+    "node-kill": "SIGKILL a whole node, agent and worker",
+    "rank0-node-kill": "SIGKILL the node that hosts rank 0",
+    "worker-freeze": "SIGSTOP one worker whose agent lives on, then thaw it",
+    "worker-hang": "SIGSTOP one worker for good: its agent ends it",
+    "worker-wedge": "a worker gets stuck: interpreter locked, loop, data set, collective",
+    "node-freeze": "SIGSTOP a whole node, then thaw it",
+    "node-partition": "cut a node's network silently, then mend it (needs root)",
+    "pair-partition": "cut the way from one node to another, which both reach all others, then mend it (needs root)",
+    "node-join": "one more node joins",
+    "node-drain": "SIGTERM to a node, which leaves by a planned change",
+    "double-kill": "SIGKILL two of four nodes at once",
+    "kill-during-recovery": "SIGKILL a second worker within 50 ms of a first",
+    "kill-during-join": "SIGKILL a member's worker, or the newcomer's, when a join begins",
+    "shard-kill": "SIGKILL a worker of a node whose two workers hold shards of one model",
+    "shard-join": "one more node joins nodes of two workers each, and gets its shards from them",
+    "group-kill": "SIGKILL a node of one of two shard groups of two nodes; a new one fills its place",
+    "reshard": "SIGKILL a node of a model that is sharded over the whole job (restart mode); then one joins",
+    "busy-machine": "eight busy loops beside the job for --seconds: nothing is lost by it",
+    "etcd-outage": "kill etcd for --seconds; then again, and a worker meanwhile",
+    "etcd-leader-loss": "kill the leader of three etcd servers; then again, and a worker at once",
+}
 DRILLS: dict[str, Drill] = {
     drill.name: drill
     for drill in (
-        Drill("worker-kill", "SIGKILL one worker process", strikes.worker_kill),
-        Drill("node-kill", "SIGKILL a whole node, agent and worker", strikes.node_kill),
-        Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", strikes.rank0_node_kill),
-        Drill("worker-freeze", _FROZEN, strikes.worker_freeze, limit_s=1.5),
-        Drill("worker-hang", _HUNG, strikes.worker_hang, Setting(options={"hang_timeout": "2"})),
-        Drill("worker-wedge", _WEDGED, strikes.worker_wedge, Setting(wedges=True, options=_IMPATIENT)),
-        Drill("node-freeze", "SIGSTOP a whole node, then thaw it", strikes.node_freeze, limit_s=0.6),
-        Drill("node-partition", _CUT, strikes.node_partition, parts=True, limit_s=0.6),
-        Drill("pair-partition", _ONE_WAY, strikes.pair_partition, parts=True, limit_s=2.0),
-        Drill("node-join", "one more node joins", strikes.node_join, Setting(nodes=2)),
-        Drill("node-drain", "SIGTERM to a node, which leaves by a planned change", strikes.node_drain),
-        Drill("double-kill", "SIGKILL two of four nodes at once", strikes.double_kill, _FOUR),
-        Drill(
-            "kill-during-recovery",
-            "SIGKILL a second worker within 50 ms of a first",
-            strikes.kill_during_recovery,
-            _FOUR,
-        ),
-        Drill("kill-during-join", _MEANWHILE, strikes.kill_during_join),
-        Drill("shard-kill", _SHARD, strikes.worker_kill, _SHARDED),
-        Drill("shard-join", _SHARDS, strikes.node_join, _SHARDED),
-        Drill("group-kill", _GROUP, strikes.group_kill, _GROUPS),
-        Drill("reshard", _RESHARD, strikes.reshard, _OVER_ALL),
-        Drill("busy-machine", _BUSY, strikes.busy_machine),
-        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", strikes.etcd_outage),
-        Drill("etcd-leader-loss", _LEADER, strikes.etcd_leader_loss, Setting(etcd_members=3)),
+        Drill("worker-kill", strikes.worker_kill),
+        Drill("node-kill", strikes.node_kill),
+        Drill("rank0-node-kill", strikes.rank0_node_kill),
+        Drill("worker-freeze", strikes.worker_freeze, limit_s=1.5),
+        Drill("worker-hang", strikes.worker_hang, Setting(options={"hang_timeout": "2"})),
+        Drill("worker-wedge", strikes.worker_wedge, Setting(wedges=True, options=_IMPATIENT)),
+        Drill("node-freeze", strikes.node_freeze, limit_s=0.6),
+        Drill("node-partition", strikes.node_partition, parts=True, limit_s=0.6),
+        Drill("pair-partition", strikes.pair_partition, parts=True, limit_s=2.0),
+        Drill("node-join", strikes.node_join, Setting(nodes=2)),
+        Drill("node-drain", strikes.node_drain),
+        Drill("double-kill", strikes.double_kill, _FOUR),
+        Drill("kill-during-recovery", strikes.kill_during_recovery, _FOUR),
+        Drill("kill-during-join", strikes.kill_during_join),
+        Drill("shard-kill", strikes.worker_kill, _SHARDED),
+        Drill("shard-join", strikes.node_join, _SHARDED),
+        Drill("group-kill", strikes.group_kill, _GROUPS),
+        Drill("reshard", strikes.reshard, _OVER_ALL),
+        Drill("busy-machine", strikes.busy_machine),
+        Drill("etcd-outage", strikes.etcd_outage),
+        Drill("etcd-leader-loss", strikes.etcd_leader_loss, Setting(etcd_members=3)),
     )
 }
 
