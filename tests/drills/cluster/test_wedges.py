@@ -46,7 +46,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     killed = sum(health.counters.get("workers_killed", 0.0) for health in counters.values())
     assert killed == 3
     logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "logs").iterdir())
-    assert "wedge.py" in logs
+    assert "in inside_step" in logs
     assert logs.count('"event": "worker.hung"') == 3
 
 
