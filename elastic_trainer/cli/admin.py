@@ -14,7 +14,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,13 +47,8 @@ def configure_admin(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("init", "grant", "revoke", "list"), help=_ACTIONS)
     add("run", nargs="?", help="the run's name (--rdzv-id), for grant and revoke")
     add("--output", type=Path, metavar="FILE", help="write the password there (mode 0600), not to standard output")
-    add(
-        "--format",
-        choices=("text", "kubernetes"),
-        default="text",
-        metavar="FORMAT",
-        help="text: the password alone; kubernetes: a Secret",
-    )
+    what = "text: the password alone; kubernetes: a Secret"
+    add("--format", choices=("text", "kubernetes"), default="text", metavar="FORMAT", help=what)
     add("--json", action="store_true", help="list: one JSON object instead of lines")
     connection.add_options(parser)
 
@@ -62,16 +57,22 @@ def run_admin(arguments: argparse.Namespace) -> int:
     """Do it."""
     _check(arguments)
     settings = connection.store_settings(arguments)
-    actions: dict[str, Callable[[argparse.Namespace, StoreSettings, Accounts], None]] = {
-        "init": _init,
-        "grant": _grant,
-        "revoke": _revoke,
-        "list": _list,
-    }
     with suppress(AccessDeniedError):  # which is said better below
         connect_checked(settings, Deadline.after(connection.CONNECT_S)).close()
+    run = arguments.run
     with Accounts(settings, Deadline.after(LIMIT_S)) as accounts:
-        actions[arguments.action](arguments, settings, accounts)
+        match arguments.action:
+            case "init":
+                _init(arguments, settings, accounts)
+            case "grant":
+                with _delivered(arguments, run) as password:
+                    account = accounts.grant(settings.prefix, run, password)
+                _say(f"user {account.name!r} may read and write {account.right.key}, with a new password")
+            case "revoke":
+                accounts.revoke(settings.prefix, run)
+                _say(f"run {run!r} has no rights any more; its keys are still there")
+            case _:
+                _list(arguments, settings, accounts)
     return 0
 
 
@@ -100,17 +101,6 @@ def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
     with _delivered(arguments, "monitor") as password:
         account = accounts.initialize(settings.prefix, root_password, password)
     _say(f"etcd now requires authentication; user {account.name!r} may read {account.right.key}")
-
-
-def _grant(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    with _delivered(arguments, arguments.run) as password:
-        account = accounts.grant(settings.prefix, arguments.run, password)
-    _say(f"user {account.name!r} may read and write {account.right.key}, with a new password")
-
-
-def _revoke(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    accounts.revoke(settings.prefix, arguments.run)
-    _say(f"run {arguments.run!r} has no rights any more; its keys are still there")
 
 
 def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
@@ -201,16 +191,8 @@ def manifest(name: str, user: str, password: str) -> str:
     labels = {"app.kubernetes.io/part-of": "elastic-trainer"}
     if user != name:
         labels["elastic-trainer/run"] = name
-    return json.dumps(
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": f"{SECRET_PREFIX}{name}", "labels": labels},
-            "type": "Opaque",
-            "stringData": {"username": user, "password": password},
-        },
-        indent=2,
-    )
+    kind = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{SECRET_PREFIX}{name}", "labels": labels}}
+    return json.dumps({**kind, "type": "Opaque", "stringData": {"username": user, "password": password}}, indent=2)
 
 
 def _say(sentence: str) -> None:

@@ -35,13 +35,13 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.codec import TensorEntry
 from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, compare
-from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, Brought, CheckpointSource, bring
+from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, CheckpointSource, bring
 from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
 from elastic_trainer.checkpoint.manifest import DamagedError, InUseError, UnreadableError
 from elastic_trainer.checkpoint.reading import read_headers, verify, whole_tensors
 from elastic_trainer.checkpoint.storage import ByteSource, Storage, open_storage
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.main import PROGRAM, add_actions, at_least, console, seconds
+from elastic_trainer.cli.main import PROGRAM, at_least, console, seconds, sub_commands
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, CheckpointError, ConfigError, PermanentError
 from elastic_trainer.membership.documents import (
@@ -83,7 +83,11 @@ def checkpoint(location: str) -> tuple[Storage, Entry]:
     if name == NEWEST:
         return _newest(storage)
     if name == BEST:
-        return _best(storage)
+        for each in examine(storage, listed(storage), {}):
+            if isinstance(each, Entry) and each.best:
+                return storage, each
+        hint = f"see {suggestion('list', storage.location)}"
+        raise ConfigError(f"no checkpoint in {storage.location} was saved as best", hint=hint)
     found = [text for text in map(str, committed(listed(storage))) if text.startswith(name)]
     if len(found) != 1:
         what = "no checkpoint" if not found else f"{len(found)} checkpoints"
@@ -100,24 +104,9 @@ def _newest(storage: Storage) -> tuple[Storage, Entry]:
     raise ConfigError(f"there are no checkpoints in {storage.location}", hint="give the checkpoint.directory of a job")
 
 
-def _best(storage: Storage) -> tuple[Storage, Entry]:
-    """The newest that was saved as best."""
-    for each in examine(storage, listed(storage), {}):
-        if isinstance(each, Entry) and each.best:
-            return storage, each
-    raise ConfigError(
-        f"no checkpoint in {storage.location} was saved as best", hint=f"see {suggestion('list', storage.location)}"
-    )
-
-
 def suggestion(action: str, *words: str) -> str:
     """A command line that can be copied."""
     return shlex.join([PROGRAM, "checkpoints", action, *words])
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option that all actions have."""
-    parser.add_argument("--json", action="store_true", help="write one JSON object instead of text")
 
 
 # ---- progress
@@ -175,12 +164,6 @@ FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "created", "m
 _BAD = {Soundness.DAMAGED, Soundness.UNREADABLE}
 
 
-def configure_list(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.add_argument("directory", metavar="DIR", help="a directory of checkpoints")
-    add_json(parser)
-
-
 def run_list(arguments: argparse.Namespace) -> int:
     """By the manifests alone; 1 if one of them is damaged or unreadable."""
     storage = directory(arguments.directory)
@@ -227,12 +210,6 @@ def _cells(each: Description, now: float, *, best: bool) -> tuple[str, ...]:
 
 
 # ---- show
-
-
-def configure_show(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    add_json(parser)
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -295,13 +272,6 @@ def _total(tensors: Sequence[TensorEntry]) -> dict[str, int]:
 
 
 # ---- verify
-
-
-def configure_verify(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    parser.add_argument("--all", action="store_true", help="all checkpoints of the directory")
-    add_json(parser)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -374,13 +344,6 @@ _MOST = 40
 _LONGEST = 60
 
 
-def configure_diff(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.add_argument("left", metavar="A", help=CHECKPOINT)
-    parser.add_argument("right", metavar="B", help="the other one")
-    add_json(parser)
-
-
 def run_diff(arguments: argparse.Namespace) -> int:
     """Say how they differ: 1 if they do, 2 if one cannot be compared, as diff(1)."""
     try:
@@ -451,20 +414,6 @@ def _text(value: Any) -> str:
 # ---- prune
 
 
-def configure_prune(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    add = parser.add_argument
-    add("directory", metavar="DIR", help="a directory of checkpoints")
-    add("--keep-last", type=int, required=True, metavar="N", help="keep the N newest")
-    add("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N")
-    add("--keep-best", type=int, metavar="N", help="keep the N best by --metric; the one saved as best stays anyway")
-    add("--metric", metavar="NAME", help="the metric of --keep-best")
-    add("--mode", choices=tuple(map(str, BestMode)), metavar="MODE", help="of --metric: min, the default, or max")
-    add("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    add("--force", action="store_true", help="also while a job saves there")
-    add_json(parser)
-
-
 def run_prune(arguments: argparse.Namespace) -> int:
     """1 if one cannot be removed. Damaged ones stay: nobody knows what they are."""
     policy = _policy(arguments)
@@ -515,21 +464,6 @@ def _policy(arguments: argparse.Namespace) -> Retention:
 
 SAFETENSORS, TORCH, HUGGINGFACE = "safetensors", "torch", "huggingface"
 _CONFIG = "config.json"
-
-
-def configure_export(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    add("goal", metavar="DEST", type=Path, help="the file to write, or the folder for huggingface")
-    targets = (SAFETENSORS, TORCH, HUGGINGFACE)
-    add("--to", choices=targets, required=True, metavar="TARGET", help=f"{', '.join(targets)}")
-    add("--part", metavar="PART", help=f"the part of the state to write; model by default, {AVERAGE} for the average")
-    add("--all", action="store_true", help="the whole state, which import makes a checkpoint again")
-    add("--config", type=Path, metavar="FILE", help="huggingface: the config.json to put beside the weights")
-    add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: largest file (default: 5 GB)")
-    add("--force", action="store_true", help="replace DEST if it exists")
-    add_json(parser)
 
 
 def run_export(arguments: argparse.Namespace) -> int:
@@ -592,17 +526,6 @@ def _size(path: Path) -> int:
 # ---- import
 
 
-def configure_import(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    add = parser.add_argument
-    what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
-    add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
-    add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
-    add("--part", metavar="PART", help="the key of the weights, if the file holds more")
-    add("--force", action="store_true", help="replace an earlier import of weights")
-    add_json(parser)
-
-
 def run_import(arguments: argparse.Namespace) -> int:
     """Say what it became and how to use it."""
     logs.configure(level="error")  # what happens is said below
@@ -612,34 +535,24 @@ def run_import(arguments: argparse.Namespace) -> int:
         values = {"path": done.path, "checkpoint": done.checkpoint, "step": done.step, "tensors": done.tensors}
         more = {"bytes": done.size, "outranked": done.outranked, "left_out": done.left_out, "stripped": done.stripped}
         _print_json({**values, **more})
-    elif done.checkpoint is not None:
-        _say_checkpoint(done, arguments.into)
-    else:
-        _say_weights(done)
-    return 0
-
-
-def _say_checkpoint(done: Brought, directory: str) -> None:
-    print(f"{done.path}: a checkpoint of step {done.step}, {_contents(done)}")
-    if done.outranked is None:
-        print(f"A job with checkpoint_dir={directory!r} and the same model resumes from it.")
-    else:
-        print(f"{done.outranked} counts as newer: a job resumes from that one.")
-        print(f"See {suggestion('list', directory)}")
-
-
-def _say_weights(done: Brought) -> None:
-    print(f"{done.path}: weights, {_contents(done)}")
+        return 0
+    contents = f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
+    if done.checkpoint is not None:
+        print(f"{done.path}: a checkpoint of step {done.step}, {contents}")
+        if done.outranked is None:
+            print(f"A job with checkpoint_dir={arguments.into!r} and the same model resumes from it.")
+        else:
+            print(f"{done.outranked} counts as newer: a job resumes from that one.")
+            print(f"See {suggestion('list', arguments.into)}")
+        return 0
+    print(f"{done.path}: weights, {contents}")
     if done.stripped:
         print(f"removed from the names: {', '.join(done.stripped)}")
     if done.left_out:
         print(f"left out: {named(done.left_out)}")
     print("No job resumes from weights alone. To begin with them, before session.wrap(model, ...):")
     print(f"  safetensors.torch.load_model(model, {done.path!r})")
-
-
-def _contents(done: Brought) -> str:
-    return f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
+    return 0
 
 
 # ---- save
@@ -652,17 +565,6 @@ _SAY_EVERY_S = 10.0
 
 class NotTrainingError(PermanentError):
     """The run does not train, so nobody can save its state."""
-
-
-def configure_save(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.add_argument("run", metavar="RUN", help="the run that is to save now")
-    parser.add_argument("--no-wait", action="store_true", help="ask, and do not wait for the checkpoint")
-    parser.add_argument(
-        "--timeout", type=float, default=LIMIT_S, metavar="S", help=f"seconds to wait (default: {LIMIT_S:g})"
-    )
-    add_json(parser)
-    connection.add_options(parser)
 
 
 def run_save(arguments: argparse.Namespace) -> int:
@@ -774,23 +676,60 @@ def _withdraw(store: Store, keys: RunKeys, asked: SaveRequest) -> None:
 
 # ---- all actions
 
-ACTIONS = {
-    "list": (configure_list, run_list, "the checkpoints of a directory, newest first"),
-    "show": (configure_show, run_show, "show what one checkpoint holds"),
-    "verify": (configure_verify, run_verify, "read every byte and compare it with its checksum"),
-    "diff": (configure_diff, run_diff, "show how two checkpoints differ"),
-    "prune": (configure_prune, run_prune, "remove those that no rule keeps"),
-    "export": (configure_export, run_export, "write one for other programs"),
-    "import": (configure_import, run_import, "import a file of another program"),
-    "save": (configure_save, run_save, "ask a run that trains for a checkpoint now"),
-}
-
 
 def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
-    """Describe the actions."""
-    add_actions(parser, ACTIONS)
+    """Describe the actions and their options."""
+    action = sub_commands(parser)
+
+    def describe(name: str, act: Callable[[argparse.Namespace], int], text: str) -> Callable[..., argparse.Action]:
+        made = action(name, act, text)
+        made.add_argument("--json", action="store_true", help="write one JSON object instead of text")
+        return made.add_argument
+
+    add = describe("list", run_list, "the checkpoints of a directory, newest first")
+    add("directory", metavar="DIR", help="a directory of checkpoints")
+    add = describe("show", run_show, "show what one checkpoint holds")
+    add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    add = describe("verify", run_verify, "read every byte and compare it with its checksum")
+    add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    add("--all", action="store_true", help="all checkpoints of the directory")
+    add = describe("diff", run_diff, "show how two checkpoints differ")
+    add("left", metavar="A", help=CHECKPOINT)
+    add("right", metavar="B", help="the other one")
+    add = describe("prune", run_prune, "remove those that no rule keeps")
+    add("directory", metavar="DIR", help="a directory of checkpoints")
+    add("--keep-last", type=int, required=True, metavar="N", help="keep the N newest")
+    add("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N")
+    add("--keep-best", type=int, metavar="N", help="keep the N best by --metric; the one saved as best stays anyway")
+    add("--metric", metavar="NAME", help="the metric of --keep-best")
+    add("--mode", choices=tuple(map(str, BestMode)), metavar="MODE", help="of --metric: min, the default, or max")
+    add("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    add("--force", action="store_true", help="also while a job saves there")
+    add = describe("export", run_export, "write one for other programs")
+    add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    add("goal", metavar="DEST", type=Path, help="the file to write, or the folder for huggingface")
+    targets = (SAFETENSORS, TORCH, HUGGINGFACE)
+    add("--to", choices=targets, required=True, metavar="TARGET", help=f"{', '.join(targets)}")
+    add("--part", metavar="PART", help=f"the part of the state to write; model by default, {AVERAGE} for the average")
+    add("--all", action="store_true", help="the whole state, which import makes a checkpoint again")
+    add("--config", type=Path, metavar="FILE", help="huggingface: the config.json to put beside the weights")
+    add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: largest file (default: 5 GB)")
+    add("--force", action="store_true", help="replace DEST if it exists")
+    add = describe("import", run_import, "import a file of another program")
+    what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
+    add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
+    add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
+    add("--part", metavar="PART", help="the key of the weights, if the file holds more")
+    add("--force", action="store_true", help="replace an earlier import of weights")
+    save = action("save", run_save, "ask a run that trains for a checkpoint now")
+    save.add_argument("run", metavar="RUN", help="the run that is to save now")
+    save.add_argument("--no-wait", action="store_true", help="ask, and do not wait for the checkpoint")
+    limit = f"seconds to wait (default: {LIMIT_S:g})"
+    save.add_argument("--timeout", type=float, default=LIMIT_S, metavar="S", help=limit)
+    save.add_argument("--json", action="store_true", help="write one JSON object instead of text")
+    connection.add_options(save)
 
 
 def run_checkpoints(arguments: argparse.Namespace) -> int:
     """Do it; the exit code."""
-    return ACTIONS[arguments.action][1](arguments)
+    return int(arguments.act(arguments))

@@ -164,46 +164,44 @@ class Case:
 
 def consult(case: Case, deadline: Deadline, doing: Doing) -> Examination:
     """Run all checks of the case, until ``deadline``."""
+    limits = case.subject.limits
     if case.store is None:
         found = [Finding("etcd", Status.SKIPPED, "no --endpoint was given")]
     else:
         doing("checking etcd")
-        found = endpoints(case.store, case.run, case.subject.limits, deadline)
-        if any(each.status is not Status.BAD for each in found):
-            with closing(connect(case.store)) as store:
-                return _with_store(case, store, case.store.prefix, found, deadline, doing)
-    own = examine(case.subject, deadline, doing)
-    return Examination((*found, *own.findings), own.versions)
-
-
-def _with_store(
-    case: Case, store: Store, prefix: str, found: list[Finding], deadline: Deadline, doing: Doing
-) -> Examination:
-    limits = case.subject.limits
-    root = f"{prefix}/" if case.run is None else RunKeys(prefix, case.run).root
-    try:
-        found.append(round_trip(store, root, limits, deadline.at_most(STORE_S)))
-    except TransientError as error:
-        found.append(Finding.failed("etcd.round_trip", error))
-    if case.run is None:
+        found = endpoints(case.store, case.run, limits, deadline)
+    if case.store is None or all(each.status is Status.BAD for each in found):
         own = examine(case.subject, deadline, doing)
-        return Examination(
-            (*found, *own.findings, Finding("peers", Status.SKIPPED, "no --run-id was given")), own.versions
-        )
-    keys = RunKeys(prefix, case.run)
+        return Examination((*found, *own.findings), own.versions)
+    prefix = case.store.prefix
+    with closing(connect(case.store)) as store:
+        root = f"{prefix}/" if case.run is None else RunKeys(prefix, case.run).root
+        try:
+            found.append(round_trip(store, root, limits, deadline.at_most(STORE_S)))
+        except TransientError as error:
+            found.append(Finding.failed("etcd.round_trip", error))
+        own = examine(case.subject, deadline, doing)
+        found += own.findings
+        if case.run is None:
+            found.append(Finding("peers", Status.SKIPPED, "no --run-id was given"))
+        else:
+            _compare(case, store, RunKeys(prefix, case.run), found, own, deadline, doing)
+        return Examination(tuple(found), own.versions)
+
+
+def _compare(
+    case: Case, store: Store, keys: RunKeys, found: list[Finding], own: Examination, deadline: Deadline, doing: Doing
+) -> None:
+    """Add what the run's other nodes have found to ``found``."""
+    limits, address = case.subject.limits, case.subject.address
     comparison = PeerComparison(store, keys, case.node, limits)
-    own = examine(case.subject, deadline, doing)
-    found += own.findings
     try:
-        comparison.publish(report_of(case.node, case.subject.address, found, own.versions, SYSTEM.wall()), KEEP_S)
+        comparison.publish(report_of(case.node, address, found, own.versions, SYSTEM.wall()), KEEP_S)
         if case.count > 1:
-            found += measured_together(
-                store, keys, case.node, case.subject.address, case.count, limits, deadline, doing
-            )
+            found += measured_together(store, keys, case.node, address, case.count, limits, deadline, doing)
         doing("comparing with other nodes")
         found += comparison.findings(others=case.count - 1, wait_s=0.0, keep_s=KEEP_S)
     except ConfigError:
         raise
     except ElasticTrainerError as error:
         found.append(Finding.failed("peers", error))
-    return Examination(tuple(found), own.versions)

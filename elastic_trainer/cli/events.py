@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from elastic_trainer.cli import connection
@@ -19,8 +19,8 @@ from elastic_trainer.cli.main import at_least
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, Incident, JournalEntry
-from elastic_trainer.monitor.reading import RunFeed
-from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
+from elastic_trainer.monitor.reading import Changes, RunFeed
+from elastic_trainer.store.api import KeyValue, RunKeys, Store
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
 from elastic_trainer.wording import counted, moment, named, number, ranges
@@ -90,23 +90,18 @@ def in_order(happened: Iterable[Happening]) -> list[Happening]:
 
 
 class News:
-    """Follows journal and incidents; each version of each document comes once, whatever becomes of the connection."""
+    """Follows journal and incidents."""
 
     def __init__(self, store: Store, keys: RunKeys) -> None:
-        self._keys = keys
-        self._queue: SimpleQueue[KeyValue | None] = SimpleQueue()
-        self._seen: dict[str, int] = {}
-        self._prefixes = (keys.events, keys.incidents)
-        for prefix in self._prefixes:
-            store.watch(prefix, self)
+        self._keys, self._changes = keys, Changes(store, keys.events, keys.incidents)
 
     def first(self, deadline: Deadline) -> list[Happening]:
         """All that there is; StoreUnavailableError if it does not come by the deadline."""
         found: list[Happening] = []
         complete = 0
-        while complete < len(self._prefixes):
+        while complete < 2:
             try:
-                item = self._queue.get(timeout=deadline.remaining_s())
+                item, _ = self._changes.queue.get(timeout=deadline.remaining_s())
             except Empty as error:
                 raise StoreUnavailableError("etcd does not send what happened to the run") from error
             complete += item is None
@@ -116,30 +111,16 @@ class News:
     def take(self, wait_s: float) -> list[Happening]:
         """What came since, waiting at most ``wait_s`` seconds for it."""
         try:
-            found = self._decoded(self._queue.get(timeout=wait_s))
+            found = self._decoded(self._changes.queue.get(timeout=wait_s)[0])
         except Empty:
             return []
-        while not self._queue.empty():
-            found += self._decoded(self._queue.get())
+        while not self._changes.queue.empty():
+            found += self._decoded(self._changes.queue.get()[0])
         return found
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        for item in snapshot.items:
-            self._queue.put(item)
-        self._queue.put(None)
-
-    def on_events(self, events: Sequence[WatchEvent]) -> None:
-        for event in events:
-            if event.kind is EventKind.PUT:
-                self._queue.put(event.item)
-
-    def on_connected(self, connected: bool) -> None:
-        """Nothing to do: the watch resumes by itself, and says so in the log."""
-
     def _decoded(self, item: KeyValue | None) -> list[Happening]:
-        if item is None or self._seen.get(item.key) == item.mod_revision:
+        if item is None:
             return []
-        self._seen[item.key] = item.mod_revision
         kind = JournalEntry if item.key.startswith(self._keys.events) else Incident
         try:
             return [kind.decode(item.value, item.key)]
@@ -158,18 +139,13 @@ def as_json(each: Happening) -> str:
 
 def as_line(each: Happening) -> str:
     """One line: when, what, why."""
-    return f"{moment(each.wall)}  {_incident(each) if isinstance(each, Incident) else _transition(each)}"
-
-
-def _transition(entry: JournalEntry) -> str:
-    size = f"{counted(len(entry.nodes), 'node')}, {counted(entry.world_size, 'rank')}"
-    return f"round {entry.round} {entry.state} ({size}): {entry.reason or 'no reason given'}"
-
-
-def _incident(incident: Incident) -> str:
-    nodes = f" [{named(incident.nodes)}]" if incident.nodes else ""
-    told = f"{headline(incident)}: {incident.reason or 'no reason given'}{nodes}"
-    return f"{told}. {incident.outcome}" if incident.outcome else told
+    because = f": {each.reason or 'no reason given'}"
+    if isinstance(each, JournalEntry):
+        size = f"{counted(len(each.nodes), 'node')}, {counted(each.world_size, 'rank')}"
+        return f"{moment(each.wall)}  round {each.round} {each.state} ({size}){because}"
+    nodes = f" [{named(each.nodes)}]" if each.nodes else ""
+    outcome = f". {each.outcome}" if each.outcome else ""
+    return f"{moment(each.wall)}  {headline(each)}{because}{nodes}{outcome}"
 
 
 def headline(incident: Incident) -> str:
@@ -216,19 +192,21 @@ def report(run: str, number: int, happened: Sequence[JournalEntry | Incident]) -
 
 def report_json(report: PostMortem) -> str:
     """One object: ``run``, ``round``, ``incidents``, ``transitions``."""
-    documents = {
-        name: [each.model_dump(mode="json", exclude={"version"}) for each in found]
-        for name, found in (("incidents", report.incidents), ("transitions", report.transitions))
-    }
-    return json.dumps({"run": report.run, "round": report.number, **documents}, indent=2)
+    incidents, transitions = (
+        [each.model_dump(mode="json", exclude={"version"}) for each in found]
+        for found in (report.incidents, report.transitions)
+    )
+    told = {"run": report.run, "round": report.number, "incidents": incidents, "transitions": transitions}
+    return json.dumps(told, indent=2)
 
 
 def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
     """A page with a table for each incident; ``lines`` are what happened, one line each."""
     sections = [f"# Run {report.run}, round {report.number}"]
     for each in report.incidents:
+        what = (str(each.cause) if each.cause is not None else each.kind).replace("_", " ").capitalize()
         rows = "\n".join(f"| {name} | {text.replace('|', '/')} |" for name, text in _facts(each) if text)
-        sections.append(f"## {_cause(each)}\n\n| | |\n|---|---|\n{rows}")
+        sections.append(f"## {what}\n\n| | |\n|---|---|\n{rows}")
     sections.append("## What happened when\n\n" + "\n".join(f"- {line}" for line in lines))
     sections.append(
         "## Where to read on\n\n"
@@ -236,11 +214,6 @@ def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
         f"- `elastic-trainer logs {report.run}`: what the workers of each rank wrote"
     )
     return "\n\n".join(sections)
-
-
-def _cause(each: Incident) -> str:
-    what = str(each.cause) if each.cause is not None else each.kind
-    return what.replace("_", " ").capitalize()
 
 
 def _facts(each: Incident) -> list[tuple[str, str]]:

@@ -45,18 +45,11 @@ def run_forget(arguments: argparse.Namespace) -> int:
         else:
             keys = RunKeys(settings.prefix, arguments.run)
             connection.require_run(store, settings, keys)
-            _forget_one(store, keys, unfinished=arguments.unfinished, dry=arguments.dry_run)
+            remains = forgetting.look(store, keys, Deadline.after(connection.CONNECT_S))
+            if (refused := forgetting.refusal(remains, unfinished=arguments.unfinished)) is not None:
+                raise refused
+            _forget(store, remains, dry=arguments.dry_run)
     return 0
-
-
-def _forget_one(store: Store, keys: RunKeys, *, unfinished: bool, dry: bool) -> None:
-    remains = forgetting.look(store, keys, Deadline.after(connection.CONNECT_S))
-    refused = forgetting.refusal(remains, unfinished=unfinished)
-    if refused is not None:
-        raise refused
-    if not dry:
-        forgetting.forget(store, remains, Deadline.after(connection.CONNECT_S))
-    _tell(remains.keys.run_id, remains.count, dry=dry)
 
 
 def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
@@ -67,16 +60,16 @@ def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
         if not forgetting.is_old(remains, SYSTEM.wall(), days):
             continue
         try:
-            if not dry:
-                forgetting.forget(store, remains, Deadline.after(connection.CONNECT_S))
+            _forget(store, remains, dry=dry)
+            gone += 1
         except ConfigError as error:
             print(f"kept {name}: {error.message}")
-            continue
-        gone += 1
-        _tell(name, remains.count, dry=dry)
     if not gone:
         print(f"no run below {prefix} has been over for {days:g} days")
 
 
-def _tell(name: str, count: int, *, dry: bool) -> None:
-    print(f"{'would forget' if dry else 'forgot'} {name}: {counted(count, 'key')}", flush=True)
+def _forget(store: Store, remains: forgetting.Remains, *, dry: bool) -> None:
+    if not dry:
+        forgetting.forget(store, remains, Deadline.after(connection.CONNECT_S))
+    verb = "would forget" if dry else "forgot"
+    print(f"{verb} {remains.keys.run_id}: {counted(remains.count, 'key')}", flush=True)

@@ -68,8 +68,11 @@ def ask(address: str, port: int) -> Word:
         pass  # what a server that waits for TLS does with a plain request
     except (OSError, OverflowError) as error:
         return Word(port, True, None, f"no answer: {error}")
+    # Without checking the certificate: it names the address that others use, and nothing secret is sent.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        return _answer(http.client.HTTPSConnection(address, port, timeout=LIMIT_S, context=_trusting()))
+        return _answer(http.client.HTTPSConnection(address, port, timeout=LIMIT_S, context=context))
     except (http.client.HTTPException, OSError) as error:
         return Word(port, True, None, f"no answer: {error}")
 
@@ -82,11 +85,3 @@ def _answer(connection: http.client.HTTPConnection) -> Word:
         return Word(int(connection.port), True, response.status, text or response.reason)
     finally:
         connection.close()
-
-
-def _trusting() -> ssl.SSLContext:
-    """Without checking the certificate: it names the address that others use, and nothing secret is sent."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

@@ -125,22 +125,56 @@ class Topic(StrEnum):
     COLLECTIVES = "collectives between steps"
 
 
-_CALLS: dict[str, Topic] = {
-    **dict.fromkeys(("init_process_group", "destroy_process_group"), Topic.GROUP),
-    **dict.fromkeys(("get_rank", "get_world_size", "get_node_local_rank", "set_device"), Topic.RANKS),
-    **dict.fromkeys(
-        ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"), Topic.MODEL
-    ),
-    **dict.fromkeys(("convert_sync_batchnorm",), Topic.MODEL),
-    **dict.fromkeys(("GradScaler", "autocast", "unscale_", "unscale_gradients"), Topic.SCALER),
-    **dict.fromkeys(("DataLoader", "StatefulDataLoader", "set_epoch"), Topic.DATA),
-    **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), Topic.CLIPPING),
-    **dict.fromkeys(("backward",), Topic.STEP),
-    **dict.fromkeys(("no_sync",), Topic.ACCUMULATION),
-    **dict.fromkeys(("torch.save", "torch.load", "load_state_dict"), Topic.CHECKPOINTS),
-    **dict.fromkeys(("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"), Topic.COLLECTIVES),
+_CALLED = {
+    Topic.GROUP: "init_process_group destroy_process_group",
+    Topic.RANKS: "get_rank get_world_size get_node_local_rank set_device",
+    Topic.MODEL: "DistributedDataParallel DataParallel FullyShardedDataParallel fully_shard convert_sync_batchnorm",
+    Topic.SCALER: "GradScaler autocast unscale_ unscale_gradients",
+    Topic.DATA: "DataLoader StatefulDataLoader set_epoch",
+    Topic.CLIPPING: "clip_grad_norm_ clip_grad_value_",
+    Topic.STEP: "backward",
+    Topic.ACCUMULATION: "no_sync",
+    Topic.CHECKPOINTS: "torch.save torch.load load_state_dict",
+    Topic.COLLECTIVES: "all_reduce all_gather all_gather_object broadcast barrier",
 }
+_CALLS = {name: topic for topic, names in _CALLED.items() for name in names.split()}
 """Calls by their last name, or by their whole one."""
+
+
+_INSTEAD = {
+    Topic.FRAMEWORK: "# stays: docs/frameworks.md has the two or three lines that it needs",
+    Topic.GROUP: """\
+from elastic_trainer import Session
+with Session(checkpoint_dir={directory}) as session:  # opens the process group, and closes it
+    ...  # all that follows""",
+    Topic.RANKS: """\
+session.rank, session.world_size, session.is_rank0  # after session.wrap(); in place they change
+session.device  # wrap moves the model there, and batches are there already""",
+    Topic.SCHEDULE: """\
+# stays where it is made; give it to session.wrap(..., scheduler=...), and delete its step():
+# it advances after each committed step, so its length counts steps of the optimizer, not epochs""",
+    Topic.SCALER: """\
+# autocast stays; a GradScaler is made as before and given to session.wrap(..., scaler=...):
+{step}.backward(loss)  # scales; delete scale, unscale_ and update
+optimizer.step()  # unscales, and adapts the scale""",
+    Topic.STEP: """\
+with session.step() as {step}:  # around forward, backward and update; zero_grad is not needed
+    {step}.backward(loss)
+    optimizer.step()  # behind the block, under `if {step}.committed:`, what happens once a step""",
+    Topic.ACCUMULATION: """\
+session.batches(..., passes=N)  # global_batch_size counts the samples of all passes and ranks
+for part in {step}.micro_batches():  # inside the step; one update behind the loop
+    {step}.backward(loss)  # the mean loss of part, not divided by N""",
+    Topic.CLIPPING: "{step}.clip(max_norm)  # behind the last backward; unscales first where there is a scaler",
+    Topic.CHECKPOINTS: """\
+# delete what saves and resumes: the session does both, with the place in the data (after wrap)
+session.save(metrics, best=True)  # to keep a state by a metric; on all ranks, not inside a step
+session.register(name, part)  # what else has state_dict() and is to be resumed""",
+    Topic.COLLECTIVES: """\
+session.all_reduce(tensor)  # and all_gather, broadcast, barrier
+session.evaluate(model, dataset, batch_size, fn)  # in place of sums over ranks of one's own""",
+}
+"""The lines that replace what was found of a topic, whatever the script."""
 
 
 @dataclass(slots=True)
@@ -281,61 +315,13 @@ class _Script:
 
     def instead(self, topic: Topic, directory: str) -> list[str]:
         """The lines that replace what was found of ``topic``, with the script's own names where they are plain."""
-        step, batch = self._free("step"), self._free("batch")
-        match topic:
-            case Topic.FRAMEWORK:
-                return ["# stays: docs/frameworks.md has the two or three lines that it needs"]
-            case Topic.GROUP:
-                return [
-                    "from elastic_trainer import Session",
-                    f"with Session(checkpoint_dir={directory!r}) as session:  # opens the process group, and closes it",
-                    "    ...  # all that follows",
-                ]
-            case Topic.RANKS:
-                return [
-                    "session.rank, session.world_size, session.is_rank0  # after session.wrap(); in place they change",
-                    "session.device  # wrap moves the model there, and batches are there already",
-                ]
-            case Topic.MODEL:
-                return self._wrap()
-            case Topic.SCHEDULE:
-                return [
-                    "# stays where it is made; give it to session.wrap(..., scheduler=...), and delete its step():",
-                    "# it advances after each committed step, so its length counts steps of the optimizer, not epochs",
-                ]
-            case Topic.SCALER:
-                return [
-                    "# autocast stays; a GradScaler is made as before and given to session.wrap(..., scaler=...):",
-                    f"{step}.backward(loss)  # scales; delete scale, unscale_ and update",
-                    "optimizer.step()  # unscales, and adapts the scale",
-                ]
-            case Topic.DATA:
-                return self._batches(batch)
-            case Topic.STEP:
-                return [
-                    f"with session.step() as {step}:  # around forward, backward and update; zero_grad is not needed",
-                    f"    {step}.backward(loss)",
-                    f"    optimizer.step()  # behind the block, under `if {step}.committed:`, what happens once a step",
-                ]
-            case Topic.ACCUMULATION:
-                return [
-                    "session.batches(..., passes=N)  # global_batch_size counts the samples of all passes and ranks",
-                    f"for part in {step}.micro_batches():  # inside the step; one update behind the loop",
-                    f"    {step}.backward(loss)  # the mean loss of part, not divided by N",
-                ]
-            case Topic.CLIPPING:
-                return [f"{step}.clip(max_norm)  # behind the last backward; unscales first where there is a scaler"]
-            case Topic.CHECKPOINTS:
-                return [
-                    "# delete what saves and resumes: the session does both, with the place in the data (after wrap)",
-                    "session.save(metrics, best=True)  # to keep a state by a metric; on all ranks, not inside a step",
-                    "session.register(name, part)  # what else has state_dict() and is to be resumed",
-                ]
-            case Topic.COLLECTIVES:
-                return [
-                    "session.all_reduce(tensor)  # and all_gather, broadcast, barrier",
-                    "session.evaluate(model, dataset, batch_size, fn)  # in place of sums over ranks of one's own",
-                ]
+        if topic is Topic.MODEL:
+            return self._wrap()
+        if topic is Topic.DATA:
+            return self._batches(self._free("batch"))
+        return [
+            line.format(step=self._free("step"), directory=repr(directory)) for line in _INSTEAD[topic].splitlines()
+        ]
 
     def _wrap(self) -> list[str]:
         wrapped = self._calls("DistributedDataParallel", "DataParallel")

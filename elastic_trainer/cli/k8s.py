@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -28,7 +27,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from elastic_trainer import jobs
-from elastic_trainer.cli.main import add_actions, at_least, key_values
+from elastic_trainer.cli.main import at_least, key_values, sub_commands
 from elastic_trainer.cli.run import MAX_RESTARTS, nodes, opens_session, session_directories
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.model import PreflightMode, RecoveryMode
@@ -377,65 +376,16 @@ LARGEST_SOURCE = 1_000_000
 """Bytes: a ConfigMap holds 1 MiB at most, its other fields included."""
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _METAVARS = {
-    "name": "RUN",
-    "image": "IMAGE",
-    "namespace": "NAME",
-    "pods": "N",
-    "gpus": "N",
-    "workers": "P",
-    "cpu": "Q[:Q]",
-    "memory": "Q[:Q]",
-    "shm": "Q",
-    "recovery": "",
-    "rdzv_conf": "K=V,...",
-    "max_restarts": "N",
-    "retries": "N",
-    "shutdown_timeout": "S",
-    "startup_timeout": "S",
-    "ttl": "S",
-    "priority_class": "NAME",
-    "spread": "KEY",
-    "queue": "NAME",
-    "endpoint": "HOST:PORT,...",
-    "tls_secret": "NAME",
-    "user_secret": "NAME",
-    "network_policy": None,
-    "checkpoint_size": "Q",
-    "storage_class": "NAME",
-    "data_claim": "NAME",
-    "service_account": "NAME",
+    "name": "RUN", "image": "IMAGE", "namespace": "NAME", "pods": "N", "gpus": "N", "workers": "P", "cpu": "Q[:Q]",
+    "memory": "Q[:Q]", "shm": "Q", "recovery": "", "rdzv_conf": "K=V,...", "max_restarts": "N", "retries": "N",
+    "shutdown_timeout": "S", "startup_timeout": "S", "ttl": "S", "priority_class": "NAME", "spread": "KEY",
+    "queue": "NAME", "endpoint": "HOST:PORT,...", "tls_secret": "NAME", "user_secret": "NAME", "network_policy": None,
+    "checkpoint_size": "Q", "storage_class": "NAME", "data_claim": "NAME", "service_account": "NAME",
     "env": "NAME=VALUE",
-}
+}  # fmt: skip
 """The fields that have an option; N, P and S are numbers."""
 _EXAMPLE = """example: elastic-trainer k8s render --name gpt --nodes 2:8 --gpus 8 \\
              --image registry.example.com/elastic-trainer:0.1.0-cuda -- train.py | kubectl apply -f -"""
-
-
-def configure_render(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
-    add = parser.add_argument
-    add("--nodes", required=True, metavar="MIN:MAX", help="fewest and most pods that the run trains with")
-    for field, metavar in _METAVARS.items():
-        described = KubernetesRun.model_fields[field]
-        more: dict[str, Any] = {"action": "store_true"} if metavar is None else {"metavar": metavar}
-        if metavar in ("N", "P", "S"):
-            more["type"] = int
-        elif field == "recovery":
-            more = {"choices": [str(mode) for mode in RecoveryMode]}
-        elif field in ("spread", "env"):
-            more["action"] = "append"
-        known = isinstance(described.default, int | str) and described.default and field != "recovery"
-        default = f" (default: {described.default})" * bool(known)
-        also = "; may be repeated" * (more.get("action") == "append")
-        option = "--nproc-per-node" if field == "workers" else f"--{field.replace('_', '-')}"
-        add(option, required=field in ("name", "image"), help=f"{described.description}{default}{also}", **more)
-    add("--checkpoint-claim", metavar="NAME", help="a volume claim that exists (default: make `checkpoints`)")
-    add("--checkpoint-dir", metavar="URL", help="a bucket, such as s3://BUCKET/PREFIX, and no claim")
-    add("--output", type=Path, metavar="DIR", help="write a folder for `kubectl apply -k`, and print nothing")
-    what = "a script.py or job.yaml (both go into a ConfigMap), -m module, a ready-made task, or a path in the image"
-    add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
 
 
 def run_render(arguments: argparse.Namespace) -> int:
@@ -487,13 +437,10 @@ def _in_options(sentence: str) -> str:
     found = re.match(r": '([a-z_]+)[^']*' is ", sentence)
     if found is None:
         return sentence.removeprefix(": ")
-    rest = re.sub(r"^\('([^']*)', '(?:\1|([^']*))'\)", _as_given, sentence[found.end() :])
+    # A request and its limit, as an option says them:
+    rest = re.sub(r"^\('([^']*)', '\1'\)", r"'\1'", sentence[found.end() :])
+    rest = re.sub(r"^\('([^']*)', '([^']*)'\)", r"'\1:\2'", rest)
     return f"--{found[1].replace('_', '-')} is {rest}"
-
-
-def _as_given(span: re.Match[str]) -> str:
-    """A request and its limit, as an option says them."""
-    return f"'{span[1]}'" if span[2] is None else f"'{span[1]}:{span[2]}'"
 
 
 def _checkpoints(arguments: argparse.Namespace) -> dict[str, str | None]:
@@ -548,7 +495,7 @@ def _ready_made(
     arguments: argparse.Namespace, what: str, rest: Sequence[str]
 ) -> tuple[tuple[str, ...], MountedFile | None, bool]:
     """A task of this package, or a job file; its checkpoints lie where all pods see them."""
-    from elastic_trainer.drills.entry import places_checkpoints
+    from elastic_trainer.drills.local_run import places_checkpoints
     from elastic_trainer.jobs.config import load_job
 
     arguments_ = list(rest)
@@ -628,49 +575,26 @@ LIMIT_S = 60.0
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What a Job is patched with."""
-
-    pods: int
-    may_fail: int
-
-    @property
-    def patch(self) -> str:
-        """A merge patch. One number alone would be refused: only Jobs with as many completions as pods scale."""
-        return json.dumps(
-            {"spec": {"parallelism": self.pods, "completions": self.pods, "maxFailedIndexes": self.may_fail}},
-            separators=(",", ":"),
-        )
-
-
-def configure_scale(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.epilog = "example: elastic-trainer k8s scale gpt 6"
-    add = parser.add_argument
-    add("run", help="the name of the run and of its Job")
-    add("pods", type=int, metavar="N", help="new number of pods, within its --nodes")
-    add("--namespace", metavar="NAME", help="where it runs (default: that of kubectl)")
-    add("--dry-run", action="store_true", help="print kubectl's command and change nothing")
-
-
 def run_scale(arguments: argparse.Namespace) -> int:
     """Look at the Job, and patch it."""
     where = [] if arguments.namespace is None else [f"--namespace={arguments.namespace}"]
     name = arguments.run
     job = json.loads(_kubectl([*where, "get", "job", name, "--output=json"]))
-    size = decide(job, arguments.pods)
-    command = [*where, "patch", "job", name, "--type=merge", "-p", size.patch]
+    patch = json.dumps(decide(job, arguments.pods), separators=(",", ":"))
+    command = [*where, "patch", "job", name, "--type=merge", "-p", patch]
     if arguments.dry_run:
         print(f"kubectl {shlex.join(command)}")
         return 0
     _kubectl(command)
-    print(f"run {name}: {job['spec']['parallelism']} -> {size.pods} pods", file=sys.stderr)
+    print(f"run {name}: {job['spec']['parallelism']} -> {arguments.pods} pods", file=sys.stderr)
     return 0
 
 
-def decide(job: dict[str, Any], pods: int) -> Size:
-    """The Job with another number of pods; its command says the limits."""
+def decide(job: dict[str, Any], pods: int) -> dict[str, dict[str, int]]:
+    """The merge patch for another number of pods; the Job's command says the limits.
+
+    One number alone would be refused: only Jobs with as many completions as pods scale.
+    """
     words = [word for each in job["spec"]["template"]["spec"]["containers"] for word in each.get("command", ())]
     limits = [word.partition("=")[2] for word in words if word.startswith("--nnodes=")]
     name = job["metadata"]["name"]
@@ -683,7 +607,7 @@ def decide(job: dict[str, Any], pods: int) -> Size:
         raise ConfigError(
             f"run {name} waits in a queue of Kueue, which sets its size", hint="render it again with another --pods"
         )
-    return Size(pods, may_fail(pods, least))
+    return {"spec": {"parallelism": pods, "completions": pods, "maxFailedIndexes": may_fail(pods, least)}}
 
 
 def _kubectl(words: list[str]) -> str:
@@ -702,17 +626,42 @@ def _kubectl(words: list[str]) -> str:
 
 # ---- all actions
 
-ACTIONS = {
-    "render": (configure_render, run_render, "print all manifests of one run, or write a folder of them"),
-    "scale": (configure_scale, run_scale, "change how many pods a run has"),
-}
-
 
 def configure_k8s(parser: argparse.ArgumentParser) -> None:
-    """Describe the actions."""
-    add_actions(parser, ACTIONS)
+    """Describe the actions and their options."""
+    action = sub_commands(parser)
+    parser = action("render", run_render, "print all manifests of one run, or write a folder of them")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="MIN:MAX", help="fewest and most pods that the run trains with")
+    for field, metavar in _METAVARS.items():
+        described = KubernetesRun.model_fields[field]
+        more: dict[str, Any] = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+        if metavar in ("N", "P", "S"):
+            more["type"] = int
+        elif field == "recovery":
+            more = {"choices": [str(mode) for mode in RecoveryMode]}
+        elif field in ("spread", "env"):
+            more["action"] = "append"
+        known = isinstance(described.default, int | str) and described.default and field != "recovery"
+        default = f" (default: {described.default})" * bool(known)
+        also = "; may be repeated" * (more.get("action") == "append")
+        option = "--nproc-per-node" if field == "workers" else f"--{field.replace('_', '-')}"
+        add(option, required=field in ("name", "image"), help=f"{described.description}{default}{also}", **more)
+    add("--checkpoint-claim", metavar="NAME", help="a volume claim that exists (default: make `checkpoints`)")
+    add("--checkpoint-dir", metavar="URL", help="a bucket, such as s3://BUCKET/PREFIX, and no claim")
+    add("--output", type=Path, metavar="DIR", help="write a folder for `kubectl apply -k`, and print nothing")
+    what = "a script.py or job.yaml (both go into a ConfigMap), -m module, a ready-made task, or a path in the image"
+    add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
+    scale = action("scale", run_scale, "change how many pods a run has")
+    scale.epilog = "example: elastic-trainer k8s scale gpt 6"
+    scale.add_argument("run", help="the name of the run and of its Job")
+    scale.add_argument("pods", type=int, metavar="N", help="new number of pods, within its --nodes")
+    scale.add_argument("--namespace", metavar="NAME", help="where it runs (default: that of kubectl)")
+    scale.add_argument("--dry-run", action="store_true", help="print kubectl's command and change nothing")
 
 
 def run_k8s(arguments: argparse.Namespace) -> int:
     """Do it; the exit code."""
-    return ACTIONS[arguments.action][1](arguments)
+    return int(arguments.act(arguments))

@@ -150,15 +150,8 @@ def of_directory(directory: Path) -> list[NodeLog]:
     for line in LedgerTail(directory / "ledger").read():
         ranks[line.rank] = line.node
     files = sorted((directory / "logs").glob("*.log"))
-    return [
-        NodeLog(
-            file.stem,
-            socket.gethostname(),
-            f"file:{file}",
-            tuple(sorted(rank for rank, node in ranks.items() if node == file.stem)),
-        )
-        for file in files
-    ]
+    of = {file: tuple(sorted(rank for rank, node in ranks.items() if node == file.stem)) for file in files}
+    return [NodeLog(file.stem, socket.gethostname(), f"file:{file}", mine) for file, mine in of.items()]
 
 
 def of_run(documents: RunDocuments) -> list[NodeLog]:

@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -143,14 +143,18 @@ def console(width: int = 80) -> Console:
     return made
 
 
-def add_actions(
+def sub_commands(
     parser: argparse.ArgumentParser,
-    actions: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]],
-) -> None:
-    """Describe sub-commands, each by what describes its options, what runs it, and its help."""
+) -> Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]:
+    """What adds a sub-command, by its name, what runs it (``act``) and its help."""
     made = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
-    for name, (describe, _, text) in actions.items():
-        describe(made.add_parser(name, help=text, description=text))
+
+    def add(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = made.add_parser(name, help=text, description=text)
+        added.set_defaults(act=act)
+        return added
+
+    return add
 
 
 def seconds(value: float, option: str, *, above_zero: bool = False) -> float:

@@ -69,12 +69,14 @@ def run_run(arguments: argparse.Namespace) -> int:
 
 def command(arguments: argparse.Namespace) -> list[str]:
     """torchrun's arguments. Looks at the script, and for GPUs if the number of workers is left open."""
-    from elastic_trainer.drills.entry import entry
+    from elastic_trainer.drills.local_run import entry
 
     low, high = nodes(arguments.nodes)
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    name = arguments.name or _named_after(words)
-    job = words if words[:1] == ["-m"] and words[1:] else entry(words, Path("runs") / name)
+    module = words[:1] == ["-m"] and words[1:]
+    stem = words[1].rpartition(".")[2] if module else Path(next(iter(words), "")).stem
+    name = arguments.name or stem or "run"
+    job = words if module else entry(words, Path("runs") / name)
     recovery = arguments.recovery or ("in_place" if opens_session(job) else "restart")
     options = rendezvous(arguments.rdzv_conf, None, "etcd3")
     options = {"recovery": recovery, **options} if arguments.recovery is None else {**options, "recovery": recovery}
@@ -122,12 +124,6 @@ def session_directories(text: str) -> list[str]:
     named = [word.value for each in sessions for word in each.keywords if word.arg == "checkpoint_dir"]
     given = [*(each.args[0] for each in sessions if each.args), *named]
     return [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-
-
-def _named_after(words: Sequence[str]) -> str:
-    if words[:1] == ["-m"] and words[1:]:
-        return words[1].rpartition(".")[2]
-    return Path(next(iter(words), "")).stem or "run"
 
 
 def _gpus() -> int:

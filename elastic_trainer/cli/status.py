@@ -8,8 +8,9 @@ watching, the run is waited for and an outage is shown.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,44 +73,35 @@ def run_status(arguments: argparse.Namespace) -> int:
             raise StoreUnavailableError(reading.problem)
         if arguments.run is not None and arguments.run not in reading.runs:
             raise connection.no_run(store, settings, arguments.run)
-        show = _shower(arguments)
-        try:
-            _watch(reader, reading, show, arguments.run) if arguments.watch else show(reading, True)
-        finally:
-            show.close()
+        show(arguments, _readings(reader, reading, arguments.run) if arguments.watch else [(reading, True)])
     return 0
 
 
-class Show:
-    """Where readings are shown."""
-
-    def __call__(self, reading: StoreReading, last: bool) -> None:
-        """Show this one; whether it is the last."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give the terminal back."""
+Shown = Iterable[tuple[StoreReading, bool]]
+"""What is to be shown, and whether it is the last."""
 
 
-def _shower(arguments: argparse.Namespace) -> Show:
-    if arguments.json:
-        return JsonShow(arguments.run)
-    out = console(140)
-    live, wide = arguments.watch and out.is_terminal and not out.is_dumb_terminal, arguments.output == "wide"
-    return LiveShow(out, arguments.run) if live and not wide else PlainShow(out, arguments.run, wide=wide)
-
-
-def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) -> None:
-    """Show each reading until the run is over."""
-    pacing = Pacing(_EVERY_S)
-    while True:
+def _readings(reader: Reader, reading: StoreReading, name: str | None) -> Iterator[tuple[StoreReading, bool]]:
+    """One after the other until the run is over."""
+    pacing, over = Pacing(_EVERY_S), False
+    while not over:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
-        show(reading, over)
-        if over:
-            return
-        began = SYSTEM.monotonic()
-        reading = reader.poll()
-        pause(pacing.pause_s(SYSTEM.monotonic() - began, reading.store.connected))
+        yield reading, over
+        if not over:
+            began = SYSTEM.monotonic()
+            reading = reader.poll()
+            pause(pacing.pause_s(SYSTEM.monotonic() - began, reading.store.connected))
+
+
+def show(arguments: argparse.Namespace, readings: Shown) -> None:
+    """In the way that the options and the terminal ask for."""
+    out, wide = console(140), arguments.output == "wide"
+    if arguments.json:
+        show_json(arguments.run, readings)
+    elif arguments.watch and out.is_terminal and not out.is_dumb_terminal and not wide:
+        show_live(out, arguments.run, readings)
+    else:
+        show_plain(out, arguments.run, readings, wide=wide)
 
 
 def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing | None:
@@ -126,51 +118,34 @@ def _mark(reading: StoreReading) -> tuple[object, ...]:
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
 
-class JsonShow(Show):
+def show_json(name: str | None, readings: Shown) -> None:
     """One line of JSON whenever something is new."""
-
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._shown: tuple[object, ...] | None = None
-
-    def __call__(self, reading: StoreReading, last: bool) -> None:
-        mark, value = _mark(reading), value_of(reading, self._name)
-        if value is not None and (last or mark != self._shown):
-            self._shown = mark
+    shown: tuple[object, ...] | None = None
+    for reading, last in readings:
+        mark, value = _mark(reading), value_of(reading, name)
+        if value is not None and (last or mark != shown):
+            shown = mark
             print(as_json(value).decode(), flush=True)
 
 
-class PlainShow(Show):
+def show_plain(out: Console, name: str | None, readings: Shown, *, wide: bool = False) -> None:
     """The whole view, again when something is new but not often."""
-
-    def __init__(self, console: Console, name: str | None, *, wide: bool = False) -> None:
-        self._console, self._name, self._wide = console, name, wide
-        self._shown: tuple[object, ...] | None = None
-        self._shown_at = 0.0
-
-    def __call__(self, reading: StoreReading, last: bool) -> None:
+    shown: tuple[object, ...] | None = None
+    shown_at = -math.inf
+    for reading, last in readings:
         now, mark = SYSTEM.monotonic(), _mark(reading)
-        due = self._shown is None or (mark != self._shown and now - self._shown_at >= _REPRINT_EVERY_S)
-        if last or due:
-            if self._shown is not None:
-                self._console.print()
-            self._shown, self._shown_at = mark, now
-            self._console.print(view_of(reading, self._name, wide=self._wide), crop=not self._wide)
+        if last or (mark != shown and now - shown_at >= _REPRINT_EVERY_S):
+            if shown is not None:
+                out.print()
+            shown, shown_at = mark, now
+            out.print(view_of(reading, name, wide=wide), crop=not wide)
 
 
-class LiveShow(Show):
+def show_live(out: Console, name: str | None, readings: Shown) -> None:
     """Redrawn in place."""
-
-    def __init__(self, console: Console, name: str | None) -> None:
-        self._name = name
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-        self._live.start()
-
-    def __call__(self, reading: StoreReading, last: bool) -> None:
-        self._live.update(view_of(reading, self._name), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
+    with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        for reading, _ in readings:
+            live.update(view_of(reading, name), refresh=True)
 
 
 def view_of(reading: StoreReading, name: str | None, *, wide: bool = False) -> RenderableType:
@@ -178,9 +153,7 @@ def view_of(reading: StoreReading, name: str | None, *, wide: bool = False) -> R
     value = value_of(reading, name)
     if value is None:
         return f"run {name} is gone"
-    if isinstance(value, RunSnapshot):
-        return run_view(value, wide=wide)
-    return list_view(value, wide=wide)
+    return run_view(value, wide=wide) if isinstance(value, RunSnapshot) else list_view(value, wide=wide)
 
 
 # ---- tables
@@ -310,13 +283,8 @@ def list_view(listing: Listing, *, wide: bool = False) -> RenderableType:
 
 _RUNS = (
     *(Column("run", key=True), Column("state"), Column("step", right=True), Column("needs attention", wraps=True)),
-    *(
-        Column("round", 6, right=True),
-        Column("ranks", 3, right=True),
-        Column("nodes", 2),
-        Column("loss", 1, right=True),
-    ),
-    *(Column("samples/s", 4, right=True), Column("goodput", 5, right=True)),
+    *(Column("round", 6, right=True), Column("ranks", 3, right=True), Column("nodes", 2)),
+    *(Column("loss", 1, right=True), Column("samples/s", 4, right=True), Column("goodput", 5, right=True)),
 )
 
 
@@ -351,16 +319,11 @@ def _head(run: RunSnapshot) -> list[RenderableType]:
 
 
 def _progress(run: RunSnapshot) -> str:
-    parts = [f"step {number(run.step)}"]
-    for name, value in (
-        ("steps/s", run.steps_per_s if run.steps_per_s is not None else 1 / run.step_s if run.step_s else None),
-        ("samples/s", run.samples_per_s),
-    ):
-        if value is not None:
-            parts.append(f"{number(value)} {name}")
-    if run.loss is not None:
-        parts.append(f"loss {number(run.loss)}")
-    return ", ".join([*parts, f"goodput {percent(run.goodput)}"])
+    rate = run.steps_per_s if run.steps_per_s is not None else 1 / run.step_s if run.step_s else None
+    rates = ((rate, "steps/s"), (run.samples_per_s, "samples/s"))
+    known = [f"{number(value)} {name}" for value, name in rates if value is not None]
+    loss = [f"loss {number(run.loss)}"] if run.loss is not None else []
+    return ", ".join([f"step {number(run.step)}", *known, *loss, f"goodput {percent(run.goodput)}"])
 
 
 def _checkpoint(run: RunSnapshot) -> str:

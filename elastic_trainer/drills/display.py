@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -279,23 +278,6 @@ _KINDS = {
 }
 
 
-class Display(Protocol):
-    """Where a run is shown."""
-
-    def update(self, picture: Picture, incidents: Sequence[ShownIncident], now: float) -> None:
-        """Show ``incidents``, which are new, and the present state."""
-        ...
-
-    def close(self) -> None:
-        """Leave the last state visible and give the terminal back."""
-        ...
-
-
-def display(console: Console) -> Display:
-    """The display that fits ``console``."""
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-
-
 class PlainDisplay:
     """One line for each incident, and one with the progress every few seconds."""
 
@@ -390,6 +372,15 @@ def readable(line: str) -> str:
     return " ".join([str(values.get("event", "")), *(f"{name}={value}" for name, value in told.items())]).strip()
 
 
+Display = PlainDisplay | LiveDisplay
+"""Where a run is shown."""
+
+
+def display(console: Console) -> Display:
+    """The display that fits ``console``."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
 def render(picture: Picture, now: float, width: int = 80, height: int = 24) -> RenderableType:
     """The whole view on a terminal of this size, with the newest incidents in full."""
     head = Text(f"run {picture.run}  {now - picture.started_at:.0f} s  {progress_line(picture)}", style="bold")
@@ -407,20 +398,9 @@ def _nodes(picture: Picture) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("last line", ratio=1, no_wrap=True, overflow="ellipsis")
     for node in picture.nodes.values():
-        table.add_row(*_cells(node))
+        ranks = ",".join(str(node.ranks[local]) for local in sorted(node.ranks))
+        round_, step = ("-" if value is None else str(value) for value in (node.round, node.step))
+        loss = "-" if node.loss is None else f"{node.loss:.4f}"
+        state, said = Text(str(node.phase), style=_PHASES[node.phase]), Text(readable(node.last_line), style="dim")
+        table.add_row(node.name, state, round_, ranks or "-", step, loss, said)
     return table
-
-
-def _cells(node: NodePicture) -> list[RenderableType]:
-    ranks = ",".join(str(node.ranks[local]) for local in sorted(node.ranks))
-    numbers = ["-" if value is None else str(value) for value in (node.round, node.step)]
-    loss = "-" if node.loss is None else f"{node.loss:.4f}"
-    return [
-        node.name,
-        Text(str(node.phase), style=_PHASES[node.phase]),
-        numbers[0],
-        ranks or "-",
-        numbers[1],
-        loss,
-        Text(readable(node.last_line), style="dim"),
-    ]

@@ -8,59 +8,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 
 from elastic_trainer.agent.health.health_store import told_by_all
-from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.local.ledger import LedgerTail, Line
 from elastic_trainer.membership.documents import DocumentError, NodeHealth, RoundDocument
+from elastic_trainer.monitor.reading import Changes
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import EventKind, KeyValue, RunKeys, Snapshot, Store, WatchEvent
-
-
-class RoundFeed:
-    """A listener of ``key``; :meth:`take` returns new documents with their arrival times (monotonic seconds).
-
-    Closing the store ends it.
-    """
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._queue: SimpleQueue[tuple[RoundDocument, float]] = SimpleQueue()
-        self._seen = 0
-        store.watch(key, self, exact=True)
-
-    def take(self) -> list[tuple[RoundDocument, float]]:
-        """Documents that arrived since the last call, oldest first."""
-        return [self._queue.get() for _ in range(self._queue.qsize())]
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self._put(snapshot.items)
-
-    def on_events(self, events: Sequence[WatchEvent]) -> None:
-        self._put(event.item for event in events if event.kind is EventKind.PUT)
-
-    def on_connected(self, connected: bool) -> None:
-        """Nothing to do: the watch resumes by itself."""
-
-    def _put(self, items: Iterable[KeyValue]) -> None:
-        for item in items:
-            if item.mod_revision <= self._seen:  # a snapshot after an outage repeats known documents
-                continue
-            self._seen = item.mod_revision
-            try:
-                self._queue.put((RoundDocument.decode(item.value, item.key), SYSTEM.monotonic()))
-            except DocumentError:
-                continue
-
+from elastic_trainer.store.api import RunKeys, Store
 
 CONNECT_S = 20.0
 PREFIX = "/elastic_trainer"
@@ -77,7 +41,7 @@ class RunStore:
     etcd: EtcdServer | EtcdCluster
     store: Store
     keys: RunKeys
-    rounds: RoundFeed
+    rounds: Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +58,12 @@ class Harness:
 
     def documents(self) -> list[tuple[RoundDocument, float]]:
         """Round documents since the last look, with their times of arrival."""
-        return self.meeting.rounds.take() if self.meeting is not None else []
+        found = []
+        while self.meeting is not None and not self.meeting.rounds.queue.empty():
+            item, t = self.meeting.rounds.queue.get()
+            with suppress(DocumentError):
+                found += [(RoundDocument.decode(item.value, item.key), t)] if item is not None else []
+        return found
 
     def health(self) -> Mapping[str, NodeHealth]:
         """What the nodes have published of their workers, by name."""
@@ -116,7 +85,7 @@ def harness(spec: ClusterSpec, clusters: Clusters = LocalCluster, etcd_members: 
             store = connect_checked(settings, Deadline.after(CONNECT_S))
             stack.callback(store.close)
             keys = RunKeys(prefix, spec.run)
-            meeting = RunStore(etcd, store, keys, RoundFeed(store, keys.round))
+            meeting = RunStore(etcd, store, keys, Changes(store, keys.round, exact=True))
         cluster = stack.enter_context(clusters(replace(spec, endpoint=endpoint)))
         yield Harness(cluster, LedgerTail(spec.ledger), meeting)
 

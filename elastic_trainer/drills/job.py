@@ -13,10 +13,10 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -191,26 +191,15 @@ class Digests:
         environment = session.environment
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")  # until this process ends
 
     def write(self, event: str) -> None:
         """Add a line."""
-        session = self._session
-        line = {
-            "event": event,
-            "node": session.environment.node,
-            "pid": process_id(session.environment.ledger_dir),
-            "round": session.round,
-            "step": session.step_number,
-            "digest": self._digest(),
-            "place": self._place(),
-        }
-        self._file.write(json.dumps(line) + "\n")
+        session, environment = self._session, self._session.environment
+        who = {"event": event, "node": environment.node, "pid": process_id(environment.ledger_dir)}
+        when = {"round": session.round, "step": session.step_number}
+        self._file.write(json.dumps({**who, **when, "digest": self._digest(), "place": self._place()}) + "\n")
         self._file.flush()
-
-    def close(self) -> None:
-        """End the file."""
-        self._file.close()
 
     def _place(self) -> int:
         """Of this rank in the mesh of its model."""
@@ -231,20 +220,12 @@ class Digests:
         return hasher.hexdigest()
 
 
-class Beside(Protocol):
-    """What a worker does beside its steps."""
-
-    def hear(self, event: Event) -> None:
-        """In the middle of a save."""
-        ...
-
-    def behind(self, step: int, session: Session, model: nn.Module) -> None:
-        """Behind ``step``, which was committed."""
-        ...
-
-
-def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
-    """Train until the file appears."""
+def main(
+    argv: list[str] | None = None,
+    hear: Callable[[Event], None] | None = None,
+    behind: Callable[[int, Session, nn.Module], None] | None = None,
+) -> None:
+    """Train until the file appears; ``hear`` is called amid saves, ``behind`` after each committed step."""
     options = _options(argv)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
@@ -258,7 +239,7 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
     with Session(
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
-        saving=SavingOptions(on_event=beside.hear if beside is not None else None),
+        saving=SavingOptions(on_event=hear),
         device=options.device,
         group=GroupOptions(backend=options.backend, timeout_s=options.group_timeout),
     ) as session:
@@ -283,13 +264,12 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
                 optimizer.step()
             if step.committed and session.step_number % DIGEST_EVERY == 0:
                 digests.write("step")
-            if step.committed and beside is not None:
-                beside.behind(session.step_number, session, wrapped)
+            if step.committed and behind is not None:
+                behind(session.step_number, session, wrapped)
             ending.agreed |= session.step_number == options.steps
             if ending.agreed:
                 break
     digests.write("end")
-    digests.close()
 
 
 def _asked(session: Session, stop: Path) -> bool:

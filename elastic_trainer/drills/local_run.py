@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import shutil
@@ -18,10 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from elastic_trainer import jobs
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills import faults, report
 from elastic_trainer.drills.display import Display, Picture, ShownIncident, display
-from elastic_trainer.drills.entry import entry
 from elastic_trainer.drills.faults import Fault
 from elastic_trainer.drills.harness import Harness, harness, new_directory
 from elastic_trainer.drills.report import Ending, Summary, summarize
@@ -91,18 +92,14 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     report.write(summary, directory / "summary.json")
     report.show_summary(summary, console)
     if summary.verdict.exit_code != 0:
-        report.say("log", f"elastic-trainer logs {shlex.quote(str(directory))}{_failed(summary)}", console)
+        failed = [node.name for node in summary.nodes if not node.struck and node.exit_code not in (0, None)]
+        chosen = f" --node {failed[0]}" if len(failed) == 1 else ""  # whose failure decided, if it is one node
+        report.say("log", f"elastic-trainer logs {shlex.quote(str(directory))}{chosen}", console)
     if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     else:
         report.say("kept", str(directory), console)
     return summary
-
-
-def _failed(summary: Summary) -> str:
-    """The option that chooses the node whose failure decided, if it is one."""
-    failed = [node.name for node in summary.nodes if not node.struck and node.exit_code not in (0, None)]
-    return f" --node {failed[0]}" if len(failed) == 1 else ""
 
 
 def named_directories(words: Sequence[str]) -> list[Path]:
@@ -137,7 +134,8 @@ class Following:
     def to_the_end(self, shown: Display) -> Summary:
         """Start the nodes and follow them until none runs, a signal or the time limit."""
         try:
-            news = self._start()
+            nodes, now = self._cluster.start(self._options.start), SYSTEM.monotonic()
+            news = [each for node in nodes for each in self._picture.node_started(node.name, now)]
             while self._goes_on():
                 shown.update(self._picture, [*news, *self._look(), *self._strike()], SYSTEM.monotonic())
                 news = []
@@ -148,10 +146,6 @@ class Following:
         finally:
             shown.close()
         return self._summary()
-
-    def _start(self) -> list[ShownIncident]:
-        nodes = self._cluster.start(self._options.start)
-        return [incident for node in nodes for incident in self._picture.node_started(node.name, SYSTEM.monotonic())]
 
     def _goes_on(self) -> bool:
         limit = self._options.timeout_s
@@ -220,3 +214,47 @@ class Following:
             ),
             counters=added_up(health.counters for health in self._harness.health().values()),
         )
+
+
+# ---- what is run
+
+CHECKPOINT_DIRECTORY = "checkpoint.directory"
+
+
+def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
+    """What torchrun runs for ``words`` (what, then its arguments); tasks keep their checkpoints below ``run_dir``."""
+    if not words:
+        raise ConfigError("nothing to run was given", hint="end with: -- TASK, -- JOB.yaml or -- SCRIPT.py")
+    what, arguments = words[0], list(words[1:])
+    if what.endswith(".py"):
+        return (_readable(what), *arguments)
+    if (script := jobs.script(what)) is not None:
+        jobs.ensure_data(what, {})
+        return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
+    if not places_checkpoints(what, arguments):
+        arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
+    from elastic_trainer.jobs.config import load_job
+
+    job = load_job(what, arguments)
+    jobs.ensure_data(job.task, job.data)
+    return ("-m", "elastic_trainer.training", what, *arguments)
+
+
+def _readable(path: str) -> str:
+    if not Path(path).is_file():
+        raise ConfigError(f"script {path!r} does not exist", hint="check its path")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"script {path!r} cannot be read", hint="check its permissions")
+    return path
+
+
+def places_checkpoints(what: str, arguments: Sequence[str]) -> bool:
+    """Whether the user says where checkpoints go: in an argument, or in a job file of their own."""
+    from elastic_trainer.jobs.config import read_job_file
+
+    if any(argument.startswith(f"{CHECKPOINT_DIRECTORY}=") for argument in arguments):
+        return True
+    _, values = read_job_file(what)
+    section = values.get("checkpoint")
+    own = what.endswith((".yaml", ".yml")) or "/" in what
+    return own and isinstance(section, dict) and section.get("directory") is not None

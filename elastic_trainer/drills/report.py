@@ -198,13 +198,11 @@ def verdict(nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry:
         what = " ".join(entry[:2])
         return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {what} opens no Session, so it has no steps")
     if ending.unmet:
-        return Verdict(EXIT_FAILURE, "; ".join(_unmet(fault, last_step) for fault in ending.unmet))
+        few = ": too few nodes trained, until the job was over"
+        waited = (few * (fault.chooses and fault.step <= last_step) for fault in ending.unmet)
+        told = (f"{fault} was never carried out{why}" for fault, why in zip(ending.unmet, waited, strict=True))
+        return Verdict(EXIT_FAILURE, "; ".join(told))
     return Verdict(0, f"{counted(len(survivors), 'node')} finished the job")
-
-
-def _unmet(fault: Fault, last_step: int) -> str:
-    waited = fault.chooses and fault.step <= last_step
-    return f"{fault} was never carried out{': too few nodes trained, until the job was over' * waited}"
 
 
 def _failures(failed: Sequence[NodeSummary]) -> str:
@@ -247,22 +245,21 @@ class Report:
         """Plain values."""
         return {
             "drill": self.drill,
-            "repeats": [_plain(each) for each in self.repeats],
+            "repeats": [
+                {
+                    "what": each.what,
+                    "recovery_s": round(each.recovery_s, 4),
+                    "gap_s": round(each.gap_s, 4),
+                    "steps_lost": each.steps_lost,
+                    **{name: round(value, 4) for name, value in each.details.items()},
+                }
+                for each in self.repeats
+            ],
             "median": self.median(),
             "compared": self.compared,
             "problems": list(self.problems),
             "ok": self.ok,
         }
-
-
-def _plain(effect: Effect) -> dict[str, Any]:
-    return {
-        "what": effect.what,
-        "recovery_s": round(effect.recovery_s, 4),
-        "gap_s": round(effect.gap_s, 4),
-        "steps_lost": effect.steps_lost,
-        **{name: round(value, 4) for name, value in effect.details.items()},
-    }
 
 
 def show(report: Report, console: Console) -> None:
@@ -305,10 +302,25 @@ def write(summary: Summary, path: Path) -> None:
 
 def show_summary(summary: Summary, console: Console) -> None:
     """Print ``summary`` as tables and a few sentences."""
-    console.print(_rounds(summary))
+    rounds = _table("Rounds", "round", "ranks", "nodes", "steps", "reason")
+    for each in summary.rounds:
+        steps = "none" if each.first_step is None else f"{each.first_step} to {each.last_step}"
+        rounds.add_row(str(each.number), str(each.world), " ".join(each.nodes), steps, escape(each.reason))
+    console.print(rounds)
+    faults = _table("Faults", "at step", "what", "recovery", "pause", "repeated", "back at")
+    for fault in summary.faults:
+        cells, found = ("no later step", "-", "-", "-"), fault.recovery
+        if found is not None:
+            back = f"step {found.step} of round {found.round}"
+            repeated = counted(found.steps_repeated, "step")
+            cells = f"{found.recovery_s:.2f} s", f"{found.pause_s:.2f} s", repeated, back
+        faults.add_row(str(fault.step), escape(fault.what), *cells)
     if summary.faults:
-        console.print(_faults(summary))
-    console.print(_nodes(summary))
+        console.print(faults)
+    nodes = _table("Nodes", "node", "how it ended")
+    for node in summary.nodes:
+        nodes.add_row(node.name, escape(node.why))
+    console.print(nodes)
     for name, text in facts(summary).items():
         say(name, text, console)
 
@@ -337,33 +349,4 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column)
-    return table
-
-
-def _rounds(summary: Summary) -> Table:
-    table = _table("Rounds", "round", "ranks", "nodes", "steps", "reason")
-    for each in summary.rounds:
-        steps = "none" if each.first_step is None else f"{each.first_step} to {each.last_step}"
-        table.add_row(str(each.number), str(each.world), " ".join(each.nodes), steps, escape(each.reason))
-    return table
-
-
-def _faults(summary: Summary) -> Table:
-    table = _table("Faults", "at step", "what", "recovery", "pause", "repeated", "back at")
-    for each in summary.faults:
-        table.add_row(str(each.step), escape(each.what), *_cells(each.recovery))
-    return table
-
-
-def _cells(found: Recovery | None) -> tuple[str, str, str, str]:
-    if found is None:
-        return "no later step", "-", "-", "-"
-    back = f"step {found.step} of round {found.round}"
-    return f"{found.recovery_s:.2f} s", f"{found.pause_s:.2f} s", counted(found.steps_repeated, "step"), back
-
-
-def _nodes(summary: Summary) -> Table:
-    table = _table("Nodes", "node", "how it ended")
-    for each in summary.nodes:
-        table.add_row(each.name, escape(each.why))
     return table

@@ -12,145 +12,96 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_trainer.drills import strikes
 from elastic_trainer.drills.harness import new_directory
 from elastic_trainer.drills.job import Sharded
 from elastic_trainer.drills.measure import Effect, compared, round_problems, sample_problems, state_problems
 from elastic_trainer.drills.report import Report
 from elastic_trainer.drills.stage import Setting, Stage, staged
-from elastic_trainer.drills.strikes import (
-    busy_machine,
-    double_kill,
-    etcd_leader_loss,
-    etcd_outage,
-    group_kill,
-    kill_during_join,
-    kill_during_recovery,
-    node_drain,
-    node_freeze,
-    node_join,
-    node_kill,
-    node_partition,
-    pair_partition,
-    rank0_node_kill,
-    reshard,
-    worker_freeze,
-    worker_hang,
-    worker_kill,
-    worker_wedge,
-)
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.local.hosts import Segment, check_possible, current, lacks
 from elastic_trainer.local.processes import Interrupts
 
-Act = Callable[[Stage, int, float], Effect]
-"""Strikes a stage for the nth time, counted from 0; an outage or a load lasts that many seconds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One drill. ``act`` strikes once and leaves the stage as it was."""
+    """One drill. ``act`` strikes a stage for the nth time, counted from 0."""
 
     name: str
-    summary: str
-    act: Act
+    act: Callable[[Stage, int], Effect]
     setting: Setting = field(default_factory=Setting)
     parts: bool = False
     """Whether it cuts networks, so that each node must have a host of its own."""
     limit_s: float | None = None
     """What recovery may take on a machine that does nothing else."""
 
+    @property
+    def summary(self) -> str:
+        """What it does, in a few words."""
+        return _SUMMARIES[self.name]
 
-def _plain(act: Callable[[Stage, int], Effect]) -> Act:
-    return lambda stage, repeat, _: act(stage, repeat)
+    def play(self, stage: Stage, repeat: int) -> Effect:
+        """Strike once, and leave the stage as it was."""
+        effect = self.act(stage, repeat)
+        stage.restore()
+        return effect
 
 
 _FOUR = Setting(nodes=4, max_nodes=4)
 _SHARDED = Setting(nodes=2, min_nodes=1, workers=2, sharded=Sharded.GROUP)
+_GROUPS = Setting(nodes=4, max_nodes=4, sharded=Sharded.GROUP, options={"shard_nodes": "2"})
+_OVER_ALL = Setting(sharded=Sharded.JOB, save_every_s=1.0, options={"recovery": "restart"})
+_IMPATIENT = {"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}
+_SUMMARIES = {
+    "worker-kill": "SIGKILL one worker process",
+    "node-kill": "SIGKILL a whole node, agent and worker",
+    "rank0-node-kill": "SIGKILL the node that hosts rank 0",
+    "worker-freeze": "SIGSTOP one worker whose agent lives on, then thaw it",
+    "worker-hang": "SIGSTOP one worker for good: its agent ends it",
+    "worker-wedge": "a worker gets stuck: interpreter locked, loop, data set, collective",
+    "node-freeze": "SIGSTOP a whole node, then thaw it",
+    "node-partition": "cut a node's network silently, then mend it (needs root)",
+    "pair-partition": "cut the way from one node to another, which both reach all others, then mend it (needs root)",
+    "node-join": "one more node joins",
+    "node-drain": "SIGTERM to a node, which leaves by a planned change",
+    "double-kill": "SIGKILL two of four nodes at once",
+    "kill-during-recovery": "SIGKILL a second worker within 50 ms of a first",
+    "kill-during-join": "SIGKILL a member's worker, or the newcomer's, when a join begins",
+    "shard-kill": "SIGKILL a worker of a node whose two workers hold shards of one model",
+    "shard-join": "one more node joins nodes of two workers each, and gets its shards from them",
+    "group-kill": "SIGKILL a node of one of two shard groups of two nodes; a new one fills its place",
+    "reshard": "SIGKILL a node of a model that is sharded over the whole job (restart mode); then one joins",
+    "busy-machine": "eight busy loops beside the job for --seconds: nothing is lost by it",
+    "etcd-outage": "kill etcd for --seconds; then again, and a worker meanwhile",
+    "etcd-leader-loss": "kill the leader of three etcd servers; then again, and a worker at once",
+}
 DRILLS: dict[str, Drill] = {
     drill.name: drill
     for drill in (
-        Drill("worker-kill", "SIGKILL one worker process", _plain(worker_kill)),
-        Drill("node-kill", "SIGKILL a whole node, agent and worker", _plain(node_kill)),
-        Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(rank0_node_kill)),
-        Drill(
-            "worker-freeze", "SIGSTOP one worker whose agent lives on, then thaw it", _plain(worker_freeze), limit_s=1.5
-        ),
-        Drill(
-            "worker-hang",
-            "SIGSTOP one worker for good: its agent ends it",
-            _plain(worker_hang),
-            Setting(options={"hang_timeout": "2"}),
-        ),
-        Drill(
-            "worker-wedge",
-            "a worker gets stuck: interpreter locked, loop, data set, collective",
-            _plain(worker_wedge),
-            Setting(wedges=True, options={"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}),
-        ),
-        Drill("node-freeze", "SIGSTOP a whole node, then thaw it", _plain(node_freeze), limit_s=0.6),
-        Drill(
-            "node-partition",
-            "cut a node's network silently, then mend it (needs root)",
-            _plain(node_partition),
-            parts=True,
-            limit_s=0.6,
-        ),
-        Drill(
-            "pair-partition",
-            "cut the way from one node to another, which both reach all others, then mend it (needs root)",
-            _plain(pair_partition),
-            parts=True,
-            limit_s=2.0,
-        ),
-        Drill("node-join", "one more node joins", _plain(node_join), Setting(nodes=2)),
-        Drill("node-drain", "SIGTERM to a node, which leaves by a planned change", _plain(node_drain)),
-        Drill("double-kill", "SIGKILL two of four nodes at once", _plain(double_kill), _FOUR),
-        Drill(
-            "kill-during-recovery",
-            "SIGKILL a second worker within 50 ms of a first",
-            _plain(kill_during_recovery),
-            _FOUR,
-        ),
-        Drill(
-            "kill-during-join",
-            "SIGKILL a member's worker, or the newcomer's, when a join begins",
-            _plain(kill_during_join),
-        ),
-        Drill(
-            "shard-kill",
-            "SIGKILL a worker of a node whose two workers hold shards of one model",
-            _plain(worker_kill),
-            _SHARDED,
-        ),
-        Drill(
-            "shard-join",
-            "one more node joins nodes of two workers each, and gets its shards from them",
-            _plain(node_join),
-            _SHARDED,
-        ),
-        Drill(
-            "group-kill",
-            "SIGKILL a node of one of two shard groups of two nodes; a new one fills its place",
-            _plain(group_kill),
-            Setting(nodes=4, max_nodes=4, sharded=Sharded.GROUP, options={"shard_nodes": "2"}),
-        ),
-        Drill(
-            "reshard",
-            "SIGKILL a node of a model that is sharded over the whole job (restart mode); then one joins",
-            _plain(reshard),
-            Setting(sharded=Sharded.JOB, save_every_s=1.0, options={"recovery": "restart"}),
-        ),
-        Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", busy_machine),
-        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", etcd_outage),
-        Drill(
-            "etcd-leader-loss",
-            "kill the leader of three etcd servers; then again, and a worker at once",
-            _plain(etcd_leader_loss),
-            Setting(etcd_members=3),
-        ),
+        Drill("worker-kill", strikes.worker_kill),
+        Drill("node-kill", strikes.node_kill),
+        Drill("rank0-node-kill", strikes.rank0_node_kill),
+        Drill("worker-freeze", strikes.worker_freeze, limit_s=1.5),
+        Drill("worker-hang", strikes.worker_hang, Setting(options={"hang_timeout": "2"})),
+        Drill("worker-wedge", strikes.worker_wedge, Setting(wedges=True, options=_IMPATIENT)),
+        Drill("node-freeze", strikes.node_freeze, limit_s=0.6),
+        Drill("node-partition", strikes.node_partition, parts=True, limit_s=0.6),
+        Drill("pair-partition", strikes.pair_partition, parts=True, limit_s=2.0),
+        Drill("node-join", strikes.node_join, Setting(nodes=2)),
+        Drill("node-drain", strikes.node_drain),
+        Drill("double-kill", strikes.double_kill, _FOUR),
+        Drill("kill-during-recovery", strikes.kill_during_recovery, _FOUR),
+        Drill("kill-during-join", strikes.kill_during_join),
+        Drill("shard-kill", strikes.worker_kill, _SHARDED),
+        Drill("shard-join", strikes.node_join, _SHARDED),
+        Drill("group-kill", strikes.group_kill, _GROUPS),
+        Drill("reshard", strikes.reshard, _OVER_ALL),
+        Drill("busy-machine", strikes.busy_machine),
+        Drill("etcd-outage", strikes.etcd_outage),
+        Drill("etcd-leader-loss", strikes.etcd_leader_loss, Setting(etcd_members=3)),
     )
 }
 
@@ -205,11 +156,12 @@ def _play(
     """The effects of all repeats, what was wrong, and at how many points the ranks' states were compared."""
     effects: list[Effect] = []
     try:
-        with staged(drill.setting, directory, interrupts=interrupts) as stage:
+        setting = replace(drill.setting, outage_s=options.seconds)
+        with staged(setting, directory, interrupts=interrupts) as stage:
             say(f"{drill.name}: {drill.summary}; {drill.setting.nodes} nodes start")
             try:
                 for repeat in range(options.repeats):
-                    effects.append(drill.act(stage, repeat, options.seconds))
+                    effects.append(drill.play(stage, repeat))
                     say(f"{repeat + 1} of {options.repeats}: {effects[-1].what}")
                 return effects, conclusions(stage), compared(stage.digests())
             except ElasticTrainerError as error:

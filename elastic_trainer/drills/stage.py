@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.local.hosts import Segment
-from elastic_trainer.local.ledger import FileTail
+from elastic_trainer.local.ledger import FileTail, end_of
 from elastic_trainer.local.processes import Interrupts
 from elastic_trainer.membership.documents import RoundDocument
 
@@ -71,19 +71,20 @@ class Setting:
     """What torchrun runs; it takes the job's options."""
     save_every_s: float | None = None
     group_timeout_s: float | None = None
+    outage_s: float = 60.0
+    """How long an outage or a load lasts."""
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, directory: Path) -> tuple[str, ...]:
         """What torchrun runs."""
-        words = [*self.entry, "--directory", str(directory)]
-        words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
-        words += ["--reduction", self.reduction, "--device", self.device, "--backend", self.backend]
-        words += ["--sharded", self.sharded] if self.sharded is not None else []
-        words += ["--wedges"] * self.wedges
-        words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
-        words += ["--group-timeout", str(self.group_timeout_s)] if self.group_timeout_s is not None else []
-        return tuple(words)
+        given = {
+            "directory": directory, "samples": self.samples, "width": self.width, "pause": self.pause_s,
+            "reduction": self.reduction, "device": self.device, "backend": self.backend, "sharded": self.sharded,
+            "save-every": self.save_every_s, "group-timeout": self.group_timeout_s,
+        }  # fmt: skip
+        words = (word for name, value in given.items() if value is not None for word in (f"--{name}", str(value)))
+        return (*self.entry, *words, *["--wedges"] * self.wedges)
 
 
 class Stage:
@@ -248,13 +249,9 @@ class Stage:
         found = [read_digest(text) for path in files for text in FileTail(path).read()]
         return [each for each in found if each is not None]
 
-    def log_tails(self) -> Sequence[str]:
+    def log_tails(self) -> list[str]:
         """The last words of each node."""
-        told = []
-        for node in self.cluster.nodes:
-            said = node.log.read_text(errors="replace").splitlines()[-5:] if node.log.exists() else []
-            told += [f"{node.name}: {line}" for line in said]
-        return told
+        return [f"{node.name}: {line}" for node in self.cluster.nodes for line in end_of(node.log)[-5:]]
 
 
 @contextmanager

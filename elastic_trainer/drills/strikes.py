@@ -1,7 +1,7 @@
 """The drills: each strikes a stage once, proves that the fault happened, and measures what it did to the survivors.
 
 Workers and nodes are killed, frozen, stuck, drained or joined; networks cut; etcd lost; shards lost; the machine kept
-busy. Each leaves the stage as it found it: all its nodes train.
+busy. Some leave nodes to be started again, see :meth:`elastic_trainer.drills.run.Drill.play`.
 
 *Runs in* the main thread of the command or test. *Owns* the processes that keep the machine busy.
 *Fails by* DrillError when a fault did not really happen, or no survivor went on.
@@ -13,8 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import psutil
@@ -96,9 +96,7 @@ def worker_kill(stage: Stage, repeat: int) -> Effect:
     name = before.nodes[-1 - repeat % len(before.nodes)]
     t = kill([worker(stage, before, name)]).t
     rank = before.nodes.index(name) * stage.setting.workers
-    effect = aftermath(stage, before, f"worker of {name} (rank {rank}) killed", t, [name])
-    stage.restore()
-    return effect
+    return aftermath(stage, before, f"worker of {name} (rank {rank}) killed", t, [name])
 
 
 def worker_freeze(stage: Stage, repeat: int) -> Effect:
@@ -116,9 +114,7 @@ def worker_freeze(stage: Stage, repeat: int) -> Effect:
 
 def worker_hang(stage: Stage, repeat: int) -> Effect:
     """SIGSTOP a worker for good: its agent ends it in time, and another process takes its place."""
-    effect, _, _ = _freeze_worker(stage, repeat)
-    stage.restore()
-    return effect
+    return _freeze_worker(stage, repeat)[0]
 
 
 def _freeze_worker(stage: Stage, repeat: int) -> tuple[Effect, str, psutil.Process]:
@@ -141,9 +137,7 @@ def worker_wedge(stage: Stage, repeat: int) -> Effect:
     file, t = ask(stage.directory, name, kind), now()
     stage.until(lambda: not file.exists(), f"{name} to be stuck in {kind}")
     struck = [name] if kind is not Wedge.COLLECTIVE else []
-    effect = aftermath(stage, before, f"worker of {name} stuck ({kind})", t, struck)
-    stage.restore()
-    return effect
+    return aftermath(stage, before, f"worker of {name} stuck ({kind})", t, struck)
 
 
 def node_kill(stage: Stage, repeat: int) -> Effect:
@@ -167,9 +161,7 @@ def _lose(stage: Stage, names: list[str]) -> Effect:
     before = stage.settled()
     t = kill_nodes(stage, names)
     what = f"node{'s' * (len(names) > 1)} {' and '.join(names)} killed"
-    effect = aftermath(stage, before, what, t, names)
-    stage.restore()
-    return effect
+    return aftermath(stage, before, what, t, names)
 
 
 def node_freeze(stage: Stage, repeat: int) -> Effect:
@@ -217,7 +209,10 @@ def node_join(stage: Stage, repeat: int) -> Effect:
     if name not in joined.nodes:
         raise DrillError(f"{name} did not join")
     effect = aftermath(stage, before, f"node {name} joined", t)
-    _leave(stage, name)
+    stage.retire(name)
+    stage.node(name).terminate()
+    _gone(stage, name)
+    stage.settled()
     return effect.amended({}, [*effect.problems, *restarted(stage, before.pids)])
 
 
@@ -232,15 +227,7 @@ def node_drain(stage: Stage, repeat: int) -> Effect:
     effect = aftermath(stage, before, f"node {name} drained", t, [name])
     left_s = _gone(stage, name) - t
     problems = [*effect.problems, *_broken_since(stage, broken, f"the departure of {name}")]
-    stage.restore()
     return effect.amended({"left_s": left_s}, problems)
-
-
-def _leave(stage: Stage, name: str) -> None:
-    stage.retire(name)
-    stage.node(name).terminate()
-    _gone(stage, name)
-    stage.settled()
 
 
 def _gone(stage: Stage, name: str) -> float:
@@ -263,9 +250,7 @@ def kill_during_recovery(stage: Stage, repeat: int) -> Effect:
     pause(apart_s)
     kill([first, second])
     what = f"workers of {names[0]} and, {apart_s * 1000:.0f} ms later, {names[1]} killed"
-    effect = aftermath(stage, before, what, t, names)
-    stage.restore()
-    return effect
+    return aftermath(stage, before, what, t, names)
 
 
 def kill_during_join(stage: Stage, repeat: int) -> Effect:
@@ -279,9 +264,7 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
         raise DrillError(f"{newcomer} has no worker")
     t = kill([found]).t
     who = "the newcomer" if name == newcomer else "a member"
-    effect = aftermath(stage, before, f"worker of {name}, {who}, killed while {newcomer} joined", t, [name])
-    stage.restore()
-    return effect
+    return aftermath(stage, before, f"worker of {name}, {who}, killed while {newcomer} joined", t, [name])
 
 
 def _one_less(stage: Stage) -> tuple[str, Standing]:
@@ -360,23 +343,25 @@ LOOPS = 8
 _LOOP = "while True: pass"
 
 
-def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
-    """Loops keep the machine busy for ``seconds``: a suspicion that is wrong costs the step at hand, and no more.
+def busy_machine(stage: Stage, repeat: int) -> Effect:
+    """Loops keep the machine busy for a while: a suspicion that is wrong costs the step at hand, and no more.
 
     Recovery is how long all ranks needed for their next step once the loops had ended.
     """
     before = stage.settled()
     broken, begun = len(broken_rounds(stage)), now()
-    with busy_loops():
-        deadline = Deadline.after(seconds)
-        while not deadline.expired:
-            stage.until(lambda: True, "")
-            pause(min(0.2, deadline.remaining_s()))
+    tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), "0"]
+    with ExitStack() as stack:
+        for _ in range(LOOPS):
+            loop = subprocess.Popen([*tied, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)
+            stack.callback(loop.wait)
+            stack.callback(loop.kill)
+        _let_pass(stage)
     ended = now()
     standing = stage.settled()
     pids = list(before.pids.values())
     return Effect(
-        what=f"{LOOPS} busy loops for {seconds:g} s",
+        what=f"{LOOPS} busy loops for {stage.setting.outage_s:g} s",
         recovery_s=stage.resumed(pids, ended, 0, "a step of all") - ended,
         gap_s=stage.book.gap(pids, begun, ended),
         steps_lost=stage.book.committed_again(pids),
@@ -388,16 +373,12 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
     )
 
 
-@contextmanager
-def busy_loops() -> Iterator[None]:
-    """``LOOPS`` processes compute as fast as they can; they die with this one."""
-    tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), "0"]
-    with ExitStack() as stack:
-        for _ in range(LOOPS):
-            loop = subprocess.Popen([*tied, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)
-            stack.callback(loop.wait)
-            stack.callback(loop.kill)
-        yield
+def _let_pass(stage: Stage) -> None:
+    """Wait as long as an outage or a load lasts."""
+    deadline = Deadline.after(stage.setting.outage_s)
+    while not deadline.expired:
+        stage.until(lambda: True, "")  # a signal ends it
+        pause(min(0.2, deadline.remaining_s()))
 
 
 # ---- etcd
@@ -406,13 +387,13 @@ LEFT_S = 1.5
 """How long etcd stays away once a worker has been killed without it."""
 
 
-def etcd_outage(stage: Stage, repeat: int, seconds: float) -> Effect:
+def etcd_outage(stage: Stage, repeat: int) -> Effect:
     """No etcd for a while: no step is lost and nothing restarts; a worker killed meanwhile recovers when it is back.
 
     The gap is that of the undisturbed outage; recovery counts from etcd's return.
     """
     before = stage.settled()
-    gap_s, steps = _undisturbed(stage, before, seconds)
+    gap_s, steps = _undisturbed(stage, before)
     pause(0.5)  # clients are connected again
     standing = stage.settled()
     problems = restarted(stage, before.pids)
@@ -421,24 +402,22 @@ def etcd_outage(stage: Stage, repeat: int, seconds: float) -> Effect:
     effect = _worker_lost_meanwhile(stage, standing, repeat)
     lost = stage.book.committed_again(before.pids.values())
     return Effect(
-        what=f"etcd killed for {seconds:g} s; again, and {effect.what}",
+        what=f"etcd killed for {stage.setting.outage_s:g} s; again, and {effect.what}",
         recovery_s=effect.recovery_s,
         gap_s=gap_s,
         steps_lost=max(effect.steps_lost, lost),
-        details={"outage_s": seconds, "steps_during_outage": float(steps), **effect.details},
+        details={"outage_s": stage.setting.outage_s, "steps_during_outage": float(steps), **effect.details},
         problems=(*problems, *effect.problems),
     )
 
 
-def _undisturbed(stage: Stage, before: Standing, seconds: float) -> tuple[float, int]:
-    """An outage of ``seconds``; the longest gap between steps in it, and how many steps were committed."""
+def _undisturbed(stage: Stage, before: Standing) -> tuple[float, int]:
+    """An outage; the longest gap between steps in it, and how many steps were committed."""
     stage.server.kill()
-    t, deadline = now(), Deadline.after(seconds)
-    while not deadline.expired:
-        if stage.server.is_healthy():
-            raise DrillError("etcd answers although it was killed")
-        stage.until(lambda: True, "")
-        pause(min(0.2, deadline.remaining_s()))
+    t = now()
+    _let_pass(stage)
+    if stage.server.is_healthy():
+        raise DrillError("etcd answers although it was killed")
     stage.look()
     end = now()
     pids = list(before.pids.values())
@@ -461,16 +440,18 @@ def _worker_lost_meanwhile(stage: Stage, before: Standing, repeat: int) -> Effec
         raise DrillError("etcd answers although it was killed")
     stage.server.launch()
     stage.server.wait_healthy(Deadline.after(stage.setting.limit_s))
-    effect = aftermath(stage, before, f"worker of {name} killed meanwhile", now(), [name])
-    stage.restore()
-    return effect
+    return aftermath(stage, before, f"worker of {name} killed meanwhile", now(), [name])
 
 
 def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
     """The leader of three etcd servers is killed: nothing happens to the job. A worker killed before there is a new
     leader recovers with it; recovery counts from that worker's death."""
     before = stage.settled()
-    first, elected_s, t = _depose(stage)
+    first = _leader(stage)
+    t = now()
+    stage.servers.kill(first)
+    _leader(stage, but=first)
+    elected_s = now() - t
     calm = aftermath(stage, before, f"etcd's leader m{first} killed", t, later=False)
     standing = stage.settled()
     problems = list(calm.problems)
@@ -486,7 +467,6 @@ def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
     what = f"{calm.what}; again m{second}, and the worker of {name}"
     effect = aftermath(stage, standing, what, t, [name])
     stage.servers.restart(second)
-    stage.restore()
     return Effect(
         what=what,
         recovery_s=effect.recovery_s,
@@ -497,20 +477,9 @@ def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
     )
 
 
-def _depose(stage: Stage) -> tuple[int, float, float]:
-    """Kill the leader and wait for another: which it was, how long that took, and when it was killed."""
-    first = _leader(stage)
-    t = now()
-    stage.servers.kill(first)
-    second = stage.until(lambda: _leads(stage, first), "a new leader of etcd")
-    if second - 1 == first:
-        raise DrillError("etcd's leader did not change")
-    return first, now() - t, t
-
-
-def _leader(stage: Stage) -> int:
-    """Its index; a machine that stands still for a second may be between two of them."""
-    found: int = stage.until(lambda: _leads(stage, but=-1), "a leader of etcd")
+def _leader(stage: Stage, but: int = -1) -> int:
+    """The index of etcd's leader, once it is not ``but``; a busy machine may be between two of them for a second."""
+    found: int = stage.until(lambda: _leads(stage, but), "a leader of etcd")
     return found - 1
 
 
@@ -558,6 +527,7 @@ def reshard(stage: Stage, repeat: int) -> Effect:
     joined = Injected(Fault(FaultKind.JOIN, without.step), joining, (), t, smaller.round, without.step)
     after = stage.settled()
     with_it = _recovered(stage, joined)
+    worlds, expected = [before.world, smaller.world, after.world], [before.world, before.world - 1, before.world]
     return Effect(
         what=f"node {name} killed; {joining} joined",
         recovery_s=without.recovery_s,
@@ -568,7 +538,7 @@ def reshard(stage: Stage, repeat: int) -> Effect:
             "rejoin_s": with_it.recovery_s,
             "repeated_by_join": float(with_it.steps_repeated),
         },
-        problems=_sizes(before, smaller, after),
+        problems=() if worlds == expected else (f"the model was sharded over {worlds} ranks, not over {expected}",),
     )
 
 
@@ -583,9 +553,3 @@ def _recovered(stage: Stage, injected: Injected) -> Recovery:
     if found is None:
         raise DrillError(f"no step was made after: {injected}")
     return found
-
-
-def _sizes(before: Standing, smaller: Standing, after: Standing) -> tuple[str, ...]:
-    worlds = [each.world for each in (before, smaller, after)]
-    expected = [before.world, before.world - 1, before.world]
-    return () if worlds == expected else (f"the model was sharded over {worlds} ranks, not over {expected}",)

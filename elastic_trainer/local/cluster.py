@@ -93,10 +93,7 @@ class Node:
     """One node of a local cluster. Its pid is torchrun's; workers are its descendants, each in its own session."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path, marks: Mapping[str, str]) -> None:
-        self.name = name
-        self.log = log
-        self._process = process
-        self._marks = marks
+        self.name, self.log, self._process, self._marks = name, log, process, marks
 
     @property
     def pid(self) -> int:
@@ -208,9 +205,9 @@ class LocalCluster:
         return torchrun(spec, name, first, hosted=name in self.hosts)
 
     def node(self, name: str) -> Node:
-        for node in self.nodes:
-            if node.name == name:
-                return node
+        found = next((node for node in self.nodes if node.name == name), None)
+        if found is not None:
+            return found
         raise ConfigError(f"there is no node {name!r}", hint=f"there are {', '.join(n.name for n in self.nodes)}")
 
     @property

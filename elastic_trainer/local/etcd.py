@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,9 +68,7 @@ def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={
-                name: value for name, value in os.environ.items() if not name.startswith("ETCD_")
-            },  # no flags of others
+            env={name: text for name, text in os.environ.items() if not name.startswith("ETCD_")},  # no flags of others
             start_new_session=True,  # its owner handles Ctrl-C
         )
 
@@ -94,12 +93,8 @@ class ServerTls:
     key: Path
 
     def arguments(self) -> list[str]:
-        return [
-            f"--cert-file={self.cert}",
-            f"--key-file={self.key}",
-            f"--trusted-ca-file={self.ca_cert}",
-            "--client-cert-auth",
-        ]
+        files = [f"--cert-file={self.cert}", f"--key-file={self.key}", f"--trusted-ca-file={self.ca_cert}"]
+        return [*files, "--client-cert-auth"]
 
     def context(self) -> ssl.SSLContext:
         """The TLS context for calls to such a server, with its own certificate as the client's."""
@@ -108,11 +103,39 @@ class ServerTls:
         return context
 
 
-class EtcdServer:
-    """One etcd server with its data in ``directory`` (default: a temporary one, removed at the end).
+class _Served:
+    """What runs from entry to exit, with its files in ``directory`` (default: a temporary one, removed at the end)."""
 
-    A context manager: started on entry, stopped on exit.
-    """
+    def __init__(self, directory: Path | None, prefix: str) -> None:
+        self._temporary = directory is None
+        self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix=prefix))
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.dispose()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dispose()
+
+    def dispose(self) -> None:
+        self.stop()
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+class EtcdServer(_Served):
+    """One etcd server with its data in ``directory``: started on entry, stopped on exit."""
 
     def __init__(
         self,
@@ -126,9 +149,7 @@ class EtcdServer:
         peers: Mapping[str, int] | None = None,
     ) -> None:
         self._binary = binary if binary is not None else find_binary()
-        self._temporary = directory is None
-        self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-"))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory, "etcd-")
         self.log_path = self.directory / "etcd.log"
         self._tls = tls
         self._arguments = tuple(arguments)
@@ -139,17 +160,6 @@ class EtcdServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._host = reachable()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.dispose()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dispose()
 
     @property
     def endpoint(self) -> str:
@@ -165,7 +175,11 @@ class EtcdServer:
         """Start it and wait until it serves clients; a first start moves to other ports if some were taken."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._start_once(Deadline.after(START_LIMIT_S))
+                if self.pid is None and not self._ports_are_free():  # etcd itself takes 5 s to fail then
+                    ports = f"{self.client_port} or {self._peer_port}"
+                    raise StoreUnavailableError(f"etcd cannot start: its port {ports} is taken")
+                self.launch()
+                self.wait_healthy(Deadline.after(START_LIMIT_S))
             except StoreUnavailableError:
                 self.kill()
                 unlucky = self.lost_its_port or not self._ports_are_free()
@@ -177,13 +191,6 @@ class EtcdServer:
             else:
                 self._pinned = True
                 return
-
-    def _start_once(self, deadline: Deadline) -> None:
-        # etcd itself takes 5 s to fail when a port is taken
-        if self.pid is None and not self._ports_are_free():
-            raise StoreUnavailableError(f"etcd cannot start: its port {self.client_port} or {self._peer_port} is taken")
-        self.launch()
-        self.wait_healthy(deadline)
 
     def _ports_are_free(self) -> bool:
         return is_free(self.client_port) and is_free(self._peer_port)
@@ -247,11 +254,6 @@ class EtcdServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
-    def dispose(self) -> None:
-        self.stop()
-        if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
-
     def last_log_line(self) -> str:
         """The last line of its log."""
         try:
@@ -292,17 +294,14 @@ class EtcdServer:
         ]
 
     def _http(self, verb: str, path: str, body: str | None = None, timeout_s: float = 30.0) -> str:
-        connection = (
-            http.client.HTTPSConnection(HOST, self.client_port, timeout=timeout_s, context=self._tls.context())
-            if self._tls is not None
-            else http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
-        )
-        try:
+        where = HOST, self.client_port
+        connection = http.client.HTTPConnection(*where, timeout=timeout_s)
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(*where, timeout=timeout_s, context=self._tls.context())
+        with closing(connection):
             connection.request(verb, path, body)
             response = connection.getresponse()
             text = response.read().decode()
-        finally:
-            connection.close()
         if response.status != http.client.OK:
             raise StoreUnavailableError(f"etcd at {self.endpoint} answered {path} with {response.status}: {text[:200]}")
         return text
@@ -322,14 +321,12 @@ class EtcdServer:
         self._process = None
 
 
-class EtcdCluster:
-    """An etcd cluster of several servers. A context manager like :class:`EtcdServer`."""
+class EtcdCluster(_Served):
+    """An etcd cluster of several servers."""
 
     def __init__(self, size: int = 3, *, directory: Path | None = None) -> None:
-        self._temporary = directory is None
-        self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-cluster-"))
-        self._size = size
-        self._started = False
+        super().__init__(directory, "etcd-cluster-")
+        self._size, self._started = size, False
         self.members = self._built()
 
     def _built(self) -> tuple[EtcdServer, ...]:
@@ -340,17 +337,6 @@ class EtcdCluster:
             EtcdServer(self.directory / name, name=name, ports=(port, peers[name]), peers=peers)
             for name, port in zip(names, ports[: self._size], strict=True)
         )
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.dispose()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dispose()
 
     @property
     def endpoint(self) -> str:
@@ -396,8 +382,6 @@ class EtcdCluster:
                 return index
         raise StoreUnavailableError("the etcd cluster has no leader")
 
-    def dispose(self) -> None:
+    def stop(self) -> None:
         for member in self.members:
             member.stop()
-        if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)

@@ -3,7 +3,8 @@
 The function is sent by cloudpickle, so it may be defined in ``__main__`` or in a cell. torchrun starts each process: in
 restart mode one torchrun restarts all on a failure; in place, each is a separate node, with an etcd started here.
 
-*Runs in* the caller's thread. *Owns* the processes, the etcd and a directory of logs, which is kept after a failure.
+*Runs in* the caller's thread; as a program, in each of the processes.
+*Owns* the processes, the etcd and a directory of logs, which is kept after a failure.
 *Fails by* ConfigError for invalid arguments, LaunchError when a process fails for good.
 *Invariant*: no process is left, however the call ends.
 """
@@ -15,6 +16,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,17 +25,20 @@ from typing import Any
 import cloudpickle
 
 from elastic_trainer.clock import pause
-from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError, PermanentError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.hosts import HOST, free_ports
-from elastic_trainer.local.launched import CALL, error_file, output_file, result_file
 from elastic_trainer.local.ledger import FileTail, end_of, last_error
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options
-from elastic_trainer.variables import ENV_LOG_LEVEL
+from elastic_trainer.variables import ENV_LOG_LEVEL, ENV_NODE
 
+CALL = "call"
+"""The file with the function and its arguments."""
+RESULT, ERROR, OUTPUT = "result-{}", "error-{}", "output-{}"
+"""The files of a process, by its number: the function's result, the traceback of its last failure, its output."""
 _POLL_S = 0.05
 _ALL_THERE_S = "60"
 """How long the first round waits for processes that start together."""
@@ -81,7 +86,7 @@ def launch(
             run=f"launch-{secrets.token_hex(4)}",
             directory=directory,
             endpoint=endpoint,
-            entry=("-m", "elastic_trainer.local.launched", str(directory)),
+            entry=("-m", "elastic_trainer.local.launch", str(directory)),
             min_nodes=1,
             max_nodes=nodes,
             workers=1 if in_place else nprocs,
@@ -95,11 +100,11 @@ def launch(
         )
         cluster = stack.enter_context(LocalCluster(spec))
         cluster.start(nodes)
-        _follow(cluster, [FileTail(output_file(directory, number)) for number in range(nprocs)])
+        _follow(cluster, [FileTail(directory / OUTPUT.format(number)) for number in range(nprocs)])
         failed = [node for node in cluster.nodes if node.exit_code() != 0]
     if failed:
         raise _failure(directory, nprocs, failed[0])
-    files = [result_file(directory, number) for number in range(nprocs)]
+    files = [directory / RESULT.format(number) for number in range(nprocs)]
     results = [cloudpickle.loads(file.read_bytes()) if file.exists() else None for file in files]
     shutil.rmtree(directory, ignore_errors=True)
     return results
@@ -134,7 +139,7 @@ def _follow(cluster: LocalCluster, tails: Sequence[FileTail]) -> None:
 def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:
     """The error of the first process that left a traceback, otherwise the best known reason."""
     for number in range(nprocs):
-        file = error_file(directory, number)
+        file = directory / ERROR.format(number)
         if file.exists():
             text = file.read_text(errors="replace").rstrip()
             error = LaunchError(f"process {number} failed: {text.splitlines()[-1]}", hint=f"logs: {directory / 'logs'}")
@@ -142,3 +147,35 @@ def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:
             return error
     why = last_error(end_of(node.log)) or "a process was killed, or ended by itself"
     return LaunchError(why, hint=f"logs: {directory / 'logs'}")
+
+
+# ---- in each process
+
+
+def call(directory: Path) -> int:
+    """In a process: call the function that ``directory`` holds; its output stays apart from torchrun's.
+
+    Its exception is exit code 1, and the traceback in the output and in the directory.
+    """
+    node, local_rank = int(os.environ[ENV_NODE].removeprefix("n")), int(os.environ["LOCAL_RANK"])
+    number = node * int(os.environ["LOCAL_WORLD_SIZE"]) + local_rank
+    with (directory / OUTPUT.format(number)).open("ab") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    try:
+        fn, args = cloudpickle.loads((directory / CALL).read_bytes())
+        found = cloudpickle.dumps(fn(*args))
+    except Exception as error:  # noqa: BLE001 - the edge to the function: printed once, without this module's frame
+        below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(error.with_traceback(below)))
+        (directory / ERROR.format(number)).write_text(text)
+        print(text, end="", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
+    part = directory / f"part-{number}"
+    part.write_bytes(found)
+    part.replace(directory / RESULT.format(number))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(call(Path(sys.argv[1])))

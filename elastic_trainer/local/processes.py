@@ -68,16 +68,13 @@ def environment(process: psutil.Process) -> Mapping[str, str]:
     deadline = Deadline.after(_EXEC_S)
     try:
         while not (found := process.environ()) and not deadline.expired:
-            if not _in_exec(process):
+            in_exec = not process.cmdline() and process.exe() and process.status() != psutil.STATUS_ZOMBIE
+            if not in_exec:
                 return process.environ()  # its exec may have ended since the look before
             pause(_POLL_S / 10)
     except _GONE:
         return {}
     return found
-
-
-def _in_exec(process: psutil.Process) -> bool:
-    return not process.cmdline() and bool(process.exe()) and process.status() != psutil.STATUS_ZOMBIE
 
 
 def marked(marks: Mapping[str, str]) -> list[psutil.Process]:

@@ -72,17 +72,16 @@ def bars(lines: Iterable[Line]) -> tuple[Bar, ...]:
     for line in sorted(lines, key=lambda each: each.t):
         began = line.t if began is None else began
         by_process.setdefault((line.node, line.pid), []).append(line)
-    return tuple(bar for key, mine in by_process.items() for bar in _bars(*key, mine, began or 0.0))
-
-
-def _bars(node: str, pid: int, lines: Sequence[Line], began: float) -> Iterable[Bar]:
-    number, begin, last = 0, lines[0].t, lines[-1].t
-    for before, line in pairwise(lines):
-        if line.event is LineKind.STEP and line.round != number:
-            end = before.t if number else line.t  # no node trains between two rounds
-            yield Bar(node, pid, number, begin - began, end - began)
-            number, begin = line.round, line.t
-    yield Bar(node, pid, number, begin - began, last - began)
+    found, start = [], began or 0.0
+    for key, mine in by_process.items():
+        number, begin = 0, mine[0].t
+        for before, line in pairwise(mine):
+            if line.event is LineKind.STEP and line.round != number:
+                end = before.t if number else line.t  # no node trains between two rounds
+                found.append(Bar(*key, number, begin - start, end - start))
+                number, begin = line.round, line.t
+        found.append(Bar(*key, number, begin - start, mine[-1].t - start))
+    return tuple(found)
 
 
 def marks(faults: Iterable[dict[str, Any]], began: float) -> tuple[Mark, ...]:

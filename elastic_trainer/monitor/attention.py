@@ -5,14 +5,15 @@ The list of runs and ``status`` show the words of each reason, the page of a run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.monitor import state
 from elastic_trainer.monitor.state import Observed, RunDocuments, Stall
-from elastic_trainer.wording import counted, duration, fixed
+from elastic_trainer.wording import counted, duration, fixed, named
 
 UNHEARD_S: Final = 30.0
 """A node that is silent for this long needs attention."""
@@ -26,6 +27,8 @@ LOOP_S: Final = 900.0
 OLD_S: Final = 24 * 3600.0
 """A run that failed longer ago needs no attention: it stays among the ended runs until it is forgotten."""
 ORDER: Final = ("bad", "warn")
+listed: Final = partial(named, most=4)
+"""``a, b, c, d and 12 more``."""
 _DOING: Final = {"repeated": "repeating lost steps", "data": "waiting for data"}
 
 
@@ -64,11 +67,14 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
     lost = [name for name in state.lost_nodes(documents) if name not in gone]
     without = f" Gone: {listed(_heard([*gone, *lost], seen))}." if gone or lost else ""
     found = []
+    lasted_s = seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
+    if seen.state_since is not None:
+        lasted_s = seen.now - seen.state_since
     if len(live) < least:
         look = "bad" if round_ is not None else "warn"  # before the first round nodes are still starting
         sentence = f"{counted(len(live), 'node is', 'nodes are')} present, training needs {least:,}.{without}"
         found.append(Concern(look, f"{len(live)} of {counted(least, 'node')} needed", sentence))
-    elif seen.state in (state.GATHERING, state.RECOVERING) and (lasted_s := _lasted(seen)) > REGROUP_S:
+    elif seen.state in (state.GATHERING, state.RECOVERING) and lasted_s > REGROUP_S:
         found.append(Concern("bad", "no round comes", f"No round has formed for {duration(lasted_s)}.{without}"))
     elif gone:
         sentence = f"{counted(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone, seen))}."
@@ -81,12 +87,6 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
         sentence = f"{counted(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent, seen))}."
         found.append(Concern("warn", f"{len(silent)} silent", sentence))
     return found
-
-
-def _lasted(seen: Observed) -> float:
-    if seen.state_since is not None:
-        return seen.now - seen.state_since
-    return seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
 
 
 def _heard(names: Iterable[str], seen: Observed) -> list[str]:
@@ -159,9 +159,3 @@ def _loop(documents: RunDocuments, seen: Observed) -> list[Concern]:
 def _whole(look: str, words: str) -> Concern:
     """One of which there is no more to say than its words."""
     return Concern(look, words, f"{words[:1].upper()}{words[1:]}.")
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """``a, b, c, d and 12 more``."""
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

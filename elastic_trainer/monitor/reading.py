@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -24,6 +26,7 @@ from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import (
     GONE,
     Departure,
+    Document,
     DocumentError,
     Incident,
     JournalEntry,
@@ -35,7 +38,7 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.model import is_name
 from elastic_trainer.monitor.snapshot import StoreStatus
 from elastic_trainer.monitor.state import Observed, Observer, RunDocuments
-from elastic_trainer.store.api import KeyValue, Read, RunKeys, Snapshot, Store, prefix_end
+from elastic_trainer.store.api import EventKind, KeyValue, Read, RunKeys, Snapshot, Store, WatchEvent, prefix_end
 from elastic_trainer.store.untrusted import cleaned, plain
 from elastic_trainer.telemetry.logs import logger
 
@@ -92,11 +95,6 @@ class DocumentCache(Generic[DocumentT]):
         return [(key, *self._kept[key]) for key in sorted(self._kept)]
 
     @property
-    def documents(self) -> list[DocumentT]:
-        """The documents by key."""
-        return [document for _, _, document in self.items]
-
-    @property
     def refused(self) -> list[str]:
         """Keys whose present content cannot be read."""
         return sorted(self._refused)
@@ -121,11 +119,9 @@ class RunFeed:
         self._most_journal, self._most_incidents = journal, incidents
         self._single: DocumentCache[BaseModel] = DocumentCache(self._decode_single)
         self._nodes: DocumentCache[NodeView] = DocumentCache(self._decode_node)
-        self._health: DocumentCache[NodeHealth] = DocumentCache(lambda item: NodeHealth.decode(item.value, item.key))
-        self._journal: DocumentCache[JournalEntry] = DocumentCache(
-            lambda item: JournalEntry.decode(item.value, item.key)
-        )
-        self._incidents: DocumentCache[Incident] = DocumentCache(lambda item: Incident.decode(item.value, item.key))
+        self._health = DocumentCache(lambda item: NodeHealth.decode(item.value, item.key))
+        self._journal = DocumentCache(lambda item: JournalEntry.decode(item.value, item.key))
+        self._incidents = DocumentCache(lambda item: Incident.decode(item.value, item.key))
         self._round_revision = 0
 
     def read(self, deadline: Deadline) -> RunDocuments:
@@ -137,21 +133,19 @@ class RunFeed:
         self._single.replace(item for snapshot in found for item in snapshot.items)
         self._nodes.replace(self._rest(keys.nodes, nodes, deadline))
         self._health.replace(self._undivided(health, deadline))
-        listed = self._rest(keys.incidents, incidents, deadline, keys_only=True)
-        self._newest(listed, self._incidents, self._most_incidents, deadline)
-        self._read_journal(found[1], deadline)
+        self._read_history(found[1], incidents, deadline)
         return self._documents()
 
     def read_history(self, deadline: Deadline) -> RunDocuments:
         """Read only journal and incidents."""
         reads = [Read(self._keys.round), _page(self._keys.incidents, keys_only=True)]
         round_, incidents = self._ask(reads, deadline)
-        listed = self._rest(self._keys.incidents, incidents, deadline, keys_only=True)
-        self._newest(listed, self._incidents, self._most_incidents, deadline)
-        self._read_journal(round_, deadline)
+        self._read_history(round_, incidents, deadline)
         return self._documents()
 
-    def _read_journal(self, round_: Snapshot, deadline: Deadline) -> None:
+    def _read_history(self, round_: Snapshot, incidents: Snapshot, deadline: Deadline) -> None:
+        listed = self._rest(self._keys.incidents, incidents, deadline, keys_only=True)
+        self._newest(listed, self._incidents, self._most_incidents, deadline)
         revision = round_.first.mod_revision if round_.first is not None else 0
         if revision == self._round_revision:  # entries are written together with the round document
             return
@@ -196,13 +190,7 @@ class RunFeed:
         return self._store.transact([], reads, deadline=deadline).reads
 
     def _documents(self) -> RunDocuments:
-        shelves: tuple[DocumentCache[Any], ...] = (
-            self._single,
-            self._nodes,
-            self._health,
-            self._journal,
-            self._incidents,
-        )
+        shelves: list[DocumentCache[Any]] = [self._single, self._nodes, self._health, self._journal, self._incidents]
         single = {key: document for key, _, document in self._single.items}
         keys = (self._keys.spec, self._keys.round, self._keys.progress, self._keys.departure)
         spec, round_, progress, departure = (single.get(key) for key in keys)
@@ -212,26 +200,27 @@ class RunFeed:
             round=round_ if isinstance(round_, RoundDocument) else None,
             progress=progress if isinstance(progress, Progress) else None,
             departure=departure if isinstance(departure, Departure) else None,
-            nodes={view.id: view for view in self._nodes.documents},
+            nodes={view.id: view for _, _, view in self._nodes.items},
             health={
                 name: document
                 for key, _, document in self._health.items
                 if is_name(name := key.removeprefix(self._keys.health)) or name == GONE
             },
-            journal=tuple(document for _, _, document in sorted(self._journal.items, key=_by_revision)),
-            incidents=tuple(document for _, _, document in sorted(self._incidents.items, key=_by_revision)),
+            journal=tuple(document for _, _, document in sorted(self._journal.items, key=itemgetter(1))),
+            incidents=tuple(document for _, _, document in sorted(self._incidents.items, key=itemgetter(1))),
             unreadable=tuple(plain(key) for cache in shelves for key in cache.refused),
             round_revision=self._round_revision,
             serial=self._first_serial + sum(cache.changes for cache in shelves),
         )
 
     def _decode_single(self, item: KeyValue) -> BaseModel:
-        if item.key == self._keys.spec:
-            return Spec.decode(item.value, item.key)
-        if item.key == self._keys.round:
-            return RoundDocument.decode(item.value, item.key)
-        if item.key == self._keys.departure:
-            return Departure.decode(item.value, item.key)
+        kinds: dict[str, type[Document]] = {
+            self._keys.spec: Spec,
+            self._keys.round: RoundDocument,
+            self._keys.departure: Departure,
+        }
+        if item.key in kinds:
+            return kinds[item.key].decode(item.value, item.key)
         try:
             return Progress.model_validate_json(cleaned(item.value))
         except ValueError as error:
@@ -249,8 +238,34 @@ def _page(prefix: str, after: str | None = None, *, keys_only: bool = False) -> 
     return Read(prefix if after is None else after + "\0", prefix_end(prefix), limit=PAGE, keys_only=keys_only)
 
 
-def _by_revision(item: tuple[str, int, Any]) -> int:
-    return item[1]
+class Changes:
+    """Follows keys: each version of each comes once into ``queue``, whatever becomes of the connection.
+
+    With when it came (monotonic seconds); None stands behind the first items of each of ``keys``. Closing the store
+    ends it.
+    """
+
+    def __init__(self, store: Store, *keys: str, exact: bool = False) -> None:
+        self.queue: SimpleQueue[tuple[KeyValue | None, float]] = SimpleQueue()
+        self._seen: dict[str, int] = {}
+        for key in keys:
+            store.watch(key, self, exact=exact)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._put(snapshot.items)
+        self.queue.put((None, SYSTEM.monotonic()))
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        self._put(event.item for event in events if event.kind is EventKind.PUT)
+
+    def on_connected(self, connected: bool) -> None:
+        """Nothing to do: the watch resumes by itself, and says so in the log."""
+
+    def _put(self, items: Iterable[KeyValue]) -> None:
+        for item in items:
+            if self._seen.get(item.key) != item.mod_revision:  # a snapshot after an outage repeats what is known
+                self._seen[item.key] = item.mod_revision
+                self.queue.put((item, SYSTEM.monotonic()))
 
 
 EVERY_S = 1.0

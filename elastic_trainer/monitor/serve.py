@@ -16,54 +16,47 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.monitor import page
 from elastic_trainer.monitor.metrics import MonitorCollector
-from elastic_trainer.monitor.reading import FORGET_S, Pacing, Reader, RunReading, StoreReading
+from elastic_trainer.monitor.reading import FORGET_S, Pacing, Reader, StoreReading
 from elastic_trainer.monitor.snapshot import Listing, RunSnapshot, as_json, as_values, listing, snapshot, summary
 from elastic_trainer.store.api import Store
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.web.server import (
+    HEALTH,
     HTML,
     JSON,
     NO_STORE,
+    READINESS,
     Access,
     Answer,
     Body,
     Request,
     Server,
     Stream,
-    guarded,
     metrics,
+    refusal,
     text,
 )
 
+MadeT = TypeVar("MadeT")
+
 
 class Board:
-    """See the module."""
+    """The newest reading; what answers need of it is made once for all readers."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._reading = StoreReading()
-        self._published_at = clock.monotonic()
-        self._making = threading.Lock()
-        self._bodies: dict[str, Body] = {}
-        self._updates: dict[str, page.Update | None] = {}
-        self._bodies_of = -1
-        self._closed = False
-
-    @property
-    def reading(self) -> StoreReading:
-        """The newest reading."""
-        return self._reading
-
-    @property
-    def closed(self) -> bool:
+        self._clock, self._changed, self._making = clock, threading.Condition(), threading.Lock()
+        self.reading = StoreReading()
+        """The newest."""
+        self.closed = False
         """Whether no other reading will follow."""
-        return self._closed
+        self._published_at = clock.monotonic()
+        self._made: dict[str, Any] = {}
+        self._made_of = -1
 
     @property
     def published_s(self) -> float:
@@ -73,85 +66,60 @@ class Board:
     @property
     def unread_s(self) -> float | None:
         """Seconds since the store was last read; None: never."""
-        read_at = self._reading.read_at
+        read_at = self.reading.read_at
         return None if read_at is None else self._clock.monotonic() - read_at
 
     def publish(self, reading: StoreReading) -> None:
         """Make ``reading`` the newest."""
         with self._changed:
-            self._reading, self._published_at = reading, self._clock.monotonic()
+            self.reading, self._published_at = reading, self._clock.monotonic()
             self._changed.notify_all()
 
     def close(self) -> None:
         """Wake all waiting threads; no other reading will follow."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     def wait(self, serial: int, timeout_s: float) -> StoreReading:
         """The newest reading, as soon as its serial differs from ``serial`` or ``timeout_s`` seconds have passed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reading.serial != serial or self._closed, timeout_s)
-            return self._reading
-
-    def snapshot(self, run: str) -> RunSnapshot | None:
-        """The run of this name; None if there is none."""
-        reading = self._reading
-        found = reading.runs.get(run)
-        return None if found is None else snapshot(found.documents, found.seen, reading.store)
+            self._changed.wait_for(lambda: self.reading.serial != serial or self.closed, timeout_s)
+            return self.reading
 
     def listing(self) -> Listing:
         """All runs."""
-        reading = self._reading
+        reading = self.reading
         rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
         return listing(rows, reading.store, reading.wall)
 
+    def of_run(self, run: str, make: Callable[[RunSnapshot], MadeT]) -> MadeT | None:
+        """What ``make`` makes of the run's snapshot; None if there is no such run."""
+        reading = self.reading
+        found = reading.runs.get(run)
+        return None if found is None else make(snapshot(found.documents, found.seen, reading.store))
+
     def run_body(self, run: str) -> Body | None:
         """The JSON of a run."""
-        return self.body(f"run/{run}", lambda: _encoded(self.snapshot(run)))
-
-    def list_body(self) -> Body | None:
-        """The JSON of the list."""
-        return self.body("list", lambda: _encoded(self.listing()))
-
-    def runs_update(self) -> page.Update:
-        """The page of the list."""
-        return page.runs_update(as_values(self.listing()))
+        return self.once(f"run/{run}", lambda: self.of_run(run, lambda found: Body.of(as_json(found))))
 
     def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
         """The page of the run for a reader's ``choice``; the default one is rendered once for all."""
-        if choice != page.Choice():
-            return self._update(run, choice)
+
+        def made() -> page.Update | None:
+            return self.of_run(run, lambda found: page.run_update(as_values(found), choice))
+
+        return self.once(f"update/{run}", made) if choice == page.ALL else made()
+
+    def once(self, key: str, make: Callable[[], MadeT]) -> MadeT:
+        """The result of ``make()`` for the newest reading, computed once."""
         with self._making:
-            self._forget_older()
-            if run not in self._updates:
-                self._updates[run] = self._update(run, choice)
-            return self._updates[run]
-
-    def _update(self, run: str, choice: page.Choice) -> page.Update | None:
-        found = self.snapshot(run)
-        return None if found is None else page.run_update(as_values(found), choice)
-
-    def body(self, key: str, make: Callable[[], bytes | None]) -> Body | None:
-        """The result of ``make()`` for the newest reading, computed once; None is not cached."""
-        with self._making:
-            self._forget_older()
-            if key not in self._bodies:
-                content = make()
-                if content is None:
-                    return None
-                self._bodies[key] = Body.of(content)
-            return self._bodies[key]
-
-    def _forget_older(self) -> None:
-        """Drop the bodies of the previous reading."""
-        serial = self._reading.serial
-        if serial != self._bodies_of:
-            self._bodies, self._updates, self._bodies_of = {}, {}, serial
-
-
-def _encoded(value: object | None) -> bytes | None:
-    return None if value is None else as_json(value)
+            if self._made_of != self.reading.serial:
+                self._made, self._made_of = {}, self.reading.serial
+            if key not in self._made:
+                self._made[key] = make()
+            made: MadeT = self._made[key]
+            return made
 
 
 STREAM_EVERY_S = 0.9
@@ -169,11 +137,10 @@ RETRY_MS = 2000
 def snapshots(board: Board, run: str) -> Iterator[bytes]:
     """A snapshot when the run has changed, a comment when it has not for a while."""
 
-    def snapshot() -> bytes | None:
-        body = board.run_body(run)
-        return None if body is None else body.plain
+    def encoded() -> bytes | None:
+        return None if (body := board.run_body(run)) is None else body.plain
 
-    return _events(board, run, snapshot, lambda: b": nothing new\n\n", KEEP_ALIVE_S)
+    return _events(board, run, encoded, lambda: _event(None), KEEP_ALIVE_S)
 
 
 def updates(board: Board, run: str, choice: page.Choice) -> Iterator[bytes]:
@@ -232,100 +199,73 @@ class MonitorSite:
 
     def answer(self, request: Request) -> Answer | Stream:
         """The answer to ``request``."""
-        return guarded(
-            request,
-            self._access,
-            health=self._health,
-            readiness=self._readiness,
-            content=lambda: self._content(request.path, request),
-        )
+        stuck, unread_s = self._board.published_s > STUCK_S, self._board.unread_s
+        late = f"the store was last read {unread_s:.0f} s ago" if (unread_s or 0.0) > UNREAD_LIMIT_S else ""
+        probes = {
+            HEALTH: "the monitor has stopped reading the store" if stuck else "",
+            READINESS: "the store has not been read yet" if unread_s is None else late,
+        }
+        return refusal(request, self._access, probes) or self._content(request.path, request)
 
     def _content(self, path: str, request: Request) -> Answer | Stream:
+        board, choice = self._board, page.Choice.of(request.query)
         match path.split("/")[1:]:
             case [""]:
-                return self._answer(HTML, self._board.body("page", self._runs_page))
+                return self._once(HTML, "page", lambda: page.runs_page(as_values(board.listing())).encode())
             case ["update"]:
-                return self._answer(JSON, self._board.body("update", lambda: page.message(self._board.runs_update())))
-            case ["runs", run, *_] | ["api", "runs", run, *_] if run not in self._board.reading.runs:
-                names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
+                return self._once(JSON, "update", lambda: page.message(page.runs_update(as_values(board.listing()))))
+            case ["runs", run, *_] | ["api", "runs", run, *_] if run not in board.reading.runs:
+                names = ", ".join(sorted(board.reading.runs)[:20]) or "none"
                 return text(404, f"there is no run {run[:128]!r}; there are: {names}")
             case ["runs", run]:
-                return self._answer(HTML, self._run_page(run, page.Choice.of(request.query)))
+                return _answer(HTML, self._run_page(run, choice))
             case ["runs", run, "update"]:
-                found = self._board.run_update(run, page.Choice.of(request.query))
-                return self._answer(JSON, Body.of(page.message(found)) if found is not None else None)
+                found = board.run_update(run, choice)
+                return _answer(JSON, Body.of(page.message(found)) if found is not None else None)
             case ["runs", run, "stream"]:
-                choice = page.Choice.of(request.query)
-                return Stream(run, lambda: updates(self._board, run, choice))
+                return Stream(run, lambda: updates(board, run, choice))
             case ["static", name]:
                 return _static(name, request.headers.get("if-none-match", ""))
             case ["api", "runs"]:
-                return self._answer(JSON, self._board.list_body())
+                return self._once(JSON, "list", lambda: as_json(board.listing()))
             case ["api", "runs", run]:
-                return self._answer(JSON, self._board.run_body(run))
+                return _answer(JSON, board.run_body(run))
             case ["api", "runs", run, "stream"]:
-                return Stream(run, lambda: snapshots(self._board, run))
+                return Stream(run, lambda: snapshots(board, run))
             case ["metrics"]:
                 return metrics(self._collector, request.headers.get("accept", ""))
+            case ["sd", "nodes"] if board.reading.read_at is None:
+                # On an error Prometheus keeps its targets; an empty list would drop them.
+                return text(503, "the store has not been read yet")
             case ["sd", "nodes"]:
-                return self._targets()
+                return _answer(JSON, Body.of(json.dumps(targets(board.reading, self._forget_s)).encode()))
         return text(404, "not found")
 
-    def _health(self) -> Answer:
-        stuck = self._board.published_s > STUCK_S
-        return text(503, "the monitor has stopped reading the store") if stuck else text(200, "ok")
-
-    def _readiness(self) -> Answer:
-        unread_s = self._board.unread_s
-        if unread_s is None:
-            return text(503, "the store has not been read yet")
-        if unread_s > UNREAD_LIMIT_S:
-            return text(503, f"the store was last read {unread_s:.0f} s ago")
-        return text(200, "ready")
-
-    def _answer(self, kind: str, body: Body | None) -> Answer:
-        return text(404, "not found") if body is None else Answer(200, kind, body, NO_STORE)
-
-    def _runs_page(self) -> bytes:
-        return page.runs_page(as_values(self._board.listing())).encode()
+    def _once(self, kind: str, key: str, make: Callable[[], bytes]) -> Answer:
+        return _answer(kind, self._board.once(key, lambda: Body.of(make())))
 
     def _run_page(self, run: str, choice: page.Choice) -> Body | None:
         """The page of a run; pages with a reader's choice are not cached, since their number is unbounded."""
-        if choice == page.Choice():
-            return self._board.body(f"page/{run}", lambda: self._written(run, choice))
-        content = self._written(run, choice)
-        return None if content is None else Body.of(content)
 
-    def _written(self, run: str, choice: page.Choice) -> bytes | None:
-        found = self._board.snapshot(run)
-        return None if found is None else page.run_page(as_values(found), choice).encode()
+        def made() -> Body | None:
+            return self._board.of_run(run, lambda found: Body.of(page.run_page(as_values(found), choice).encode()))
 
-    def _targets(self) -> Answer:
-        reading = self._board.reading
-        if reading.read_at is None:  # on an error Prometheus keeps its targets; an empty list would drop them
-            return text(503, "the store has not been read yet")
-        return Answer(200, JSON, Body.of(json.dumps(targets(reading, self._forget_s)).encode()), NO_STORE)
+        return self._board.once(f"page/{run}", made) if choice == page.ALL else made()
+
+
+def _answer(kind: str, body: Body | None) -> Answer:
+    return text(404, "not found") if body is None else Answer(200, kind, body, NO_STORE)
 
 
 def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str, object]]:
-    """The endpoints of all present nodes, in Prometheus's http_sd format."""
+    """The endpoints of all present nodes whose health document names one, in Prometheus's http_sd format."""
     return [
-        {"targets": [address], "labels": {"__scheme__": scheme, "run": run, "node": node}}
+        {"targets": [told[2]], "labels": {"__scheme__": told[1], "run": run, "node": node}}
         for run, each in sorted(reading.runs.items())
         if not each.forgotten(forget_s)
-        for node, scheme, address in _endpoints(each)
+        for node in sorted(each.documents.live.keys() & each.documents.health.keys())
+        if (told := TARGET.fullmatch(each.documents.health[node].metrics)) is not None
     ]
-
-
-def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
-    """Name, scheme and address of each node whose health document names an endpoint."""
-    found = []
-    for name in sorted(run.documents.live):
-        health = run.documents.health.get(name)
-        told = TARGET.fullmatch(health.metrics) if health is not None else None
-        if told is not None:
-            found.append((name, told[1], told[2]))
-    return found
 
 
 def _static(name: str, known: str) -> Answer:
@@ -364,17 +304,13 @@ class Monitor:
         self._reader = Reader(store, options.prefix, forget_s=options.forget_s)
         self.board = Board()
         site = MonitorSite(self.board, options.access, forget_s=options.forget_s)
-        self._server = Server(options.host, options.port, site, options.context)
+        self._server = Server(options.host, options.port, site.answer, options.context)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="monitor", daemon=True)
         scheme = "https" if options.context is not None else "http"
         host = f"[{options.host}]" if ":" in options.host else options.host
-        self.url = f"{scheme}://{host}:{self._server.port}"
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return self._server.port
+        self.port = self._server.port
+        self.url = f"{scheme}://{host}:{self.port}"
 
     def __enter__(self) -> Self:
         self._thread.start()

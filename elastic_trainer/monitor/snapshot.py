@@ -17,7 +17,6 @@ from elastic_trainer.membership.documents import (
     Incident,
     JournalEntry,
     NodeHealth,
-    RankHealth,
     RoundMember,
     RoundState,
     goodput,
@@ -101,31 +100,40 @@ class StoreStatus:
     age_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunSnapshot:
-    """``/api/runs/<run>``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run in both."""
 
     run: str
     state: str
     state_s: float | None
-    epoch: int | None
     min_nodes: int | None
     max_nodes: int | None
     recovery: str | None
-    shard_nodes: int | None
-    shard_groups: int
-    """Shard groups of several nodes that train."""
     round: int | None
-    round_reason: str
     world_size: int
     step: int | None
     loss: float | None
-    samples: int | None
     samples_per_s: float | None
+    goodput: float | None
+    last: LastRound | None
+    """Who trained last, if the run has ended or nobody is left."""
+    attention: tuple[Concern, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot(RunFacts):
+    """``/api/runs/<run>``."""
+
+    epoch: int | None
+    shard_nodes: int | None
+    shard_groups: int
+    """Shard groups of several nodes that train."""
+    round_reason: str
+    samples: int | None
     steps_per_s: float | None
     step_s: float | None
     data_epoch: int | None
-    goodput: float | None
     seconds: Mapping[str, float]
     checkpoint: CheckpointStatus | None
     limits: Mapping[str, float]
@@ -138,35 +146,18 @@ class RunSnapshot:
     """Nodes that the run lost to faults and that have not been replaced."""
     departure: Mapping[str, Any] | None
     """How the last node left, if no node is present."""
-    last: LastRound | None
-    """Who trained last, if the run has ended or nobody is left."""
-    attention: tuple[Concern, ...]
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary(RunFacts):
     """One row of ``/api/runs``."""
 
-    run: str
-    state: str
-    state_s: float | None
-    step: int | None
-    loss: float | None
-    round: int | None
-    world_size: int
     nodes: int
-    min_nodes: int | None
-    max_nodes: int | None
-    recovery: str | None
-    goodput: float | None
-    samples_per_s: float | None
     stragglers: int
     last_incident: Mapping[str, Any] | None
     """The newest that is no planned change."""
-    last: LastRound | None = None
-    attention: tuple[Concern, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +180,41 @@ def as_values(value: object) -> dict[str, Any]:
     return values
 
 
+def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
+    """The values of RunFacts."""
+    spec, round_ = documents.spec, documents.round
+    return {
+        "run": documents.run,
+        "state": seen.state,
+        "state_s": None if seen.state_since is None else seen.now - seen.state_since,
+        "min_nodes": spec.min_nodes if spec is not None else None,
+        "max_nodes": spec.max_nodes if spec is not None else None,
+        "recovery": str(spec.recovery) if spec is not None else None,
+        "round": round_.number if round_ is not None else None,
+        "world_size": state.world_size(documents),
+        "step": state.current_step(documents),
+        "loss": state.current_loss(documents),
+        "samples_per_s": seen.samples_per_s,
+        "goodput": goodput(documents.counters),
+        "last": last_round(documents, seen),
+        "attention": concerns(documents, seen),
+    }
+
+
 def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
     """The snapshot of a run."""
     spec, round_, counters = documents.spec, documents.round, documents.counters
-    samples = counters.get("samples")
+    samples, left = counters.get("samples"), documents.departure if not documents.live else None
     return RunSnapshot(
-        run=documents.run,
-        state=seen.state,
-        state_s=None if seen.state_since is None else seen.now - seen.state_since,
+        **_facts(documents, seen),
         epoch=spec.epoch if spec is not None else None,
-        min_nodes=spec.min_nodes if spec is not None else None,
-        max_nodes=spec.max_nodes if spec is not None else None,
-        recovery=str(spec.recovery) if spec is not None else None,
         shard_nodes=spec.shard_nodes if spec is not None else None,
         shard_groups=state.shard_groups(documents),
-        round=round_.number if round_ is not None else None,
         round_reason=round_.reason if round_ is not None else "",
-        world_size=state.world_size(documents),
-        step=state.current_step(documents),
-        loss=state.current_loss(documents),
         samples=None if samples is None else int(samples),
-        samples_per_s=seen.samples_per_s,
         steps_per_s=seen.steps_per_s,
         step_s=seen.step_s,
         data_epoch=documents.progress.epoch if documents.progress is not None else None,
-        goodput=goodput(counters),
         seconds={phase: counters.get(f"seconds.{phase}", 0.0) for phase in PHASES},
         checkpoint=checkpoint(documents, seen),
         limits={"straggler_ratio": stragglers.RATIO, "straggler_least_s": stragglers.LEAST_EXCESS_S},
@@ -223,17 +224,10 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         curves=seen.curves,
         unreadable=documents.unreadable,
         lost=tuple(state.lost_nodes(documents)),
-        departure=_departure(documents),
-        last=last_round(documents, seen),
-        attention=concerns(documents, seen),
+        departure=None if left is None else left.model_dump(mode="json", exclude={"version"}),
         wall=seen.wall,
         store=store,
     )
-
-
-def _departure(documents: RunDocuments) -> Mapping[str, Any] | None:
-    left = documents.departure if not documents.live else None
-    return None if left is None else left.model_dump(mode="json", exclude={"version"})
 
 
 def last_round(documents: RunDocuments, seen: Observed) -> LastRound | None:
@@ -248,26 +242,12 @@ def last_round(documents: RunDocuments, seen: Observed) -> LastRound | None:
 
 def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     """The row of a run in the list."""
-    spec = documents.spec
     last = documents.last_fault
     return RunSummary(
-        run=documents.run,
-        state=seen.state,
-        state_s=None if seen.state_since is None else seen.now - seen.state_since,
-        step=state.current_step(documents),
-        loss=state.current_loss(documents),
-        round=documents.round.number if documents.round is not None else None,
-        world_size=state.world_size(documents),
+        **_facts(documents, seen),
         nodes=len(documents.live),
-        min_nodes=spec.min_nodes if spec is not None else None,
-        max_nodes=spec.max_nodes if spec is not None else None,
-        recovery=str(spec.recovery) if spec is not None else None,
-        goodput=goodput(documents.counters),
-        samples_per_s=seen.samples_per_s,
         stragglers=len(state.straggling(documents).ranks),
         last_incident=incident(last) if last is not None else None,
-        last=last_round(documents, seen),
-        attention=concerns(documents, seen),
     )
 
 
@@ -316,53 +296,28 @@ def incident(each: Incident) -> Mapping[str, Any]:
 
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The present nodes and missing members of the newest round, by rank, then those without a rank."""
-    taking_part = state.members(documents)
-    judgment, places = state.straggling(documents), _places(documents)
-    live, stalls = documents.live, state.stalls(documents)
-    found = [
-        NodeStatus(
-            node=name,
-            host=view.record.host,
-            state=str(view.record.state),
-            in_round=name in taking_part,
-            group=places[name][0] if name in taking_part and name in places else None,
-            place=places[name][1] if name in taking_part and name in places else view.record.place,
-            metrics=_metrics(documents.health.get(name)),
-            age_s=_age(seen, name),
-            ranks=tuple(
-                {**rank, "stall": stalls.get((name, rank["local_rank"]))}
-                for rank in _ranks(
-                    taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment
-                )
-            ),
-        )
-        for name, view in live.items()
-    ]
+    taking_part, live = state.members(documents), documents.live
+    judgment, places, stalls = state.straggling(documents), _places(documents), state.stalls(documents)
+    found = []
+    for name, view in live.items():
+        health, member = documents.health.get(name), taking_part.get(name)
+        group, place = places.get(name, (None, None)) if member is not None else (None, None)
+        told = _ranks(member, view.record.local_world_size, health, judgment)
+        ranks = tuple({**rank, "stall": stalls.get((name, rank["local_rank"]))} for rank in told)
+        place = view.record.place if place is None else place
+        metrics, present = health.metrics if health is not None else "", str(view.record.state)
+        of = name, view.record.host, present, member is not None, group, place, metrics
+        found.append(NodeStatus(*of, _age(seen, name), ranks))
     first = {name: member.first_rank for name, member in taking_part.items()}
     found.sort(key=lambda node: (node.node not in first, first.get(node.node, 0), node.node))
-    return (*found, *_missing(documents, seen))
-
-
-def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
-    """Members of the newest round without a key."""
-    if documents.round is None or documents.closed:
-        return []
-    live, places = documents.live, _places(documents)
-    return [
-        NodeStatus(
-            node=member.node,
-            host="",
-            state=GONE_STATE,
-            in_round=True,
-            group=places[member.node][0] if places else None,
-            place=places[member.node][1] if places else None,
-            metrics="",
-            age_s=_age(seen, member.node),
-            ranks=_ranks(member, member.local_world_size, None, Stragglers(frozenset(), None, "")),
-        )
-        for member in documents.round.members
-        if member.node not in live
-    ]
+    members = documents.round.members if documents.round is not None and not documents.closed else ()
+    nobody = Stragglers(frozenset(), None, "")
+    for member in (each for each in members if each.node not in live):
+        group, place = places.get(member.node, (None, None))
+        of = member.node, "", GONE_STATE, True, group, place, ""
+        lost = _ranks(member, member.local_world_size, None, nobody)
+        found.append(NodeStatus(*of, _age(seen, member.node), lost))
+    return tuple(found)
 
 
 def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
@@ -370,10 +325,6 @@ def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
     size = documents.spec.shard_nodes if documents.spec is not None else 1
     named = documents.round.members if documents.round is not None and size > 1 else ()
     return {member.node: divmod(at, size) for at, member in enumerate(named)}
-
-
-def _metrics(health: NodeHealth | None) -> str:
-    return health.metrics if health is not None else ""
 
 
 def _age(seen: Observed, name: str) -> float | None:
@@ -384,15 +335,14 @@ def _ranks(
     member: RoundMember | None, count: int, health: NodeHealth | None, judgment: Stragglers
 ) -> tuple[RankStatus, ...]:
     """The ranks of a node: from its health document, otherwise from the round alone."""
-    first = member.first_rank if member is not None else None
     told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
-    return tuple(_rank(first, local, told.get(local), judgment) for local in sorted({*range(count), *told}))
-
-
-def _rank(first: int | None, local: int, told: RankHealth | None, judgment: Stragglers) -> RankStatus:
-    number = None if first is None else first + local
-    place = {"rank": number, "local_rank": local}
-    if told is None:
-        return {**UNKNOWN, **place}
-    slowdown = None if number is None else judgment.slowdown(told.compute_s)
-    return {**told.as_status(), **place, "slowdown": slowdown, "straggler": number in judgment.ranks}
+    found: list[RankStatus] = []
+    for local in sorted({*range(count), *told}):
+        number = None if member is None else member.first_rank + local
+        place = {"rank": number, "local_rank": local}
+        if (rank := told.get(local)) is None:
+            found.append({**UNKNOWN, **place})
+            continue
+        slowdown = None if number is None else judgment.slowdown(rank.compute_s)
+        found.append({**rank.as_status(), **place, "slowdown": slowdown, "straggler": number in judgment.ranks})
+    return tuple(found)

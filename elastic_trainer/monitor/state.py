@@ -104,15 +104,10 @@ class RunDocuments:
         return next((each for each in self.happened if not each.planned), None)
 
     @property
-    def first_node(self) -> str | None:
-        """The node of rank 0, now or in the last round."""
-        members = self.round.members if self.round is not None else ()
-        return next((member.node for member in members if member.first_rank == 0), None)
-
-    @property
     def first_health(self) -> NodeHealth | None:
-        """The health of the node of rank 0."""
-        return self.health.get(self.first_node or "")
+        """The health of the node of rank 0, now or in the last round."""
+        members = self.round.members if self.round is not None else ()
+        return next((self.health.get(member.node) for member in members if member.first_rank == 0), None)
 
     @cached_property
     def saved(self) -> Saved | None:
@@ -467,7 +462,6 @@ class Observer:
     """Observes one run repeatedly, in one thread."""
 
     def __init__(self) -> None:
-        self._looked = False
         self._state: tuple[str, int] | None = None
         self._state_since: float | None = None
         self._gathering_wall: float | None = None
@@ -482,10 +476,14 @@ class Observer:
     def look(self, documents: RunDocuments, now: float, wall: float, *, known: bool = True) -> Observed:
         """Observe ``documents``. Without ``known`` they are outdated, and the curves get a gap."""
         present = run_state(documents)
-        self._note_state(present, documents.round.number if documents.round is not None else 0, now)
-        first = not self._looked
-        self._looked = True
-        self._note_arrivals(documents, now)
+        at = present, documents.round.number if documents.round is not None else 0
+        first = self._state is None
+        if at != self._state:  # a round that was broken and replaced between two looks also starts a new state
+            self._state, self._state_since = at, None if first else now
+        known_of, self._told = self._told, {}
+        for name, health in documents.health.items():
+            before = known_of.get(name)
+            self._told[name] = before if before is not None and before[0] is health else (health, now)
         step, over = current_step(documents), present in OVER
         stands = not over and (present not in (TRAINING, CHANGING) or held_up(documents))
         step_s = None if stands else typical_step_s(documents)
@@ -497,12 +495,9 @@ class Observer:
             self._steps.note(now, None if step is None else float(step))
         samples_per_s, steps_per_s = self._samples.per_s(), self._steps.per_s()
         if not documents.closed:
-            trains = known and bool(documents.live)
-            loss = current_loss(documents)
             ranks = world_size(documents) if known else None
-            self._recorder.note(
-                Point(wall, step, loss, step_s, ranks) if trains else Point(wall, None, None, None, ranks)
-            )
+            figures = (step, current_loss(documents), step_s) if known and documents.live else (None, None, None)
+            self._recorder.note(Point(wall, *figures, ranks))
         return Observed(
             now=now,
             wall=wall,
@@ -517,19 +512,6 @@ class Observer:
             step_s=step_s,
             curves=self._recorder.curves(),
         )
-
-    def _note_state(self, present: str, round_: int, now: float) -> None:
-        """A round that was broken and replaced between two looks also starts a new state."""
-        if (present, round_) != self._state:
-            self._state_since = None if self._state is None else now
-            self._state = (present, round_)
-
-    def _note_arrivals(self, documents: RunDocuments, now: float) -> None:
-        known, self._told = self._told, {}
-        for name, health in documents.health.items():
-            before = known.get(name)
-            same = before is not None and before[0] is health
-            self._told[name] = before if same and before is not None else (health, now)
 
     def _gathering(self, documents: RunDocuments, present: str, wall: float) -> float:
         if present in (STOPPED, ABANDONED):

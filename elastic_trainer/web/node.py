@@ -21,7 +21,20 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import GAUGES, Family
-from elastic_trainer.web.server import Access, Answer, Request, Server, guarded, is_loopback, metrics, text, tls_context
+from elastic_trainer.web.server import (
+    HEALTH,
+    READINESS,
+    Access,
+    Answer,
+    Request,
+    Server,
+    Site,
+    is_loopback,
+    metrics,
+    refusal,
+    text,
+    tls_context,
+)
 
 
 class StoreFigures(Protocol):
@@ -114,29 +127,16 @@ class EndpointOptions:
     key: Path | None
 
 
-class NodeSite:
+def node_site(collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> Site:
     """A node's answers. ``not_ready()`` says why the node is not in a round; None if it is."""
 
-    def __init__(self, collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> None:
-        self._collector, self._access, self._not_ready = collector, access, not_ready
+    def answer(request: Request) -> Answer:
+        refused = refusal(request, access, {HEALTH: "", READINESS: not_ready() or ""})
+        if refused is not None or request.path != "/metrics":
+            return refused or text(404, "not found")
+        return metrics(collector, request.headers.get("accept", ""))
 
-    def answer(self, request: Request) -> Answer:
-        return guarded(
-            request,
-            self._access,
-            health=lambda: text(200, "ok"),
-            readiness=self._readiness,
-            content=lambda: self._content(request),
-        )
-
-    def _readiness(self) -> Answer:
-        reason = self._not_ready()
-        return text(200, "ready") if reason is None else text(503, reason)
-
-    def _content(self, request: Request) -> Answer:
-        if request.path == "/metrics":
-            return metrics(self._collector, request.headers.get("accept", ""))
-        return text(404, "not found")
+    return answer
 
 
 class NodeEndpoint:
@@ -146,7 +146,7 @@ class NodeEndpoint:
         self, options: EndpointOptions, collector: Collector, not_ready: Callable[[], str | None] = lambda: None
     ) -> None:
         self._host = options.address
-        site = NodeSite(collector, Access(_token(options.token_file), is_loopback(self._host)), not_ready)
+        site = node_site(collector, Access(_token(options.token_file), is_loopback(self._host)), not_ready)
         tls = tls_context(options.cert, options.key) if options.cert is not None and options.key is not None else None
         self._scheme = "http" if tls is None else "https"
         self._server = Server(self._host, options.port, site, tls, hint="change metrics_address or metrics_port")

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from prometheus_client.exposition import choose_encoder
@@ -102,10 +101,8 @@ class Stream:
     pieces: Callable[[], Iterator[bytes]] = field(compare=False)
 
 
-class Site(Protocol):
-    """Answers the requests of a server."""
-
-    def answer(self, request: Request) -> Answer | Stream: ...
+Site = Callable[[Request], Answer | Stream]
+"""Answers the requests of a server."""
 
 
 def text(status: int, words: str, **headers: str) -> Answer:
@@ -123,7 +120,6 @@ def metrics(collector: Collector, accept: str) -> Answer:
     return Answer(200, kind, Body.of(encode(collector)), NO_STORE)
 
 
-Content = TypeVar("Content")
 CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'
 
 
@@ -148,26 +144,20 @@ class Access:
         return is_local(host)
 
 
-def guarded(
-    request: Request,
-    access: Access,
-    *,
-    health: Callable[[], Answer],
-    readiness: Callable[[], Answer],
-    content: Callable[[], Content],
-) -> Answer | Content:
-    """The answer to ``request``. ``health`` and ``readiness`` need no token, since a kubelet has none."""
+def refusal(request: Request, access: Access, probes: Mapping[str, str]) -> Answer | None:
+    """The answer to a request that is not for content; None: it may have some.
+
+    ``probes``: by path why something is not well, or nothing; they need no token, since a kubelet has none.
+    """
     if request.method not in ("GET", "HEAD"):
         return text(405, "this server is read-only", Allow="GET, HEAD")
-    if request.path == HEALTH:
-        return health()
-    if request.path == READINESS:
-        return readiness()
+    if (problem := probes.get(request.path)) is not None:
+        return text(503, problem) if problem else text(200, "ok" if request.path == HEALTH else "ready")
     if not access.knows_host(request.headers.get("host")):
         return text(421, "use localhost or an address: without a token, other host names are refused")
     if not access.allows(request.headers.get("authorization")):
         return text(401, "a token is needed", WWW_Authenticate=CHALLENGE)
-    return content()
+    return None
 
 
 def credential(authorization: str) -> str:
@@ -320,8 +310,7 @@ class _Client:
     __slots__ = ("address", "answered", "connected", "handshake", "limit", "received")
 
     def __init__(self, connected: socket.socket, address: str, context: ssl.SSLContext | None) -> None:
-        self.connected, self.address = connected, address
-        self.handshake = context
+        self.connected, self.address, self.handshake = connected, address, context
         """With what to begin TLS; None once that is done."""
         self.received = b""
         self.answered = False
@@ -335,17 +324,16 @@ class _Client:
     def read(self) -> bool:
         """Read the available bytes; False at end of file. BlockingIOError or ssl.SSLWantReadError if there are none."""
         if self.handshake is not None:
-            self._shake_hands(self.handshake)
+            if not isinstance(self.connected, ssl.SSLSocket):
+                # Of a reset connection wrap_socket would leave the descriptor open.
+                self.connected.recv(1, socket.MSG_PEEK)
+                wrap, plain = self.handshake.wrap_socket, self.connected
+                self.connected = wrap(plain, server_side=True, do_handshake_on_connect=False)
+            self.connected.do_handshake()
             self.handshake = None
         piece = self.connected.recv(_PIECE)
         self.received += piece
         return bool(piece)
-
-    def _shake_hands(self, context: ssl.SSLContext) -> None:
-        if not isinstance(self.connected, ssl.SSLSocket):
-            self.connected.recv(1, socket.MSG_PEEK)  # of a reset connection wrap_socket would leave the descriptor open
-            self.connected = context.wrap_socket(self.connected, server_side=True, do_handshake_on_connect=False)
-        self.connected.do_handshake()
 
     def send(self, content: bytes) -> None:
         """Send all of it within seconds; TimeoutError if the client does not read it."""
@@ -366,7 +354,7 @@ class _Client:
 
 
 class Server:
-    """Serves ``site`` on ``host`` and ``port`` (0: a free one), with TLS if ``context`` is given."""
+    """Serves what ``site`` answers on ``host`` and ``port`` (0: a free one), with TLS if ``context`` is given."""
 
     def __init__(
         self,
@@ -500,25 +488,22 @@ class Server:
     def _answer(self, client: _Client) -> None:
         """Answer each complete request, until one needs a thread."""
         try:
-            self._answer_complete(client)
+            while client in self._clients and not client.answered:
+                found = parse_request(client.received)
+                if found is None:
+                    return
+                if isinstance(found, Answer):
+                    self._reply(client, found, None, lasts=False)
+                    return
+                client.received = client.received[found.size :]
+                if found.request.path in PROBES:
+                    self._reply(client, self._made(found.request), found.request, lasts=found.lasts)
+                else:
+                    self._begin(client, found)
         except Exception:  # noqa: BLE001 - a connection's edge: the others must not wait for what this one has sent
             logger().exception("request.failed")
             if client in self._clients:
                 self._end(client)
-
-    def _answer_complete(self, client: _Client) -> None:
-        while client in self._clients and not client.answered:
-            found = parse_request(client.received)
-            if found is None:
-                return
-            if isinstance(found, Answer):
-                self._reply(client, found, None, lasts=False)
-                return
-            client.received = client.received[found.size :]
-            if found.request.path in PROBES:
-                self._reply(client, self._made(found.request), found.request, lasts=found.lasts)
-            else:
-                self._begin(client, found)
 
     def _begin(self, client: _Client, found: CompleteRequest) -> None:
         """Answer the request in a new thread, unless too many are in progress."""
@@ -602,7 +587,7 @@ class Server:
 
     def _made(self, request: Request) -> Answer | Stream:
         try:
-            return self._site.answer(request)
+            return self._site(request)
         except Exception:  # noqa: BLE001 - edge: the client is answered, and the next request is another
             logger().exception("request.failed", path=request.path)
             return text(500, "this request failed; the server's log says why")
@@ -613,18 +598,12 @@ class Server:
             client.send(rendered(busy, request, lasts=False))
             return
         try:
-            client.send(head(200, {"Content-Type": "text/event-stream", **_STREAM}, lasts=False))
-            for piece in _pieces(stream, request):
+            headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no", **NO_STORE}
+            client.send(head(200, headers, lasts=False))
+            for piece in stream.pieces() if request.method != "HEAD" else ():
                 client.send(piece)
         finally:
             self._streams.release()
-
-
-_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
-
-def _pieces(stream: Stream, request: Request) -> Iterator[bytes]:
-    return stream.pieces() if request.method != "HEAD" else iter(())
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -48,7 +48,7 @@ def _understand_cli(rest: Words) -> None:
     from elastic_trainer.cli import run
     from elastic_trainer.cli.main import COMMANDS, Parser
     from elastic_trainer.drills import faults
-    from elastic_trainer.drills.entry import entry
+    from elastic_trainer.drills.local_run import entry
 
     homes = {command.name: f"elastic_trainer.cli.{command.home}" for command in COMMANDS}
     if rest[0] not in homes:

@@ -22,9 +22,9 @@ HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"
 def rank(number: int, per_node: int = 2, **changes: Any) -> Json:
     """A rank that trains."""
     return {
-        "rank": number, "local_rank": number % per_node, "pid": 4100 + number, "phase": "training",
-        "phase_s": 312.0 + number, "still_s": 0.12, "step": 48_210, "step_s": 0.212 + 0.001 * (number % 3),
-        "compute_s": 0.181 + 0.002 * (number % 4), "device": f"cuda:{number % per_node}",
+        "rank": number, "local_rank": number % per_node, "pid": 4100 + number, "device": f"cuda:{number % per_node}",
+        "phase": "training", "phase_s": 312.0 + number, "still_s": 0.12, "step": 48_210,
+        "step_s": 0.212 + 0.001 * (number % 3), "compute_s": 0.181 + 0.002 * (number % 4),
         "slowdown": 1.0 + 0.01 * (number % 4), "straggler": False, "stall": None,
     } | changes  # fmt: skip
 
@@ -42,19 +42,22 @@ def incident(wall: float, cause: str | None, **changes: Any) -> Json:
     """An incident of which everything is known, with what the monitor concludes from it."""
     values: Json = {
         "wall": wall, "by": "node-0", "cause": cause, "kind": "round", "round": 5, "next_round": 6,
-        "reason": "worker 3 of node-1 ended with signal 9", "nodes": ["node-1"], "ranks": [3], "world_before": 6,
-        "world_after": 6, "step": 41_007, "steps_lost": 0, "detect_s": 0.08, "regroup_s": 0.31, "resume_s": 0.42,
+        "reason": "worker 3 of node-1 ended with signal 9", "nodes": ["node-1"], "ranks": [3],
+        "world_before": 6, "world_after": 6, "step": 41_007, "steps_lost": 0,
+        "detect_s": 0.08, "regroup_s": 0.31, "resume_s": 0.42,
     } | changes  # fmt: skip
     known = Incident.model_validate({name: value for name, value in values.items() if value is not None})
     return {**described(known), **values}
 
 
+LOST = {"reason": "the key of node-2 has expired", "nodes": ["node-2"], "ranks": [4, 5], "world_after": 4}
+
+
 def transition(number: int, state: str, wall: float, world_size: int, reason: str, nodes: int = 3) -> Json:
     """One line of the journal."""
-    return {
-        "number": number, "state": state, "wall": wall, "reason": reason, "world_size": world_size,
-        "nodes": [f"node-{place}" for place in range(nodes)],
-    }  # fmt: skip
+    names = [f"node-{place}" for place in range(nodes)]
+    values = {"number": number, "state": state, "wall": wall, "reason": reason}
+    return {**values, "world_size": world_size, "nodes": names}
 
 
 def curves(points: int = 600, span_s: float = 10_800.0, until: float = WALL) -> Json:
@@ -87,22 +90,18 @@ def healthy(**changes: Any) -> Json:
         transition(6, "broken", WALL - 1_300.7, 6, "worker 3 of node-1 ended with signal 9"),
         transition(7, "active", WALL - 1_300, 6, "3 nodes are ready"),
     ]
+    joined = {"reason": "node-2 is ready", "nodes": ["node-2"], "ranks": [], "world_before": 4, "detect_s": 0.0}
+    lost = LOST | {"steps_lost": 12, "detect_s": 6.1, "regroup_s": 1.4, "resume_s": 0.7}
     incidents = [
         incident(WALL - 1_300.7, "worker_lost", round=6, next_round=7),
-        incident(
-            WALL - 3_960, "node_joined", round=5, next_round=6, reason="node-2 is ready", nodes=["node-2"], ranks=[],
-            world_before=4, detect_s=0.0, regroup_s=0.9, resume_s=1.1,
-        ),
-        incident(
-            WALL - 8_100, "node_lost", round=4, next_round=5, reason="the key of node-2 has expired",
-            nodes=["node-2"], ranks=[4, 5], world_after=4, steps_lost=12, detect_s=6.1, regroup_s=1.4, resume_s=0.7,
-        ),
-    ]  # fmt: skip
+        incident(WALL - 3_960, "node_joined", **joined, regroup_s=0.9, resume_s=1.1),
+        incident(WALL - 8_100, "node_lost", round=4, next_round=5, **lost),
+    ]
     return {
         "run": "gpt-small-07", "state": "training", "state_s": 1_300.0, "epoch": 1, "min_nodes": 2, "max_nodes": 4,
         "recovery": "in_place", "round": 7, "round_reason": "3 nodes are ready", "world_size": 6, "step": 48_210,
         "loss": 2.0871, "samples": 9_256_320, "samples_per_s": 905.4, "steps_per_s": 4.7, "step_s": 0.213,
-        "data_epoch": 3, "goodput": 0.968,
+        "data_epoch": 3, "goodput": 0.968, "limits": {"straggler_ratio": 1.5}, "unreadable": [], "wall": WALL,
         "seconds": {
             "starting": 184.0, "waiting": 96.0, "rendezvous": 41.0, "healing": 122.0, "training": 62_700.0,
             "repeated": 15.2, "data": 890.0, "checkpoint": 610.0, "evaluation": 118.0, "ending": 0.0,
@@ -111,8 +110,7 @@ def healthy(**changes: Any) -> Json:
             "step": 48_000, "age_s": 45.0, "bytes": 1_483_000_000, "duration_s": 2.9, "interval_s": 300.0,
             "saved": 36, "failed": 0,
         },
-        "limits": {"straggler_ratio": 1.5}, "nodes": [node(place) for place in range(3)], "rounds": journal,
-        "incidents": incidents, "curves": curves(), "unreadable": [], "wall": WALL,
+        "nodes": [node(place) for place in range(3)], "rounds": journal, "incidents": incidents, "curves": curves(),
         "store": {"connected": True, "age_s": 0.3},
     } | changes  # fmt: skip
 
@@ -122,31 +120,18 @@ def recovering() -> Json:
     run = healthy(
         run="gpt-small-09", state="recovering", state_s=14.0, world_size=0, loss=2.0871, round_reason="node-2 was lost"
     )
-    gone = [
-        rank(number, phase=None, phase_s=None, still_s=None, step=None, step_s=None, compute_s=None, slowdown=None)
-        for number in (4, 5)
-    ]
+    unknown: Json = dict.fromkeys(("phase", "phase_s", "still_s", "step", "step_s", "compute_s", "slowdown"))
+    starting: Json = {"phase": "starting", "rank": None, "step": None, "step_s": None}
     run["nodes"] = [
         node(0, ranks=[rank(n, phase="rendezvous", phase_s=12.0, still_s=13.0) for n in (0, 1)]),
         node(1, ranks=[rank(2, phase="healing", phase_s=3.0), rank(3, phase="repeated", phase_s=1.0)]),
-        node(2, state="gone", metrics="", age_s=21.0, ranks=gone),
-        node(
-            3,
-            state="warming",
-            in_round=False,
-            ranks=[rank(n, phase="starting", rank=None, step=None, step_s=None) for n in (6, 7)],
-        ),
+        node(2, state="gone", metrics="", age_s=21.0, ranks=[rank(n, **unknown) for n in (4, 5)]),
+        node(3, state="warming", in_round=False, ranks=[rank(n, **starting) for n in (6, 7)]),
     ]
     run["attention"] = [concern("bad", "1 gone", "1 node is gone: node-2 (heard 21 s ago).")]
     run["rounds"].append(transition(7, "broken", WALL - 14, 6, "node-2 was lost"))
-    run["incidents"].insert(
-        0,
-        incident(
-            WALL - 14, "node_lost", round=7, next_round=None, reason="the key of node-2 has expired",
-            nodes=["node-2"], ranks=[4, 5], world_after=None, open=True, steps_lost=None, detect_s=6.2,
-            regroup_s=None, resume_s=None,
-        ),
-    )  # fmt: skip
+    nothing: Json = dict.fromkeys(("next_round", "world_after", "steps_lost", "regroup_s", "resume_s"))
+    run["incidents"].insert(0, incident(WALL - 14, "node_lost", round=7, open=True, detect_s=6.2, **LOST | nothing))
     return run
 
 
@@ -162,27 +147,18 @@ def straggling() -> Json:
         concern("bad", "1 standing still", "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s)."),
         concern("warn", "the last 2 saves failed", "The last 2 saves failed."),
     ]
-    run["incidents"].insert(
-        0,
-        incident(
-            WALL - 260, None, kind="straggler", round=7, next_round=None,
-            reason="rank 2 computes 2.3 times as long as the median of all ranks", ranks=[2], steps_lost=0,
-        ),
-    )  # fmt: skip
+    why = "rank 2 computes 2.3 times as long as the median of all ranks"
+    slow = incident(WALL - 260, None, kind="straggler", round=7, next_round=None, reason=why, ranks=[2])
+    run["incidents"].insert(0, slow)
     return run
 
 
 def failed() -> Json:
     """The run has ended, and not well."""
-    run = healthy(run="vit-ablation-3", state="failed", state_s=5_400.0, world_size=0, nodes=[])
-    run["rounds"].append(transition(7, "closed", WALL - 5.0, 6, "a worker failed 3 times within 60 s"))
-    run["incidents"].insert(
-        0,
-        incident(
-            WALL - 5.0, "finished", next_round=None, reason="a worker failed 3 times within 60 s", steps_lost=40,
-        ),
-    )  # fmt: skip
-    run["round_reason"] = "a worker failed 3 times within 60 s"
+    why = "a worker failed 3 times within 60 s"
+    run = healthy(run="vit-ablation-3", state="failed", state_s=5_400.0, world_size=0, nodes=[], round_reason=why)
+    run["rounds"].append(transition(7, "closed", WALL - 5.0, 6, why))
+    run["incidents"].insert(0, incident(WALL - 5.0, "finished", next_round=None, reason=why, steps_lost=40))
     return run
 
 
@@ -193,12 +169,8 @@ def large(nodes: int = 512, turn: int = 0) -> Json:
     run["nodes"] = []
     for place in range(nodes):
         phase = others.get((place + turn) % 41, "training")
-        ranks = [
-            rank(
-                place * 8 + local, 8, phase=phase, step=48_210 + turn, step_s=0.212 + 0.0001 * ((place + turn * 7) % 50)
-            )
-            for local in range(8)
-        ]
+        step = {"phase": phase, "step": 48_210 + turn, "step_s": 0.212 + 0.0001 * ((place + turn * 7) % 50)}
+        ranks = [rank(place * 8 + local, 8, **step) for local in range(8)]
         run["nodes"].append(node(place, 8, ranks=ranks, age_s=float((place + turn) % 5)))
     run["nodes"][37 % nodes] |= {"state": "gone", "age_s": 41.0 + turn}
     run["nodes"][101 % nodes]["ranks"][3] |= {"straggler": True, "slowdown": 1.9, "compute_s": 0.35}
@@ -208,10 +180,9 @@ def large(nodes: int = 512, turn: int = 0) -> Json:
 
 def empty() -> Json:
     """A run of which only the name is known."""
-    return {"run": "new", "state": "gathering"} | {
-        "nodes": [], "rounds": [], "incidents": [], "seconds": {}, "checkpoint": None, "wall": WALL,
-        "curves": {"wall": [], "step": [], "loss": [], "step_s": [], "world_size": []},
-    }  # fmt: skip
+    nothing: Json = {"nodes": [], "rounds": [], "incidents": [], "seconds": {}, "checkpoint": None, "wall": WALL}
+    curves: Json = {"wall": [], "step": [], "loss": [], "step_s": [], "world_size": []}
+    return {"run": "new", "state": "gathering", **nothing, "curves": curves}
 
 
 def nulls(value: Any = None) -> Json:
@@ -232,12 +203,10 @@ def hostile() -> Json:
     """Names and reasons that would break a page that inserts them as they are, and words nobody knows."""
     run = healthy(run="hostile", round_reason=HOSTILE, unreadable=[HOSTILE], state="</title><script>")
     run["nodes"] = [
-        node(
-            0, node=HOSTILE, host=HOSTILE, state=HOSTILE, metrics="javascript:alert(1)//",
-            ranks=[rank(0, phase=HOSTILE, device=HOSTILE)],
-        ),
+        node(0, ranks=[rank(0, phase=HOSTILE, device=HOSTILE)])
+        | {"node": HOSTILE, "host": HOSTILE, "state": HOSTILE, "metrics": "javascript:alert(1)//"},
         node(1, node="__proto__", state="constructor", ranks=[rank(1, phase="toString")]),
-    ]  # fmt: skip
+    ]
     run["incidents"][0] |= {"reason": HOSTILE, "nodes": [HOSTILE], "cause": HOSTILE}
     run["incidents"][1] |= {"kind": HOSTILE, "cause": None}
     run["rounds"][0] |= {"reason": HOSTILE, "state": HOSTILE}
@@ -248,9 +217,12 @@ def hostile() -> Json:
 def listing() -> Json:
     """Several runs."""
     every = [
-        healthy(), recovering() | {"run": "gpt-small-09"}, straggling(), large() | {"state_s": 86_400.0 * 3},
+        healthy(),
+        recovering() | {"run": "gpt-small-09"},
+        straggling(),
+        large() | {"state_s": 86_400.0 * 3},
         failed(),
-    ]  # fmt: skip
+    ]
     ended = healthy(run="resnet-baseline", state="succeeded", state_s=200_000.0, world_size=0, nodes=[], incidents=[])
     return {
         "runs": [_summary(run) for run in [*every, ended]],
@@ -269,8 +241,5 @@ def _summary(run: Json) -> Json:
     }
 
 
-SMALL = {
-    "healthy": healthy, "recovering": recovering, "straggling": straggling, "failed": failed, "empty": empty,
-    "nulls": nulls, "hostile": hostile,
-}  # fmt: skip
+SMALL = {each.__name__: each for each in (healthy, recovering, straggling, failed, empty, nulls, hostile)}
 """By name, those that a test can go through quickly."""

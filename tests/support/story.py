@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.local.ledger import Line, LineKind
@@ -14,32 +15,12 @@ def opened(round_: int, t: float, *, step: int = 0, world: int = 2, rank: int = 
 
 
 def committed(
-    step: int,
-    round_: int = 1,
-    t: float = 0.0,
-    *,
-    samples: Sequence[int] = (),
-    of: int | None = None,
-    epoch: int = 0,
-    rank: int = 0,
-    world: int = 1,
-    node: str = "n0",
-    loss: float | None = None,
+    step: int, round_: int = 1, t: float = 0.0, *, samples: Sequence[int] = (), of: int | None = None, **more: Any
 ) -> Line:
     """A rank has committed ``step``; ``of`` is the size of the global batch (default: all of it is this rank's)."""
-    return Line(
-        event=LineKind.STEP,
-        t=t,
-        node=node,
-        rank=rank,
-        world=world,
-        round=round_,
-        step=step,
-        epoch=epoch,
-        samples=tuple(samples),
-        global_samples=len(samples) if of is None else of,
-        loss=loss,
-    )
+    size = len(samples) if of is None else of
+    values: dict[str, Any] = {"node": "n0", "samples": tuple(samples), "global_samples": size} | more
+    return Line(event=LineKind.STEP, t=t, round=round_, step=step, **values)
 
 
 def epochs(size: int, batch: int, count: int = 1) -> list[list[tuple[int, tuple[int, ...]]]]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import elastic_trainer
 from elastic_trainer import errors, settings, variables
-from elastic_trainer.cli import checkpoints, connection, k8s
+from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
@@ -31,6 +31,8 @@ from elastic_trainer.jobs.main import _parser as training_parser
 from elastic_trainer.jobs.scripts import __path__ as scripts
 from elastic_trainer.jobs.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.jobs.trainer import Trainer, measurable
+from elastic_trainer.model import Phase
+from elastic_trainer.telemetry.families import FAMILIES
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import Step
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
@@ -38,7 +40,7 @@ from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section
 from tests.support.requirements import missing
 
-API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
+API, TASKS, HEALTH = DOCS / "api.md", DOCS / "tasks.md", DOCS / "health.md"
 BLOCKS = [block for page in PAGES if page.name != "service.md" for block in blocks(page)]
 """Those that are checked here; the blocks of service.md are a shell's, and a test of its own runs them."""
 REFERENCE = {
@@ -71,7 +73,6 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    """Nobody finds a page that nothing links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert PAGES
     assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
@@ -88,7 +89,6 @@ def test_links_lead_to_headings(page: Path) -> None:
 
 
 def slug(title: str) -> str:
-    """A heading as a link names it."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -105,7 +105,6 @@ def test_every_block_is_executed_or_says_why_not(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
 def test_python_is_python(block: Block) -> None:
-    """Also where it is not executed."""
     compile(block.text, str(block), "exec")
 
 
@@ -119,7 +118,6 @@ def test_commands_exist_with_their_options(block: Block, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
 def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loads, and its task takes its sections."""
     with written_files(block.page, tmp_path, monkeypatch):
         config = load_job(str(block.file))
         find_task(config.task)(config)
@@ -167,7 +165,6 @@ def test_calls_in_the_reference_have_their_arguments(kind: type) -> None:
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
-    """``name=default`` of each argument but self."""
     told: list[str] = []
     for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in told:
@@ -203,7 +200,6 @@ def test_the_tables_of_arguments_are_complete(heading: str, kind: type) -> None:
 
 @pytest.mark.parametrize("method", ["wrap", "batches"])
 def test_the_arguments_of_long_calls_are_explained(method: str) -> None:
-    """Each has a row, in its order."""
     wanted = list(inspect.signature(getattr(Session, method)).parameters)[1:]
     assert [codes(row[0])[0] for row in rows(section(API, f"Arguments of {method}"))] == wanted
 
@@ -221,14 +217,12 @@ def test_the_reference_has_a_part_for_every_public_name() -> None:
 
 
 def test_the_errors_of_a_session_have_their_exit_codes() -> None:
-    """The table says what the classes say."""
     for name, row in documented(API, "What a Session raises").items():
         if name != "SystemExit":
             assert row[2] == str(getattr(errors, name).exit_code), name
 
 
 def told_keys(page: Path, heading: str) -> dict[str, Key]:
-    """The keys of the table below ``heading``."""
     return {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(page, heading))}
 
 
@@ -247,7 +241,6 @@ def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) ->
 
 @pytest.mark.parametrize("task", [mnist.Mnist, imagefolder.ImageClasses, keypoints.Keypoints, gpt.Gpt])
 def test_the_main_keys_of_a_task_exist(task: type[Task]) -> None:
-    """With the defaults that the page says."""
     sections = {"data.": task.Data, "model.": task.Model, "options.": task.Options}
     wanted = {name: key for prefix, kind in sections.items() for name, key in keys(kind, prefix).items()}
     told = {codes(row[0])[0]: row[1] for row in rows(section(TASKS, task.__module__.rpartition(".")[2]))}
@@ -328,21 +321,29 @@ def test_the_table_of_exit_codes_is_complete() -> None:
     assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
 
 
+def test_the_page_about_health_lists_every_metric_and_phase() -> None:
+    """In the order of the code: name, kind, labels, who exports it, and what it means."""
+    told = [(codes(row[0])[0], row[1], tuple(codes(row[2])), *row[3:]) for row in rows(section(HEALTH, "Metrics"))]
+    assert told == [(each.full_name, str(each.kind), each.labels, str(each.source), each.text) for each in FAMILIES]
+    phases = list(rows(section(HEALTH, "Phases")))
+    assert [codes(row[0])[0] for row in phases] == [str(phase) for phase in Phase]
+    assert all(len(row[1]) > 10 for row in phases)
+
+
 def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParser:
     """The parser of a subcommand, or of one of its actions."""
     parser = Parser(prog=command)
     (home,) = (each.home for each in COMMANDS if each.name == command)
     getattr(importlib.import_module(f"elastic_trainer.cli.{home}"), f"configure_{command}")(parser)
-    if action is None:
-        return parser
-    (actions,) = (each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    found = actions[action]
-    assert isinstance(found, argparse.ArgumentParser)
-    return found
+    return parser if action is None else actions_of(command)[action]
+
+
+def actions_of(command: str) -> dict[str, argparse.ArgumentParser]:
+    (found,) = (each for each in parser_of(command)._actions if isinstance(each, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 def etcd_parser() -> argparse.ArgumentParser:
-    """Of the options that several commands share."""
     connection.add_options(parser := Parser())
     return parser
 
@@ -355,8 +356,8 @@ def etcd_parser() -> argparse.ArgumentParser:
         *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
         *(
             (f"elastic-trainer {home} {name}", lambda home=home, name=name: parser_of(home, name))
-            for home, actions in {"checkpoints": checkpoints.ACTIONS, "k8s": k8s.ACTIONS}.items()
-            for name in actions
+            for home in ("checkpoints", "k8s")
+            for name in actions_of(home)
         ),
     ],
 )
@@ -369,7 +370,6 @@ def test_the_tables_of_options_are_complete(heading: str, parser: Callable[[], a
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    """As the tables write them."""
     return {
         " ".join([*action.option_strings[:1], *([str(action.metavar)] if _takes_value(action) else [])]) or action.dest
         for action in parser._actions

@@ -37,9 +37,3 @@ def test_kinds_and_exit_codes(
 def test_an_unknown_outcome_is_not_mere_unavailability() -> None:
     """Else a retry of "unavailable" would repeat a write that may have happened."""
     assert not issubclass(errors.OutcomeUnknownError, errors.StoreUnavailableError)
-
-
-def test_a_closed_run_says_how_it_ended() -> None:
-    """Late joiners leave quietly after success."""
-    assert errors.RunClosedError("closed", succeeded=True).succeeded
-    assert not errors.RunClosedError("closed", succeeded=False, hint="see the log").succeeded

@@ -15,8 +15,7 @@ ALLOWED = {
         "_Unpickler",
     ),  # it knows a few classes, see tests/unit/checkpoint/test_exporting.py
     ("data/workers.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
-    ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
-    ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
+    ("local/launch.py", "cloudpickle.loads"),  # what its processes returned, or whoever started them wants called
     ("jobs/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
     ("jobs/config.py", "yaml.load"),  # with a SafeLoader, see below
     ("warm/template.py", "exec"),  # the script that torchrun was given, as python itself would run it
@@ -57,7 +56,6 @@ def test_no_module_loads_what_can_execute_code() -> None:
 
 
 def test_torch_loads_weights_only() -> None:
-    """Whatever a file says that somebody imports."""
     text = (PACKAGE / "checkpoint" / "exchange.py").read_text(encoding="utf-8")
     loads = [call for call in calls(text) if ast.unparse(call.func) == "torch.load"]
     assert loads
@@ -80,7 +78,6 @@ def test_numpy_and_yaml_load_data_only() -> None:
 
 
 def test_such_a_call_would_be_found() -> None:
-    """The search can fail."""
     assert found_in("import torch\nx = torch.load('a')") == {"torch.load"}
     assert found_in("y = eval('1')") == {"eval"}
     assert found_in("model.eval()") == set()

@@ -244,7 +244,6 @@ def test_the_first_tier_lists_tests_that_exist(name: str) -> None:
 
 
 def test_the_map_names_every_package_and_no_other() -> None:
-    """The map of packages is the tree."""
     listed = set(re.findall(r"^\| `(\w+)/` \|", text("elastic_trainer/docs/map.md"), re.MULTILINE))
     assert listed == packages()
 
@@ -255,7 +254,6 @@ LOGGED = {"debug", "info", "warning", "error", "exception", "critical"}
 
 
 def modules() -> dict[str, Path]:
-    """The product's modules by their dotted names."""
     found = {}
     for path in (ROOT / "elastic_trainer").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -280,7 +278,6 @@ def imported(tree: ast.Module, known: Collection[str]) -> set[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """The modules that reach themselves."""
     left = dict(graph)
     while True:  # those that import nothing that is left are in no circle, nor those that nothing left imports
         wanted = set().union(*left.values()) if left else set()
@@ -302,7 +299,6 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def calls_of_a_logger(tree: ast.Module) -> Iterator[ast.Call]:
-    """``logger().info(...)`` and its like."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGGED:
             made = node.func.value
@@ -345,7 +341,6 @@ def _written(tree: ast.AST) -> Iterator[str]:
 
 
 def _variable(name: ast.expr) -> str:
-    """The variable that the expression stands for."""
     if isinstance(name, ast.Constant):
         return str(name.value)
     return str(getattr(variables, ast.unparse(name), "all"))

@@ -21,7 +21,6 @@ def saved(path: Path, value: float = 1.0) -> Path:
 
 
 def cut(path: Path) -> None:
-    """As a kill in the middle of a save leaves it."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -57,7 +56,6 @@ def test_numbers_count_by_their_words_and_else_the_time_does(older: list[str], n
 
 
 def test_a_greatest_step_that_was_not_written_last_is_chosen_and_said(tmp_path: Path) -> None:
-    """As of an earlier run in the same directory."""
     for time, name in enumerate(("step-1000.pt", "step-10.pt")):
         os.utime(saved(tmp_path / name), (time, time))
     with structlog.testing.capture_logs() as logs:
@@ -68,14 +66,12 @@ def test_a_greatest_step_that_was_not_written_last_is_chosen_and_said(tmp_path: 
 
 
 def test_where_there_is_none_is_none(tmp_path: Path) -> None:
-    """Also where there is no directory."""
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("name", ["step-2.pt", "step-2.safetensors"])
 def test_files_that_were_cut_are_passed_over(tmp_path: Path, name: str) -> None:
-    """At any byte: what a killed process has left."""
     before = saved(tmp_path / "step-1.pt")
     after = tmp_path / name
     if after.suffix == ".pt":
@@ -90,7 +86,6 @@ def test_files_that_were_cut_are_passed_over(tmp_path: Path, name: str) -> None:
 
 
 def test_directories_are_whole_with_their_files_and_their_marker(tmp_path: Path) -> None:
-    """As transformers and Accelerate write them."""
     for number in (1, 2, 3):
         folder = tmp_path / f"checkpoint-{number}"
         saved(folder / "optimizer.pt")
@@ -137,7 +132,6 @@ def test_directories_are_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_several_ranks_need_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each might choose its own."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="before init_process_group"):
         latest(tmp_path)

@@ -12,7 +12,6 @@ from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import (
     Endpoint,
     StoreSettings,
-    log_level,
     parse_endpoints,
     rendezvous_options,
     validated,
@@ -47,18 +46,14 @@ def test_wrong_endpoints_are_named(text: str) -> None:
     assert "host:2379" in str(caught.value)
 
 
-def test_options_have_defaults_and_are_typed() -> None:
-    """Strings from the command line become numbers, enums and booleans."""
-    defaults = rendezvous_options({})
-    assert defaults.recovery is RecoveryMode.RESTART
-    assert defaults.ttl == 5.0
-    chosen = rendezvous_options({"recovery": "in_place", "ttl": "3", "reopen": "true", "failure_limit": "5"})
+def test_options_are_typed_and_what_torchrun_adds_is_passed_over(tmp_path: Path) -> None:
+    """Strings from the command line become numbers, enums, booleans and paths; the defaults stand in the documents."""
+    (tmp_path / "token").write_text("secret")
+    given = {"recovery": "in_place", "ttl": "3", "reopen": "true", "failure_limit": "5", "step_timeout": "0"}
+    chosen = rendezvous_options({**given, "metrics_address": "", "metrics_token_file": str(tmp_path / "token")})
     assert chosen.recovery is RecoveryMode.IN_PLACE
-    assert (chosen.ttl, chosen.reopen, chosen.failure_limit) == (3.0, True, 5)
-
-
-def test_what_torchrun_adds_is_passed_over() -> None:
-    """torchrun gives every backend ``timeout`` and others that mean nothing here."""
+    assert (chosen.ttl, chosen.reopen, chosen.failure_limit, chosen.step_timeout) == (3.0, True, 5, 0.0)
+    assert (chosen.metrics_address, chosen.metrics_token_file) == ("", tmp_path / "token")
     assert rendezvous_options({"timeout": 900, "read_timeout": 60, "rank": 0}) == rendezvous_options({})
 
 
@@ -97,17 +92,13 @@ def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["last_call_limit", "join_batch", "stalled_rounds"])
-def test_an_option_of_an_earlier_version_says_what_holds_now(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--rdzv-conf: '{name}' is no option any more: it is .*remove it") as caught:
-        rendezvous_options({"ttl": "5", name: "7"})
-    assert caught.value.exit_code == 78
-
-
-def test_several_wrong_options_are_counted() -> None:
+def test_several_wrong_options_are_counted_and_old_ones_say_what_holds_now() -> None:
     """The first is explained and the others are announced."""
     with pytest.raises(ConfigError, match=r"1 more problem\(s\) follow"):
         rendezvous_options({"ttl": "x", "last_call": "y"})
+    for name in ("last_call_limit", "join_batch", "stalled_rounds"):
+        with pytest.raises(ConfigError, match=f"--rdzv-conf: '{name}' is no option any more: it is .*remove it"):
+            rendezvous_options({"ttl": "5", name: "7"})
 
 
 @pytest.mark.parametrize(
@@ -181,57 +172,23 @@ def test_no_mistake_shows_a_password(values: dict[str, object]) -> None:
     assert "hush" not in "".join(format_exception(caught.value))
 
 
-def test_a_plain_script_has_a_world_of_one() -> None:
-    """Without a launcher nothing is set, and empty variables count as not set."""
+def test_a_launched_worker_reads_its_place() -> None:
+    """torchrun's variables and this package's own; without a launcher a world of one, and empty ones are not set."""
     alone = worker_environment({"NODE": "x", "RANK": ""})
     assert (alone.rank, alone.world_size, alone.launched, alone.channel) == (0, 1, False, None)
-
-
-def test_a_launched_worker_reads_its_place() -> None:
-    """torchrun's variables and this package's own."""
-    found = worker_environment(
-        {
-            "RANK": "3",
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "TORCHELASTIC_RUN_ID": "job",
-            "ELASTIC_TRAINER_NODE": "n1",
-            "ELASTIC_TRAINER_ROUND": "7",
-            "ELASTIC_TRAINER_RECOVERY": "in_place",
-            "ELASTIC_TRAINER_CHANNEL": "/tmp/socket",
-        }
-    )
+    assert (alone.pages, alone.reached) == (None, 0)
+    own = {"NODE": "n1", "ROUND": "7", "RECOVERY": "in_place", "CHANNEL": "/tmp/socket", "REACHED": "41"}
+    torchruns = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchruns["TORCHELASTIC_RUN_ID"] = "job"
+    found = worker_environment(torchruns | {f"ELASTIC_TRAINER_{name}": value for name, value in own.items()})
     assert found.launched
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
     assert (found.run_id, found.node, found.round, found.recovery) == ("job", "n1", 7, RecoveryMode.IN_PLACE)
-    assert found.channel == Path("/tmp/socket")
-
-
-def test_a_damaged_environment_is_named() -> None:
-    """A rank that is not a number is the launcher's fault and said so."""
-    with pytest.raises(ConfigError, match="environment: 'rank' is 'x'"):
-        worker_environment({"RANK": "x", "WORLD_SIZE": "2"})
-
-
-def test_log_level_comes_from_the_environment() -> None:
-    """``info`` by default."""
-    assert log_level({}) == "info"
-    assert log_level({"ELASTIC_TRAINER_LOG_LEVEL": "debug"}) == "debug"
-
-
-def test_limits_of_hangs_and_the_endpoint_are_options(tmp_path: Path) -> None:
-    """By default steps are watched, and metrics answer on this machine alone; 0 watches nothing, "" answers nowhere."""
-    defaults = rendezvous_options({})
-    assert (defaults.step_timeout, defaults.first_step_timeout, defaults.phase_timeout) == (300.0, 1800.0, 3600.0)
-    assert (defaults.metrics_address, defaults.metrics_port, defaults.metrics_token_file) == ("127.0.0.1", 0, None)
-    token = tmp_path / "token"
-    token.write_text("secret")
-    chosen = rendezvous_options(
-        {"step_timeout": "0", "metrics_address": "", "metrics_port": "9400", "metrics_token_file": str(token)}
-    )
-    assert (chosen.step_timeout, chosen.metrics_address, chosen.metrics_port) == (0.0, "", 9400)
-    assert chosen.metrics_token_file == token
+    assert (found.channel, found.reached) == (Path("/tmp/socket"), 41)
+    for name, wrong in (("RANK", "x"), ("ELASTIC_TRAINER_REACHED", "-1")):
+        field = name.rpartition("_")[2].lower()
+        with pytest.raises(ConfigError, match=f"environment: '{field}' is '{wrong}'"):
+            worker_environment({"WORLD_SIZE": "2", name: wrong})
 
 
 def test_a_collective_may_take_as_long_as_the_watchdog_lets_a_rank_do_something_else() -> None:
@@ -242,16 +199,6 @@ def test_a_collective_may_take_as_long_as_the_watchdog_lets_a_rank_do_something_
         assert rendezvous_options({name: "0"}).group_timeout_s > 7 * 86400.0
     assert worker_environment({}).group_timeout == 600.0
     assert worker_environment({"ELASTIC_TRAINER_GROUP_TIMEOUT": "6300.0"}).group_timeout == 6300.0
-
-
-def test_a_worker_learns_where_its_page_belongs_and_how_far_the_job_was() -> None:
-    """Without an agent of this package neither is known."""
-    plain = worker_environment({})
-    assert (plain.pages, plain.reached) == (None, 0)
-    told = worker_environment({"ELASTIC_TRAINER_PAGES": "/dev/shm/x", "ELASTIC_TRAINER_REACHED": "41"})
-    assert (told.pages, told.reached) == (Path("/dev/shm/x"), 41)
-    with pytest.raises(ConfigError, match="'reached' is '-1'"):
-        worker_environment({"ELASTIC_TRAINER_REACHED": "-1"})
 
 
 @pytest.mark.parametrize(

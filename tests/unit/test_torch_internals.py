@@ -60,7 +60,6 @@ def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.capability)
 def test_this_torch_has_all_parts_that_its_version_should(part: TorchPart) -> None:
-    """An older one lacks what the part says."""
     old = part.since and torch_internals.version() < torch_internals._numbers(part.since)
     assert bool(part.lacks()) == bool(old), torch_internals.lacking([part])
 
@@ -80,14 +79,12 @@ def test_a_torch_without_a_part_is_told_by_a_sentence(
 
 
 def test_a_method_that_has_other_parameters_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced, or calls what is replaced."""
     handler = torch_internals._subprocess_handler()
     monkeypatch.setattr(handler, "_popen", lambda self, command: None)
     assert torch_internals.WARM_STARTS.lacks() == "SubprocessHandler._popen(self, args, env)"
 
 
 def test_sharded_models_are_refused_in_a_sentence_that_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any of the model is made."""
     needs_torch(SHARDED)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     lost = hide(monkeypatch, SHARDED.names[0])
@@ -101,7 +98,6 @@ def test_sharded_models_are_refused_in_a_sentence_that_names_the_version(monkeyp
 
 
 def test_a_newer_torch_without_them_is_not_asked_for_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.99 is newer than 2.13."""
     needs_torch(SHARDED)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     hide(monkeypatch, SHARDED.names[0])
@@ -120,7 +116,6 @@ class Squares:
 
 
 def test_without_data_workers_samples_are_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning says why."""
     hide(monkeypatch, torch_internals.DATA_WORKERS.names[0])
     with capture_logs() as logs:
         fetcher = Fetcher(Squares(), torch.device("cpu"), loading=Loading(workers=2))
@@ -145,7 +140,6 @@ def test_without_data_workers_samples_are_read_here(monkeypatch: pytest.MonkeyPa
 def test_workers_get_the_nccl_that_lets_them_live(
     version: str, chosen: str | None, expected: str | None, nccl2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nccl2 only where the user says so."""
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
     monkeypatch.setattr(os, "environ", {} if chosen is None else {torch_internals._NCCL2: chosen})
@@ -160,7 +154,6 @@ def private(name: str) -> bool:
 
 
 def own_names(trees: list[ast.Module]) -> Iterator[str]:
-    """What this package defines itself."""
     for node in (each for tree in trees for each in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name

@@ -151,7 +151,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--interludes", type=Program.parse, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     mine, others = parser.parse_known_args(argv)
-    job.main(["--directory", str(mine.directory), *others], Interludes(mine.interludes, mine.directory))
+    interludes = Interludes(mine.interludes, mine.directory)
+    job.main(["--directory", str(mine.directory), *others], interludes.hear, interludes.behind)
 
 
 if __name__ == "__main__":

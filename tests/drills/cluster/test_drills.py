@@ -43,9 +43,9 @@ def patient(name: str) -> Setting:
 
 def play(names: list[str], setting: Setting, directory: Path) -> None:
     """Play the drills ``names`` one after the other on one job; a name twice is its next repeat."""
-    with staged(setting, directory) as stage:
+    with staged(replace(setting, outage_s=OUTAGE_S), directory) as stage:
         for number, name in enumerate(names):
-            effect = DRILLS[name].act(stage, names[:number].count(name), OUTAGE_S)
+            effect = DRILLS[name].play(stage, names[:number].count(name))
             assert effect.problems == (), (name, effect)
             assert effect.steps_lost == 0, (name, effect)
             assert effect.recovery_s > 0, (name, effect)
@@ -109,7 +109,7 @@ def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypa
     setting = Setting(nodes=3, max_nodes=4, samples=500, width=64, reduction="tree", limit_s=180.0, options=PATIENT)
     with staged(setting, tmp_path / "disturbed") as stage:
         for name in ("node-join", "worker-kill", "rank0-node-kill", "node-drain"):
-            effect = DRILLS[name].act(stage, 0, OUTAGE_S)
+            effect = DRILLS[name].play(stage, 0)
             assert (effect.problems, effect.steps_lost) == ((), 0), (name, effect)
         assert conclusions(stage) == []
         found = {(each.step, each.digest) for each in stage.digests()}

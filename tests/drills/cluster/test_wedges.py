@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
     with staged(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path) as stage:
         for repeat, wedge in enumerate(STUCK):
-            effect = DRILLS["worker-wedge"].act(stage, repeat, 0.0)
+            effect = DRILLS["worker-wedge"].play(stage, repeat)
             assert effect.problems == (), effect
             assert effect.steps_lost == 0, effect
             # It was not killed for another reason; one that answers nothing is passed over before its limit.
@@ -47,7 +46,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     killed = sum(health.counters.get("workers_killed", 0.0) for health in counters.values())
     assert killed == 3
     logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "logs").iterdir())
-    assert re.search(r"line \d+ in inside_step", logs)
+    assert "in inside_step" in logs
     assert logs.count('"event": "worker.hung"') == 3
 
 

@@ -31,9 +31,9 @@ def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
     The others go on in the same processes without a step made twice. Each that is thawed comes back as it was, without
     a break. Samples and parameters are exact.
     """
-    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
+    setting = Setting(pause_s=0.04, outage_s=BUSY_S, limit_s=LIMIT_S, options=UNTOLD)
     with staged(setting, tmp_path) as stage:
-        calm = busy_machine(stage, 0, BUSY_S)
+        calm = busy_machine(stage, 0)
         assert (calm.steps_lost, calm.problems) == (0, ())
         assert calm.details["steps"] > 0
         for repeat, act, found in (

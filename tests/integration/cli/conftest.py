@@ -11,7 +11,6 @@ from tests.integration.cli.test_local import Local
 
 @pytest.fixture
 def started() -> Iterator[list[Local]]:
-    """Commands to end after the test."""
     commands: list[Local] = []
     yield commands
     for command in commands:

@@ -71,7 +71,6 @@ def test_the_other_commands_do_without(torchless: Environment, tmp_path: Path) -
 def test_a_task_without_its_data_says_so_before_anything_starts(
     task: str, sentence: str, dataless: Environment, tmp_path: Path
 ) -> None:
-    """No etcd, no node, no run directory."""
     for words in (["local", "--nodes", "1:3", "--run-dir", "run"], ["run"]):
         done = dataless.run("python", "-m", "elastic_trainer", *words, "--", task, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (EXIT_CONFIG, ""), done.stderr

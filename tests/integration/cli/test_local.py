@@ -20,7 +20,25 @@ from elastic_trainer.local.ledger import LedgerTail, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support.requirements import needs_hosts
 
-STEPS = Path(__file__).with_name("steps.py")
+JOB = """
+import sys, torch
+from elastic_trainer import Session
+from elastic_trainer.clock import pause
+
+directory, steps, alone = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with Session(checkpoint_dir=directory, device="cpu") as session:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = session.wrap(model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.ones(4 * steps, 1))
+    for batch in session.batches(data, global_batch_size=4, epochs=1):
+        with session.step() as step:
+            step.backward(model(batch.x).mean())
+            optimizer.step()
+        pause(1.0 if step.number >= alone and session.world_size == 1 else 0.05)
+    print(f"the last step was {step.number}", flush=True)
+"""
+"""Behind step ``alone`` it is slow until another node is there."""
 LIMIT_S = 450.0
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
@@ -32,36 +50,21 @@ class Local:
     def __init__(self, directory: Path, *options: str, job: tuple[str, ...]) -> None:
         self.run_dir = directory / "run"
         self.output = directory / "output"
-        words = [
-            "local",
-            "--run-dir",
-            str(self.run_dir),
-            "--rdzv-conf",
-            "ttl=10",
-            "--timeout",
-            "400",
-            *options,
-            "--",
-            *job,
-        ]
-        command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
+        given = ["--run-dir", str(self.run_dir), "--rdzv-conf", "ttl=10", "--timeout", "400", *options]
+        command = [sys.executable, "-m", "elastic_trainer.cli.main", "local", *given, "--", *job]
         self.process = agents.spawn(command, self.output, os.environ)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
-        """Its exit code."""
         return self.process.wait(limit_s)
 
     def said(self) -> str:
-        """What it printed."""
         return self.output.read_text()
 
     def summary(self) -> dict[str, Any]:
-        """What it wrote at the end."""
         values: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return values
 
     def await_step(self, step: int) -> None:
-        """Return when the job has committed ``step``."""
         tail, reached, deadline = LedgerTail(self.run_dir / "ledger"), 0, Deadline.after(LIMIT_S)
         while reached < step:
             assert self.process.poll() is None, self.said()
@@ -70,7 +73,6 @@ class Local:
             pause(0.05)
 
     def committed_again(self) -> int:
-        """Steps that one process made twice."""
         return Book(LedgerTail(self.run_dir / "ledger").read()).committed_again()
 
     def left(self) -> list[Any]:
@@ -82,7 +84,6 @@ class Local:
         return processes.alive(process) and str(self.run_dir) in " ".join(process.cmdline())
 
     def kill(self) -> None:
-        """Whatever happens, nothing outlives the test."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -90,17 +91,11 @@ class Local:
         processes.kill_all(processes.marked(mine), mine, Deadline.after(10.0))
 
 
-def begin(
-    started: list[Local],
-    directory: Path,
-    *options: str,
-    steps: int = 60,
-    pace_s: float = 0.05,
-    alone: int | None = None,
-) -> Local:
-    state = directory / "state"
-    state.mkdir()
-    job = (str(STEPS), str(state), str(steps), str(pace_s), *([str(alone)] if alone is not None else []))
+def begin(started: list[Local], directory: Path, *options: str, steps: int = 60, alone: int | None = None) -> Local:
+    (directory / "job").mkdir()
+    script = directory / "job" / "train.py"
+    script.write_text(JOB)
+    job = (str(script), str(directory / "job" / "state"), str(steps), str(steps if alone is None else alone))
     command = Local(directory, *options, job=job)
     started.append(command)
     return command
@@ -177,43 +172,19 @@ def test_when_the_command_itself_is_killed_its_nodes_die_too(tmp_path: Path, sta
     assert command.left() == []
 
 
-JOB = """
-import torch
-from elastic_trainer import Session
-
-with Session(checkpoint_dir="checkpoints", seed=1) as session:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = session.wrap(model, optimizer=optimizer)
-    for batch in session.batches(torch.utils.data.TensorDataset(torch.ones(8, 1)), global_batch_size=4, epochs=1):
-        with session.step() as step:
-            step.backward(model(batch.x).mean())
-            optimizer.step()
-    print(f"the last step was {step.number}", flush=True)
-"""
-
-
 @pytest.mark.timeout(200)
 def test_a_script_with_a_session_trains_in_place(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Its name and etcd are what was given; the exit code is torchrun's."""
     (tmp_path / "train.py").write_text(JOB)
     command = [sys.executable, "-m", "elastic_trainer", "run", "--endpoint", etcd_endpoint, "--name", run_id]
-    done = subprocess.run(
-        [*command, "--", "train.py"],
-        cwd=tmp_path,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    words = [*command, "--", "train.py", "state", "2", "2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
-    assert "recovery=in_place train.py" in done.stderr
+    assert "recovery=in_place train.py state" in done.stderr
     assert "the last step was 2" in done.stdout
 
 
 def test_completion_knows_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """And their options."""
     assert main(["completion", "bash"]) == 0
     said = capsys.readouterr().out
     assert "checkpoints" in said

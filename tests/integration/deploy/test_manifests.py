@@ -22,7 +22,7 @@ from elastic_trainer.jobs.task import find_task
 from elastic_trainer.monitor.serve import DEFAULT_PORT, Board, MonitorSite
 from elastic_trainer.settings import DEFAULT_ETCD_PORT
 from elastic_trainer.variables import ENV_ENDPOINT
-from elastic_trainer.web.node import NodeSite
+from elastic_trainer.web.node import node_site
 from elastic_trainer.web.server import Access, Answer, Request, Site
 from tests.support.agreement import Training, disagreements, quantity
 from tests.support.commands import understand
@@ -337,8 +337,8 @@ def test_three_members_are_kept_apart_and_two_of_them_up() -> None:
 
 def test_liveness_never_depends_on_others_and_readiness_does() -> None:
     """The probes' paths, asked of the real sites: of a node without a round, and of a monitor that has read nothing."""
-    node = NodeSite(CollectorRegistry(), Access(), lambda: "this node is in no round")
-    monitor = MonitorSite(Board(), Access())
+    node = node_site(CollectorRegistry(), Access(), lambda: "this node is in no round")
+    monitor = MonitorSite(Board(), Access()).answer
     dev = rendered("overlays/dev")
     asked: dict[Site, Container] = {
         node: container(named(dev, "Job", "mnist")["spec"]["template"], settings_of(dev)),
@@ -348,7 +348,7 @@ def test_liveness_never_depends_on_others_and_readiness_does() -> None:
         for probe, status in {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}.items():
             if "exec" in started.manifest[probe]:  # a node's: the time of a file
                 continue
-            answer = site.answer(Request("GET", started.probe(probe)[0], {"host": "10.1.2.3:9471"}))
+            answer = site(Request("GET", started.probe(probe)[0], {"host": "10.1.2.3:9471"}))
             assert isinstance(answer, Answer)
             assert answer.status == status
 

@@ -279,9 +279,9 @@ def test_a_script_that_is_too_large_for_a_config_map_is_refused(tmp_path: Path) 
 def test_scaling_changes_what_depends_on_the_size(size: int, spared: int) -> None:
     """`maxFailedIndexes` is what the run can do without, and never above `completions`, which the API refuses."""
     (job,) = of_kind(objects_of(asked(*GIVEN, "--pods", "4", "--", "mnist")), "Job")
-    decided = scaling.decide(job, size)
-    assert (decided.pods, decided.may_fail) == (size, spared)
-    job["spec"].update(yaml.safe_load(decided.patch)["spec"])
+    decided = scaling.decide(job, size)["spec"]
+    assert (decided["parallelism"], decided["maxFailedIndexes"]) == (size, spared)
+    job["spec"].update(decided)
     assert disagreements(Training(job, settings_of([]))) == []
 
 

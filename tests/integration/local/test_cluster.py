@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.variables import ENV_LEDGER_DIR
-from tests.support.waiting import LIMIT_S, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -63,57 +59,7 @@ def await_family(node: Node, size: int) -> list[psutil.Process]:
     return family
 
 
-def test_killing_a_node_leaves_nothing_of_it(cluster: LocalCluster) -> None:
-    """torchrun, workers and what workers started in sessions of their own are gone when the call returns."""
-    (node,) = cluster.start(1)
-    family = await_family(node, 5)
-    killed = node.kill()
-    assert killed is not None
-    assert set(killed.pids) >= {process.pid for process in family}
-    assert not any(processes.alive(process) for process in family)
-    assert processes.marked(cluster.ledger_marks) == []
-    assert node.exit_code() == -9
-    assert node.kill() is None
-    assert cluster.running == []
-
-
-def test_killing_a_worker_kills_that_worker_only(cluster: LocalCluster) -> None:
-    """The one of the asked local rank; a rank that does not exist is not a victim."""
-    (node,) = cluster.start(1)
-    await_family(node, 5)
-    other, chosen = node.worker(0), node.worker(1)
-    assert other is not None
-    assert chosen is not None
-    assert node.kill_worker(7) is None
-    killed = node.kill_worker(1)
-    assert killed is not None
-    assert killed.pids == (chosen.pid,)
-    assert not processes.alive(chosen)
-
-
-def await_states(family: list[psutil.Process], wanted: Callable[[set[Any]], bool]) -> None:
-    """Return when those of the processes that live are in such states; signals take a moment."""
-    eventually(
-        lambda: wanted({process.status() for process in family if processes.alive(process)}),
-        lambda: str([(process.status(), process.cmdline()) for process in family if processes.alive(process)]),
-    )
-
-
-def test_a_frozen_node_stands_still_until_it_is_thawed(cluster: LocalCluster) -> None:
-    """All of it at once, and stopping a frozen cluster works."""
-    (node,) = cluster.start(1)
-    family = await_family(node, 5)
-    assert len(node.freeze()) >= 5
-    await_states(family, lambda states: states == {psutil.STATUS_STOPPED})
-    node.thaw()
-    await_states(family, lambda states: psutil.STATUS_STOPPED not in states)
-    node.freeze()
-    cluster.stop(grace_s=20.0)
-    assert processes.marked(cluster.ledger_marks) == []
-
-
 def test_a_worker_orphaned_by_its_torchrun_is_found_at_the_stop(cluster: LocalCluster) -> None:
-    """It is not a descendant of anybody any more."""
     (node,) = cluster.start(1)
     await_family(node, 5)
     psutil.Process(node.pid).kill()
@@ -131,13 +77,6 @@ def test_a_node_outlives_the_thread_that_asked_for_it(cluster: LocalCluster) -> 
     (node,) = cluster.nodes
     await_family(node, 5)
     assert node.running
-
-
-def test_an_unknown_node_is_named(cluster: LocalCluster) -> None:
-    """With those that exist."""
-    cluster.start(1)
-    with pytest.raises(ConfigError, match=r"there is no node 'n5' \(there are n0"):
-        cluster.node("n5")
 
 
 def test_nothing_starts_for_a_parent_that_is_gone() -> None:
@@ -193,16 +132,3 @@ def test_a_process_whose_first_thread_has_ended_is_alive_until_all_have() -> Non
     finally:
         child.kill()
         child.communicate()
-
-
-def test_who_has_ended_since_it_was_found_has_no_environment() -> None:
-    """Nor is it anybody's child."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"MARK": "a"})
-    found = psutil.Process(child.pid)
-    assert found in processes.children(os.getpid())
-    assert processes.environment(found) == {"MARK": "a"}
-    child.kill()
-    child.communicate(timeout=LIMIT_S)
-    assert found not in processes.children(os.getpid())
-    assert processes.children(found.pid) == []
-    assert processes.environment(found) == {}

@@ -17,33 +17,7 @@ from elastic_trainer.local import etcd as binaries
 from elastic_trainer.local.etcd import EtcdServer, find_binary
 from elastic_trainer.local.hosts import free_ports
 from elastic_trainer.local.processes import wait_gone
-from elastic_trainer.store.api import Put
-from tests.integration.store.support import client, soon
-from tests.support.waiting import eventually
-
-
-def value(server: EtcdServer, key: str) -> bytes | None:
-    with client(server.endpoint) as store:
-        item = store.get(key, soon()).first
-    return item.value if item is not None else None
-
-
-def test_a_restart_keeps_data_and_address(own_etcd: EtcdServer) -> None:
-    """After a crash and a stop the same endpoint serves the same keys; a wipe removes them."""
-    endpoint = own_etcd.endpoint
-    with client(endpoint) as store:
-        store.transact([], [Put("/k", b"kept")], deadline=soon())
-    own_etcd.restart()
-    assert value(own_etcd, "/k") == b"kept"
-    own_etcd.stop()
-    assert own_etcd.pid is None
-    assert not own_etcd.is_healthy()
-    own_etcd.start()
-    assert own_etcd.endpoint == endpoint
-    assert value(own_etcd, "/k") == b"kept"
-    own_etcd.wipe()
-    own_etcd.start()
-    assert value(own_etcd, "/k") is None
+from tests.integration.store.support import soon
 
 
 def test_a_temporary_directory_is_removed(etcd_binary: str) -> None:
@@ -61,16 +35,6 @@ def test_old_versions_of_keys_are_forgotten(own_etcd: EtcdServer) -> None:
     flags = dict(word.split("=", 1) for word in words if word.startswith("--auto-compaction"))
     assert flags == {"--auto-compaction-mode": "periodic", "--auto-compaction-retention": "1h"}
     own_etcd.wait_healthy(soon())
-
-
-def test_a_frozen_server_can_be_stopped(own_etcd: EtcdServer) -> None:
-    """Stop thaws it first; a freeze is visible in its state."""
-    pid = own_etcd.pid
-    assert pid is not None
-    own_etcd.pause()
-    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is not stopped")
-    own_etcd.stop()
-    assert not psutil.pid_exists(pid)
 
 
 def test_ports_that_were_taken_meanwhile_are_changed(etcd_binary: str, tmp_path: Path) -> None:
@@ -105,7 +69,6 @@ def test_a_port_lost_between_look_and_bind_is_recognised(etcd_binary: str, tmp_p
 
 
 def test_a_server_that_dies_at_its_start_tells_why(etcd_binary: str, tmp_path: Path) -> None:
-    """The error holds etcd's own last words."""
     server = EtcdServer(tmp_path, binary=etcd_binary, arguments=["--no-such-flag"])
     with pytest.raises(StoreUnavailableError, match="ended while starting") as caught, server:
         pass

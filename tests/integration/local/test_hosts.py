@@ -38,7 +38,6 @@ open("/tmp/of-one-host", "w").close(), open("/dev/shm/of-one-host", "w").close()
 
 @pytest.fixture
 def segment(tmp_path: Path) -> Iterator[Segment]:
-    """A segment of this test's own."""
     needs_hosts()
     with Segment() as made:
         yield made
@@ -104,7 +103,6 @@ def test_a_closed_host_ends_all_that_runs_on_it(segment: Segment) -> None:
 
 
 def test_hosts_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
-    """It is killed, so it can clean up nothing."""
     needs_hosts()
     script = "import sys, time; from elastic_trainer.local.hosts import Segment\nwith Segment() as it:\n"
     script += "    print(it.attach('a').pid, flush=True); time.sleep(600)"

@@ -72,12 +72,10 @@ def test_what_each_process_returns_comes_back(capfd: pytest.CaptureFixture[str])
 
 
 def test_all_start_again_when_one_is_killed(tmp_path: Path) -> None:
-    """One process dies: all come back, and return."""
     assert launch(fail_once, (tmp_path / "marker",), nprocs=2) == ["1", "1"]
 
 
 def test_in_place_the_others_go_on_and_the_killed_one_joins_them(tmp_path: Path) -> None:
-    """All end at one step with the same bits."""
     results = launch(train, (tmp_path,), nprocs=3, recovery="in_place", rdzv_conf={"join_interval": "0.5"})
     assert (tmp_path / "killed").exists()
     assert len(set(results)) == 1
@@ -131,7 +129,6 @@ def test_a_process_that_fails_for_good_is_named_with_its_traceback(
     ],
 )
 def test_what_cannot_be_started_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
-    """Before any process is."""
     with pytest.raises(ConfigError, match=sentence):
         launch(greet, **given)
 

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CANNOT_WRITE
 from elastic_trainer.local.ledger import Line, LineKind
-from elastic_trainer.local.timeline import Bar, Mark, bars, marks
+from elastic_trainer.local.timeline import Bar, bars
 
 FAULT = {
     "what": "worker 0 of n1 killed (pid 7)",
@@ -46,13 +46,6 @@ def test_a_process_has_a_bar_until_its_first_step_and_one_for_each_round() -> No
         Bar("n0", 5, 2, 3.25, 6.0),
         Bar("n1", 7, 0, 0.5, 2.0),
         Bar("n1", 7, 1, 2.0, 2.0),
-    )
-
-
-def test_faults_are_marked_with_what_they_cost() -> None:
-    assert marks([FAULT, JOIN], 100.0) == (
-        Mark("n1", 3.0, "worker 0 of n1 killed", joins=False, recovery_s=0.25),
-        Mark("n2", 4.0, "node n2 started", joins=True, recovery_s=None),
     )
 
 

@@ -26,7 +26,6 @@ from tests.support.plainjob import PlainJob
 
 
 def command(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment
     )
@@ -43,7 +42,6 @@ def ask(port: int, path: str) -> tuple[int, bytes]:
 
 
 def await_answer(port: int, path: str, wanted: Callable[[int, bytes], bool]) -> bytes:
-    """Wait until the answer is as wanted."""
     deadline = Deadline.after(LIMIT_S)
     while not wanted(*(answer := ask(port, path))):
         assert not deadline.expired, answer
@@ -52,14 +50,12 @@ def await_answer(port: int, path: str, wanted: Callable[[int, bytes], bool]) -> 
 
 
 def run_values(port: int, run: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The JSON of a run once it is as wanted."""
     found = await_answer(port, f"/api/runs/{run}", lambda status, text: status == 200 and wanted(json.loads(text)))
     values: dict[str, Any] = json.loads(found)
     return values
 
 
 def ranks(values: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """Nodes of the round and their ranks."""
     return [(node["node"], [each["rank"] for each in node["ranks"]]) for node in values["nodes"] if node["in_round"]]
 
 
@@ -75,7 +71,6 @@ def writer(etcd_endpoint: str, run_id: str) -> Iterator[Writer]:
 
 @pytest.fixture
 def options(etcd_endpoint: str, run_id: str) -> Sequence[str]:
-    """What leads there."""
     return ("--endpoint", etcd_endpoint, "--prefix", f"/{run_id}")
 
 
@@ -175,15 +170,6 @@ def test_a_monitor_starts_while_etcd_is_away() -> None:
             assert running.end(number) == 0
 
 
-def test_several_monitors_tell_the_same(writer: Writer, options: Sequence[str], etcd_endpoint: str) -> None:
-    """They keep nothing of their own."""
-    writer.put(writer.keys.node_health("n0"), health("n0", [rank(0)], {"samples": 7.0}))
-    run = writer.keys.run_id
-    with monitor(etcd_endpoint, *options[2:]) as (_, one), monitor(etcd_endpoint, *options[2:]) as (_, other):
-        told = [run_values(port, run, lambda values: values["samples"] == 7) for port in (one, other)]
-    assert told[0]["nodes"][0]["ranks"] == told[1]["nodes"][0]["ranks"]
-
-
 def test_status_shows_ranks_stragglers_and_incidents(writer: Writer, options: Sequence[str]) -> None:
     """One table for one run; without a name the list; the endpoint may come from the environment."""
     told = [rank(0), rank(1, 1, compute_s=0.4, phase="checkpoint")]
@@ -228,52 +214,3 @@ def test_who_watches_waits_for_a_run_that_is_not_there_yet(
             pass  # the run's first keys are there, and its first round is not
         assert told == 1
     store.close()
-
-
-def test_events_are_the_newest_in_the_order_of_time(writer: Writer, options: Sequence[str]) -> None:
-    """Transitions and incidents together; a document that cannot be read is passed over and said."""
-    for number in range(2, 6):
-        writer.round(number, {"n0": 2})
-    writer.put(writer.keys.incident(3), incident(3, wall=1003.5))
-    writer.put(writer.keys.incident(9), b"{}")
-    done = command("events", writer.keys.run_id, *options, "--limit", "3")
-    lines = done.stdout.splitlines()
-    assert [line.split("  ")[1][:19] for line in lines] == [
-        "worker_lost, round ",
-        "round 4 active (1 n",
-        "round 5 active (1 n",
-    ]
-    assert writer.keys.incident(9) in done.stderr
-
-
-def test_a_monitor_asks_for_its_token(
-    writer: Writer, options: Sequence[str], tmp_path: Path, etcd_endpoint: str
-) -> None:
-    """Read from a file, whose path may be wrong."""
-    (tmp_path / "token").write_text("s3cret\n")
-    with monitor(etcd_endpoint, *options[2:], "--token-file", str(tmp_path / "token")) as (_, port):
-        assert ask(port, "/api/runs")[0] == 401
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-        connection.request("GET", "/api/runs", headers={"Authorization": "Bearer s3cret"})
-        assert connection.getresponse().status == 200
-        connection.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--listen", "9470"), "--listen '9470' is not HOST:PORT"),
-        (("--cert", "x"), "--cert and --key go together"),
-        (("--token-file", "/nowhere"), "--token-file '/nowhere' cannot be read"),
-        (("--user", "me"), "user and password go together"),
-        (("--endpoint", "http://x"), "is not host:port"),
-        (("--forget", "-1"), "--forget -1.0 is not a number of seconds"),
-        (("--ca-cert", "/nowhere"), "TLS file '/nowhere' cannot be read"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_one_sentence(words: Sequence[str], told: str) -> None:
-    """With exit code 78."""
-    done = command("monitor", *words)
-    assert done.returncode == EXIT_CONFIG
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr

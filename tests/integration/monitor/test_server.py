@@ -20,17 +20,15 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.monitor import serve as boards
 from elastic_trainer.monitor import serve as streams
 from elastic_trainer.monitor.serve import Monitor, MonitorOptions
-from elastic_trainer.monitor.snapshot import as_json
 from elastic_trainer.store.api import Delete
 from elastic_trainer.web import server as servers
 from elastic_trainer.web.server import Access, tls_context
 from tests.support.certificates import Authority
 from tests.support.crowd import crowding
 from tests.support.memory_store import MemoryBackend, MemoryStore
-from tests.support.monitored import PREFIX, Writer, health, rank, soon
+from tests.support.monitored import PREFIX, Writer, soon
 from tests.support.waiting import eventually
 
 LIMIT_S = 30.0
@@ -38,13 +36,11 @@ LIMIT_S = 30.0
 
 @pytest.fixture
 def backend() -> MemoryBackend:
-    """What stands in for etcd."""
     return MemoryBackend()
 
 
 @pytest.fixture
 def writer(backend: MemoryBackend) -> Writer:
-    """The nodes of a run."""
     writer = Writer(MemoryStore(backend))
     writer.start()
     return writer
@@ -52,7 +48,6 @@ def writer(backend: MemoryBackend) -> Writer:
 
 @pytest.fixture
 def monitor(backend: MemoryBackend, writer: Writer) -> Iterator[Monitor]:
-    """One that has read the store."""
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
         await_read(monitor)
         yield monitor
@@ -70,7 +65,6 @@ def await_answered(monitor: Monitor, but: int) -> None:
 
 
 def get(monitor: Monitor, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request on a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
@@ -150,22 +144,18 @@ def test_there_is_a_limit_to_connections(
             connection.close()
 
 
-@pytest.mark.parametrize(("secured", "times"), [(False, 40), (True, 5)])
-def test_slow_connections_keep_nobody_from_asking(
-    backend: MemoryBackend, writer: Writer, secured: bool, times: int, tmp_path: Path
-) -> None:
-    """Seventy that never complete a request: probes and pages are answered beside them, from the same address."""
+def test_slow_connections_keep_nobody_from_asking(backend: MemoryBackend, writer: Writer, tmp_path: Path) -> None:
+    """Seventy that never complete a request over TLS: probes and pages are answered beside them, from one address."""
     authority = Authority(tmp_path)
-    server = tls_context(*authority.issue("localhost")) if secured else None
-    client = ssl.create_default_context(cafile=str(authority.certificate)) if secured else None
+    server = tls_context(*authority.issue("localhost"))
+    client = ssl.create_default_context(cafile=str(authority.certificate))
     with (
         Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0, context=server)) as monitor,
         crowding(monitor.port, 70),
     ):
         await_read(monitor)
-        for _ in range(times):
-            for path in ("/healthz", "/readyz", "/api/runs"):
-                assert asked(monitor, path, client) == 200
+        for path in ("/healthz", "/readyz", "/api/runs") * 5:
+            assert asked(monitor, path, client) == 200
 
 
 @pytest.mark.parametrize("kind", ["reset at once", "reset in the handshake", "reset after it", "silent", "slow"])
@@ -210,28 +200,17 @@ def broken(port: int, kind: str, context: ssl.SSLContext) -> socket.socket:
     return connection
 
 
-def test_more_connections_than_there_are_places_keep_nobody_from_asking(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although each comes back as soon as it is cut off."""
-    monkeypatch.setattr(servers, "MOST_CONNECTIONS", 64)
-    with crowding(monitor.port, 200) as crowd:
-        for _ in range(10):
-            assert asked(monitor, "/healthz") == 200
-        eventually(lambda: crowd.returned, "nobody was cut off")
-
-
 def test_probes_are_answered_when_nothing_else_is(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads are busy with clients that take nothing; another request is told to come again."""
     monkeypatch.setattr(servers, "MOST_ANSWERS", 1)
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
         answering, release = threading.Event(), threading.Event()
 
-        def list_body() -> None:
+        def listing() -> None:
             answering.set()
             release.wait(LIMIT_S)
 
-        monkeypatch.setattr(monitor.board, "list_body", list_body)
+        monkeypatch.setattr(monitor.board, "listing", listing)
         with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as connection:
             connection.sendall(b"GET /api/runs HTTP/1.1\r\n\r\n")
             assert answering.wait(LIMIT_S)
@@ -239,7 +218,7 @@ def test_probes_are_answered_when_nothing_else_is(backend: MemoryBackend, monkey
             response, _ = get(monitor, "/static/page.css")
             assert (response.status, response.getheader("Retry-After")) == (503, "1")
             release.set()
-            assert connection.recv(12) == b"HTTP/1.1 404"
+            assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_no_request_makes_the_server_fail(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +278,6 @@ class Listener:
         return "".join(lines)
 
     def snapshot(self) -> dict[str, Any]:
-        """The next one."""
         while not (block := self.block()).startswith("data: "):
             assert block, "the stream has ended"
         values: dict[str, Any] = json.loads(block.removeprefix("data: "))
@@ -311,7 +289,6 @@ class Listener:
 
 
 def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: Monitor, writer: Writer) -> None:
-    """Several listeners get the same."""
     listeners = [Listener(monitor), Listener(monitor)]
     for listener in listeners:
         assert listener.response.getheader("Content-Type") == "text/event-stream"
@@ -374,7 +351,6 @@ def test_a_stream_ends_with_its_run(monitor: Monitor, writer: Writer, monkeypatc
 
 
 def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends makes room for another."""
     monkeypatch.setattr(servers, "MOST_STREAMS", 1)
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
@@ -394,7 +370,6 @@ def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, mon
 
 
 def test_streams_end_when_the_monitor_stops(backend: MemoryBackend, writer: Writer) -> None:
-    """At once, whatever they wait for."""
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
         await_read(monitor)
         listener = Listener(monitor)
@@ -426,7 +401,6 @@ def test_over_tls_with_a_token(backend: MemoryBackend, writer: Writer, tmp_path:
 
 
 def test_certificates_that_cannot_be_used_are_a_user_error(tmp_path: Path) -> None:
-    """In one sentence."""
     (tmp_path / "x.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="cannot use"):
         tls_context(tmp_path / "x.pem", tmp_path / "x.pem")
@@ -438,23 +412,3 @@ def test_a_port_that_is_taken_is_a_user_error(monitor: Monitor, backend: MemoryB
         Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=monitor.port))
     with pytest.raises(ConfigError, match="cannot listen on"):
         Monitor(MemoryStore(backend), MonitorOptions(PREFIX, host="192.0.2.1", port=0))
-
-
-def test_bodies_are_made_once_for_many_listeners(
-    monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thousand ranks are a megabyte: encoding it for each browser would be the monitor's whole work."""
-    made = []
-
-    def noted(value: object) -> bytes:
-        made.append(value)
-        return as_json(value)
-
-    monkeypatch.setattr(boards, "as_json", noted)
-    listeners = [Listener(monitor) for _ in range(8)]
-    writer.put(writer.keys.node_health("n0"), health("n0", [rank(0)]))
-    for listener in listeners:
-        while listener.snapshot()["step"] is None:
-            pass
-        listener.close()
-    assert len(made) <= 8, made  # made anew with each poll, a few at most, and not for each of the listeners

@@ -16,8 +16,7 @@ from rich.console import Console
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, describe
 from elastic_trainer.checkpoint.comparison import difference, numbers
-from elastic_trainer.cli import checkpoints as looking
-from elastic_trainer.cli import checkpoints as saving
+from elastic_trainer.cli import checkpoints
 from elastic_trainer.cli.main import main
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.membership.documents import SaveRequest
@@ -45,18 +44,15 @@ def saved(directory: Path, *steps: int) -> list[str]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three checkpoints."""
     saved(tmp_path / "checkpoints", 10, 20, 30)
     return tmp_path / "checkpoints"
 
 
 def names(directory: Path) -> list[str]:
-    """Newest first."""
     return [each.name for each in describe(directory, read_all=False)]
 
 
 def damage(directory: Path, number: int = 0) -> str:
-    """Flip one bit in the data of a checkpoint."""
     name = names(directory)[number]
     flip_bit(
         directory / name / "tensors.safetensors", 8 * (directory / name / "tensors.safetensors").stat().st_size - 9
@@ -72,7 +68,6 @@ def ran(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> st
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
-    """Its JSON."""
     return json.loads(ran(capsys, *words, "--json", code=code))
 
 
@@ -97,14 +92,13 @@ def test_checkpoints_are_listed_newest_first(
 def test_the_list_fits_eighty_columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No name is cut or broken, with months of age and many metrics."""
     narrow = Console(width=80)
-    narrow.print(looking.table(describe(directory, read_all=False), SYSTEM.wall() + 1e7))
+    narrow.print(checkpoints.table(describe(directory, read_all=False), SYSTEM.wall() + 1e7))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.startswith("step-")] == names(directory)
 
 
 def test_what_cannot_be_read_is_in_the_list(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the reason, and exit code 1."""
     name = names(directory)[0]
     (directory / name / "manifest.json").write_text("x")
     output = ran(capsys, "list", directory, code=1)
@@ -113,16 +107,13 @@ def test_what_cannot_be_read_is_in_the_list(directory: Path, capsys: pytest.Capt
 
 
 def test_an_empty_directory_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that has not saved yet."""
     assert ran(capsys, "list", tmp_path) == f"no checkpoints in {tmp_path}\n"
 
 
 def test_one_is_shown_with_its_tensors_and_totals(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest by default; ``best``, or a name that may be cut short, chooses another."""
     output = ran(capsys, "show", directory)
-    assert "model/w" in output
-    assert "BF16" in output
-    assert "fields.seed" in output
+    assert all(part in output for part in ("model/w", "BF16", "fields.seed"))
     shown = parsed(capsys, "show", directory / "best")
     assert (shown["step"], shown["fields"], shown["format"]) == (20, {"seed": 1}, 1)
     assert shown["tensors"] == [
@@ -210,7 +201,6 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, capsys: pytest.CaptureF
 def test_diff_of_what_is_damaged_is_trouble_not_a_difference(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, as of diff(1)."""
     damage(directory)
     assert main(["checkpoints", "diff", str(directory), f"{directory}/best"]) == 2
     assert "do not match their checksum" in capsys.readouterr().err
@@ -329,13 +319,8 @@ def test_looking_comparing_and_pruning_need_no_torch(directory: Path, tmp_path: 
         "    assert main(['checkpoints', *words]) == code, words\n"
         "assert 'torch' not in sys.modules\n"
     )
-    ran_ = subprocess.run(
-        [sys.executable, "-c", program, str(directory), str(goal)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    words = [sys.executable, "-c", program, str(directory), str(goal)]
+    ran_ = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert ran_.returncode == 0, ran_.stderr
 
 
@@ -351,16 +336,16 @@ def test_an_answer_is_heard_though_the_next_request_has_replaced_it() -> None:
         store.transact([], [Put(KEYS.save, text)], deadline=Deadline.after(1.0))
 
     def heard(asked: SaveRequest) -> str:
-        answered = saving._wait(store, KEYS, asked, Deadline.after(1.0))
+        answered = checkpoints._wait(store, KEYS, asked, Deadline.after(1.0))
         return "" if answered is None else answered.name
 
-    first = saving._ask(store, KEYS)
+    first = checkpoints._ask(store, KEYS)
     answer(first, "step-1")
-    second = saving._ask(store, KEYS)
+    second = checkpoints._ask(store, KEYS)
     assert heard(first) == "step-1"
     answer(second, "step-2")
     assert [heard(first), heard(second)] == ["step-1", "step-2"]
-    third = saving._ask(store, KEYS)
+    third = checkpoints._ask(store, KEYS)
     assert heard(second) == "step-2"
     assert third.before is not None
     assert third.before.before is None

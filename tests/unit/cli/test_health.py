@@ -19,26 +19,13 @@ SICK = Word(9471, True, 503, "the monitor has stopped reading the store")
 STUCK = Word(9471, True, None, "no answer: timed out")
 
 
-class Site:
-    def __init__(self, status: int) -> None:
-        self._status = status
-
-    def answer(self, request: Request) -> Answer:
-        return text(self._status if request.path == "/healthz" else 404, "spoken")
-
-
 @pytest.mark.parametrize(
     ("words", "required", "well"),
     [
-        ([SILENT, WELL], False, True),
-        ([SILENT, SICK], False, False),
-        ([SILENT, STUCK], False, False),
-        ([SILENT], False, True),
-        ([SILENT], True, False),
-        ([SILENT, WELL], True, False),
-        ([WELL], True, True),
+        ([SILENT, WELL], False, True), ([SILENT, SICK], False, False), ([SILENT, STUCK], False, False),
+        ([SILENT], False, True), ([SILENT], True, False), ([SILENT, WELL], True, False), ([WELL], True, True),
     ],
-)
+)  # fmt: skip
 def test_who_listens_must_be_well_and_who_was_named_must_listen(words: list[Word], required: bool, well: bool) -> None:
     """A container whose job has no endpoint is not sick; one whose endpoint does not answer is."""
     assert judge(words, required=required)[0] is well
@@ -53,7 +40,11 @@ def serve() -> Iterator[Serve]:
 
     def start(status: int, directory: Path | None = None) -> int:
         context = None if directory is None else tls_context(*Authority(directory).issue("node"))
-        servers.append(Server("127.0.0.1", 0, Site(status), context))
+
+        def answer(request: Request) -> Answer:
+            return text(status if request.path == "/healthz" else 404, "spoken")
+
+        servers.append(Server("127.0.0.1", 0, answer, context))
         servers[-1].start()
         return servers[-1].port
 
@@ -62,15 +53,12 @@ def serve() -> Iterator[Serve]:
         server.stop()
 
 
-def test_a_server_is_asked(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code is 0 for one that is well and 1 for one that is not, and its own words are passed on."""
+def test_a_server_is_asked(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 0 for one that is well and 1 for one that is not, and its own words are passed on. With TLS its
+    CA is not needed: the check runs beside it, and looks at nothing but the answer."""
     assert main(["health", "--port", str(serve(200))]) == 0
     assert main(["health", "--port", str(serve(503))]) == 1
     assert capsys.readouterr().out.count(": spoken\n") == 2
-
-
-def test_a_server_with_tls_is_asked(serve: Serve, tmp_path: Path) -> None:
-    """Without its CA: the check runs beside it, and looks at nothing but the answer."""
     assert ask("127.0.0.1", serve(200, tmp_path)).status == 200
 
 

@@ -115,7 +115,6 @@ def test_all_that_the_plain_script_has_is_found() -> None:
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(source: bytes, sentence: str) -> None:
-    """Also where Python's parser itself gives up."""
     with pytest.raises(ConfigError) as caught:
         advice(source, "runs/x")
     assert sentence in str(caught.value)
@@ -144,7 +143,6 @@ def test_a_script_is_listed_and_left_alone(
 def test_new_files_are_whole_and_never_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script, and a job with its task."""
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     assert "with Session(" in Path("train.py").read_text()

@@ -81,6 +81,13 @@ LOCAL = ["local", "--nodes", "2:3"]
         (["checkpoints", "list"], "the following arguments are required: DIR"),
         (["checkpoints", "save"], "the following arguments are required: RUN"),
         (["checkpoints", "save", "r", "--timeout", "0"], "--timeout 0.0 is not a number of seconds above 0"),
+        (["monitor", "--listen", "9470"], "--listen '9470' is not HOST:PORT"),
+        (["monitor", "--cert", "x"], "--cert and --key go together"),
+        (["monitor", "--token-file", "/nowhere"], "--token-file '/nowhere' cannot be read"),
+        (["monitor", "--user", "me"], "user and password go together"),
+        (["monitor", "--endpoint", "http://x"], "is not host:port"),
+        (["monitor", "--forget", "-1"], "--forget -1.0 is not a number of seconds"),
+        (["monitor", "--ca-cert", "/nowhere"], "TLS file '/nowhere' cannot be read"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_78(

@@ -44,7 +44,8 @@ def started() -> Picture:
 
 
 def test_a_round_is_shown_once_with_where_it_begins() -> None:
-    """However many ranks open it, one line says with how many ranks and from which step and checkpoint."""
+    """However many ranks open it; one that nobody opened in the ledger, by its first step. Late lines of an old round
+    do not turn the picture back."""
     picture = started()
     first = Line(event=LineKind.OPENED, t=101.0, node="n0", world=2, round=1, step=20, resumed_from="step-000000020")
     assert texts(picture.observe([first, opened(1, 101.1, step=20, rank=1, node="n1")])) == [
@@ -52,20 +53,9 @@ def test_a_round_is_shown_once_with_where_it_begins() -> None:
     ]
     assert picture.observe([committed(21, 1, 102.0, world=2)]) == []
     assert (picture.step, picture.round, picture.first) == (21, 1, "n0")
-
-
-def test_a_round_that_nobody_opened_in_the_ledger_is_shown_by_its_first_step() -> None:
-    """An in-place round needs no line of its own."""
-    picture = started()
-    picture.observe([committed(5, 1, 101.0, world=2)])
-    assert texts(picture.observe([committed(6, 2, 102.0, world=1)])) == ["round 2 trains with 1 rank from step 5"]
-
-
-def test_late_lines_of_an_old_round_do_not_turn_the_picture_back() -> None:
-    """The node's own row follows, the job's does not."""
-    picture = started()
-    picture.observe([committed(5, 2, 101.0, loss=0.5), committed(9, 1, 101.1, loss=7.0, node="n1")])
-    assert (picture.round, picture.loss, picture.step) == (2, 0.5, 9)
+    told = picture.observe([committed(22, 2, 102.0, loss=0.5), committed(26, 1, 102.1, loss=7.0, node="n1")])
+    assert texts(told) == ["round 2 trains with 1 rank from step 21"]
+    assert (picture.round, picture.loss, picture.step) == (2, 0.5, 26)
 
 
 def test_fault_and_recovery_are_shown_with_what_they_cost() -> None:
@@ -135,17 +125,12 @@ def test_nodes_of_a_broken_round_regroup_until_they_train_in_a_later_one() -> No
     assert phases == [NodePhase.TRAINING, NodePhase.REGROUPING, NodePhase.TRAINING]
 
 
-def test_log_lines_are_shown_as_people_read_them() -> None:
-    """Structured ones as event and values; anything else as it is."""
+def test_log_lines_and_metrics_are_shown_as_people_read_them() -> None:
+    """Structured ones as event and values, anything else as it is; all metrics of one step on one line."""
     assert readable('{"round": 3, "step": 20, "event": "checkpoint.committed", "level": "info"}') == (
         "checkpoint.committed step=20"
     )
-    assert readable('{"torn": ') == '{"torn": '
-    assert readable("epoch 3 done") == "epoch 3 done"
-
-
-def test_metrics_of_one_step_are_one_line() -> None:
-    """With their epoch and step."""
+    assert [readable(line) for line in ('{"torn": ', "epoch 3 done")] == ['{"torn": ', "epoch 3 done"]
     values = {"accuracy": 0.98765, "loss": 0.5}
     lines = [Line(event=LineKind.METRIC, t=101.0, step=40, epoch=2, name=k, value=v) for k, v in values.items()]
     assert texts(started().observe(lines)) == ["epoch 2, step 40: accuracy 0.9877, loss 0.5"]
@@ -154,6 +139,7 @@ def test_metrics_of_one_step_are_one_line() -> None:
 def test_progress_shows_what_the_round_document_knows_and_the_ledger_does_not() -> None:
     """A broken round, and the next one that has been formed and has not trained yet."""
     picture = started()
+    assert progress_line(picture) == "no step yet (2 starting)"
     picture.observe([committed(7, 1, 101.0, world=2)])
     picture.document(document(1, RoundState.ACTIVE), 101.0)
     assert progress_line(picture) == "step 7, epoch 0, round 1, 2 ranks"
@@ -181,11 +167,6 @@ def test_without_a_terminal_each_incident_is_a_line_and_progress_comes_every_few
     ]
 
 
-def test_progress_before_the_first_step_says_what_is_waited_for() -> None:
-    """Nobody looks at an empty line."""
-    assert progress_line(started()) == "no step yet (2 starting)"
-
-
 def test_the_live_view_shows_every_node_and_the_timeline() -> None:
     """State, round, rank, step, loss and last line of each node; text of logs is never taken for markup."""
     picture = started()
@@ -195,16 +176,11 @@ def test_the_live_view_shows_every_node_and_the_timeline() -> None:
     console = Console(file=io.StringIO(), width=110, record=True)
     console.print(render(picture, 103.0))
     shown = console.export_text()
-    assert "n0" in shown
-    assert "training" in shown
-    assert "killed" in shown
-    assert "0.2500" in shown
-    assert "[bold]epoch 0[/] done" in shown
-    assert "node n1 killed" in shown
+    for part in ("n0", "training", "killed", "0.2500", "[bold]epoch 0[/] done", "node n1 killed"):
+        assert part in shown
 
 
 def test_on_a_terminal_the_view_is_redrawn_and_the_cursor_given_back() -> None:
-    """Hidden while it runs, visible afterwards."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, height=30)
     shown = display(console)

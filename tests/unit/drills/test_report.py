@@ -99,17 +99,13 @@ def test_the_exit_status_says_what_became_of_the_job(ending: dict[str, object], 
     assert (verdict.exit_code, verdict.reason) == (code, reason)
 
 
-def test_nobody_left_is_no_success() -> None:
-    """All nodes killed on purpose."""
-    summary = told(injected=(struck(node="n0"), struck(node="n1")))
-    assert (summary.verdict.exit_code, summary.verdict.reason) == (1, "no node survived")
-
-
-def test_a_script_without_steps_is_named_when_faults_wait_for_one() -> None:
-    """The reason is not that the job was too short."""
-    verdict = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
-    assert verdict.exit_code == 1
-    assert verdict.reason == "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
+def test_without_survivors_or_steps_the_reason_is_another() -> None:
+    """All nodes killed on purpose are no success; a script without steps is not called too short."""
+    all_struck = told(injected=(struck(node="n0"), struck(node="n1"))).verdict
+    assert (all_struck.exit_code, all_struck.reason) == (1, "no node survived")
+    no_steps = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
+    reason = "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
+    assert (no_steps.exit_code, no_steps.reason) == (1, reason)
 
 
 def test_rounds_that_committed_nothing_are_listed_from_their_documents() -> None:
@@ -132,7 +128,6 @@ def test_the_summary_is_written_whole_as_json(tmp_path: Path) -> None:
 
 
 def test_a_summary_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
-    """Exit code 73 with the path."""
     with pytest.raises(StorageError, match="cannot write"):
         report.write(told(), tmp_path / "gone" / "summary.json")
 
@@ -142,15 +137,11 @@ def test_the_tables_say_what_the_user_wants_to_know() -> None:
     console = Console(file=io.StringIO(), width=120, record=True)
     report.show_summary(told(injected=(struck(t=3.5, step=3),)), console)
     shown = console.export_text()
-    assert "1.50 s" in shown
-    assert "step 3 of round 2" in shown
-    assert "exact: each of 10 samples exactly once in 1 epoch" in shown
-    assert "3 committed, 1 rolled back and repeated; 1 checkpoint" in shown
-    assert "training loss 0.125, accuracy 0.75" in shown
-    assert "0 after 7.0 s: 1 node finished the job" in shown
-
-
-def test_data_that_was_not_exact_is_said_loudly() -> None:
-    """NOT exact, and where."""
+    for part in (
+        *("1.50 s", "step 3 of round 2", "exact: each of 10 samples exactly once in 1 epoch"),
+        *("3 committed, 1 rolled back and repeated; 1 checkpoint", "training loss 0.125, accuracy 0.75"),
+        "0 after 7.0 s: 1 node finished the job",
+    ):
+        assert part in shown
     lines = [*job(), committed(4, 2, 6.0, samples=[8])]
     assert report.facts(told(lines))["data"] == "NOT exact: epoch 0: 1 repeated"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer import jobs
-from elastic_trainer.drills.entry import entry
+from elastic_trainer.drills.local_run import entry
 from tests.support.pages import DOCS, ROOT, blocks
 
 SCRIPTS = Path(jobs.__file__).with_name("scripts")

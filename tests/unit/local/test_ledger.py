@@ -116,21 +116,13 @@ def test_a_rank_that_is_silent_in_the_middle_of_a_round_has_not_used_its_samples
     assert (result.exact, result.unrecorded, result.missing) == (False, 1, 2)
 
 
-def test_an_epoch_that_was_left_early_is_not_called_whole() -> None:
-    """A job that stops in an epoch has missed nothing, and the reason says how far it came."""
+def test_an_epoch_is_judged_whole_once_it_has_reached_its_smaller_last_batch() -> None:
+    """A job that stops in an epoch before has missed nothing, and the reason says how far it came. A gap in the step
+    numbers is never exact."""
     result = audit([committed(1, samples=range(4))], size=12)
-    assert result.exact
-    assert result.reason == "4 samples of epoch 0 once, then the job stopped in it"
-
-
-def test_an_epoch_that_reached_its_smaller_last_batch_is_judged_whole() -> None:
-    """Samples passed over before the tail batch are missing even in the last epoch."""
+    assert (result.exact, result.reason) == (True, "4 samples of epoch 0 once, then the job stopped in it")
     result = audit([committed(1, samples=[0, 1, 2]), committed(2, samples=[5])], size=6)
     assert (result.exact, result.missing) == (False, 2)
-
-
-def test_a_step_that_no_round_committed_is_found() -> None:
-    """A gap in the step numbers is not exact."""
     result = audit([committed(1, samples=[0]), committed(3, samples=[1])])
     assert (result.exact, result.steps_skipped) == (False, 1)
 
@@ -139,7 +131,6 @@ def test_a_step_that_no_round_committed_is_found() -> None:
     ("lines", "reason"), [([], "no step was recorded"), ([committed(1)], "the steps list no samples")]
 )
 def test_nothing_recorded_is_not_exact(lines: list[Line], reason: str) -> None:
-    """Silence proves nothing."""
     result = audit(lines)
     assert (result.exact, result.reason) == (False, reason)
 

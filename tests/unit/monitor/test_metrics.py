@@ -22,13 +22,11 @@ MINE = [family for family in FAMILIES if family.source is MetricSource.MONITOR]
 
 
 def reading(*runs: RunDocuments, now: float = 100.0) -> StoreReading:
-    """The runs as seen for the first time."""
     seen = {each.run: RunReading(each, Observer().look(each, now, 5000.0)) for each in runs}
     return StoreReading(seen, read_at=now, read_wall=4999.0)
 
 
 def series(*runs: RunDocuments) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """All series of a scrape."""
     text = generate_latest(MonitorCollector(lambda: reading(*runs))).decode()
     return {
         (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
@@ -38,7 +36,6 @@ def series(*runs: RunDocuments) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 
 def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
-    """One of them."""
     return found[name, frozenset(({"run": "r"} | labels).items())]
 
 
@@ -56,12 +53,6 @@ def test_every_family_is_there_with_all_values_of_its_labels() -> None:
             for values in label_values(family):
                 value(found, expected, **dict(zip(family.values, values, strict=True)))
     assert {family.name for family in MINE if family.kind in (MetricKind.COUNTER, MetricKind.HISTOGRAM)} == set(COUNTED)
-
-
-def test_shard_groups_of_several_nodes_are_counted() -> None:
-    """Those that train; none where each node holds a whole model."""
-    assert value(series(grouped()), "shard_groups") == 2
-    assert value(series(run()), "shard_groups") == 0
 
 
 def test_what_is_known_has_its_value() -> None:
@@ -83,6 +74,7 @@ def test_what_is_known_has_its_value() -> None:
     assert (value(found, "checkpoint_bytes"), value(found, "checkpoint_interval_seconds")) == (9, 60)
     assert value(found, "rendezvous_start_timestamp_seconds") == 0
     assert found["monitor_store_last_success_timestamp_seconds", frozenset()] == 4999.0
+    assert [value(series(each), "shard_groups") for each in (grouped(), run())] == [2, 0]
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed"])
@@ -131,28 +123,22 @@ def test_histograms_are_cumulative() -> None:
 
 
 def test_bounds_of_another_version_are_counted_with_the_next_higher_one() -> None:
-    """And what is no bound counts only in all."""
     counted = {"h.le.0.7": 1.0, "h.le.5": 1.0, "h.le.inf": 1.0, "h.le.what": 1.0, "h.count": 5.0, "h.sum": 9.0}
     assert histogram(counted, "h", (0.5, 1.0)) == ([0.0, 1.0, 5.0], 9.0)
 
 
-@pytest.mark.parametrize(("seconds", "there"), [(3599.0, True), (3601.0, False)])
-def test_the_series_of_a_run_vanish_an_hour_after_its_end(seconds: float, there: bool) -> None:
-    """Else they would grow for ever."""
+def test_the_series_of_a_run_vanish_an_hour_after_its_end_or_a_day_after_its_last_node() -> None:
+    """Else they would grow for ever; nobody has ended a run without nodes, so that an alert about it must stay."""
     over, observer = run(state=RoundState.CLOSED, round_={"result": "succeeded"}), Observer()
     observer.look(run(), 0.0, 5000.0)
     observer.look(over, 1.0, 5001.0)
-    seen = {"r": RunReading(over, observer.look(over, 1.0 + seconds, 5001.0 + seconds))}
-    text = generate_latest(MonitorCollector(lambda: StoreReading(seen))).decode()
-    assert ('run="r"' in text) is there
-
-
-def test_a_run_without_nodes_has_series_for_a_day() -> None:
-    """Nobody has ended it: an alert about it must not go away after an hour by itself."""
-    observer = Observer()
-    observer.look(run(0), 0.0, 5000.0)
-    assert not RunReading(run(0), observer.look(run(0), 80_000.0, 85_000.0)).forgotten(3600.0)
-    assert RunReading(run(0), observer.look(run(0), 90_000.0, 95_000.0)).forgotten(3600.0)
+    for seconds, there in ((3599.0, True), (3601.0, False)):
+        seen = {"r": RunReading(over, observer.look(over, 1.0 + seconds, 5001.0 + seconds))}
+        assert ('run="r"' in generate_latest(MonitorCollector(lambda: StoreReading(seen))).decode()) is there  # noqa: B023
+    left = Observer()
+    left.look(run(0), 0.0, 5000.0)
+    found = [RunReading(run(0), left.look(run(0), at, 5000.0 + at)).forgotten(3600.0) for at in (80_000.0, 90_000.0)]
+    assert found == [False, True]
 
 
 def test_both_formats_can_be_parsed() -> None:
@@ -161,7 +147,5 @@ def test_both_formats_can_be_parsed() -> None:
     strict = openmetrics(collector).decode()  # type: ignore[no-untyped-call]
     names = {family.name for family in parse_openmetrics(strict)}  # type: ignore[no-untyped-call]
     assert {f"{PREFIX}{family.name}" for family in MINE} == names
-    runs = {
-        sample.labels.get("run") for family in parse(generate_latest(collector).decode()) for sample in family.samples
-    }
-    assert runs == {"r", "other", None}
+    found = parse(generate_latest(collector).decode())
+    assert {sample.labels.get("run") for family in found for sample in family.samples} == {"r", "other", None}

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.monitor import page
-from elastic_trainer.monitor.page import edits, view
-from elastic_trainer.monitor.page.view import NAMES, NONE, TIMES
+from elastic_trainer.monitor.page import NAMES, NONE, TIMES, edits
 from elastic_trainer.telemetry.families import NODE_STATES, RUN_STATES
 from tests.support import snapshots
 
@@ -25,7 +24,6 @@ Element = ElementTree.Element
 
 
 def parsed(html: str) -> Element:
-    """The page; fails if it is not well-formed."""
     return ElementTree.fromstring(html)
 
 
@@ -34,12 +32,10 @@ def words(element: Element | None) -> str:
 
 
 def part(html: str, name: str) -> Element:
-    """The section that has the heading ``name``."""
     return next(each for each in parsed(html).iter("section") if words(each.find("h2")) == name)
 
 
 def table(html: str, name: str) -> list[list[str]]:
-    """The rows of the first table in a section."""
     rows = part(html, name).findall(".//table")[0].findall("tbody/tr")
     return [[words(cell) for cell in row] for row in rows]
 
@@ -59,138 +55,40 @@ def test_every_page_is_well_formed_and_safe(make: Callable[[], Any]) -> None:
 
 
 def test_hostile_names_are_text() -> None:
-    """Names, reasons and states with markup in them are read as they are written."""
+    """Names, reasons and states with markup are read as they are written; a run's name cannot lead out of ``runs/``."""
     html = page.run_page(snapshots.hostile())
     assert "<script>alert" not in html
     assert snapshots.HOSTILE in words(part(html, "Nodes and ranks"))
     assert snapshots.HOSTILE in words(part(html, "Incidents"))
     assert words(parsed(html).find("head/title")).startswith("</title><script>")
-
-
-def test_the_name_of_a_run_is_quoted_in_its_link() -> None:
-    """A name cannot lead out of ``runs/``."""
     html = page.runs_page({"runs": [{"run": "../../a b/<c>", "state": "training"}]})
-    assert [link.get("href") for link in parsed(html).iter("a") if link.get("class") is None] == [
-        "runs/..%2F..%2Fa%20b%2F%3Cc%3E"
-    ]
+    (link,) = (link for link in parsed(html).iter("a") if link.get("class") is None)
+    assert link.get("href") == "runs/..%2F..%2Fa%20b%2F%3Cc%3E"
 
 
-def test_the_first_lines_say_how_the_run_is() -> None:
-    """State, since when, who is missing, what happened last and what was lost, in words."""
-    html = page.run_page(snapshots.recovering())
-    said = words(parsed(html).find(".//section[@class='verdict']"))
-    assert "Recovering for 14 s" in said
-    assert "node-2 was lost" in said
-    look = words(part(html, "Needs attention"))
-    assert "1 node is gone: node-2 (heard 21 s ago)." in look
-    assert "node-3 is warming up." in look
-    last = words(part(html, "Last incident"))
-    assert "Node lost 14 s ago" in last
-    assert "node-2, ranks 4, 5" in last
-
-
-def test_what_was_lost_is_said() -> None:
-    """Steps lost, or that none was, and how long training stood still, from the last step on."""
-    run = snapshots.healthy()
-    said = "No step was lost. Training stood still for 810 ms: 80 ms until it was noticed, 310 ms to regroup, 420 ms to"
-    assert said in words(part(page.run_page(run), "Last incident"))
-    run["incidents"] = run["incidents"][2:]
-    said = "12 steps were lost. Training stood still for 8.2 s: 6.1 s until it was noticed, 1.4 s to regroup, 700 ms to"
-    assert said in words(part(page.run_page(run), "Last incident"))
-
-
-def test_the_sentences_of_what_needs_attention_are_shown() -> None:
-    """In the order in which the snapshot has them, and the node that they are of is the first."""
-    look = part(page.run_page(snapshots.straggling()), "Needs attention")
-    assert [words(item) for item in look.iter("li")] == [
-        "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s).",
-        "The last 2 saves failed.",
-    ]
-    assert table(page.run_page(snapshots.straggling()), "Nodes and ranks")[0][0].startswith("node-1")
-
-
-def test_nothing_needs_a_look_when_all_is_well_or_over() -> None:
-    """A calm run says so, and an ended one has nothing to look at."""
-    assert "Nothing: no node is missing, no rank is slow." in words(
-        part(page.run_page(snapshots.healthy()), "Needs attention")
-    )
-    ended = snapshots.recovering() | {"state": "succeeded", "attention": []}
-    assert "The run has ended." in words(part(page.run_page(ended), "Needs attention"))
-
-
-def test_the_journal_becomes_rounds() -> None:
-    """A round has a line for each of its transitions; the page has one row, with what began it and what ended it."""
-    rows = table(page.run_page(snapshots.healthy()), "Rounds")
+def test_tables_have_what_is_known_of_rounds_incidents_and_nodes() -> None:
+    """A round has one row, with what began and what ended it; a planned change is no incident; the sick come first."""
+    html = page.run_page(snapshots.healthy())
+    rows = table(html, "Rounds")
     assert [row[0] for row in rows] == ["7", "6", "5", "4"]
     assert rows[0][1:4] == ["active", "21 min ago", "21 min"]
-    assert rows[1][1] == "broken"
-    assert rows[1][6] == "3 nodes are readyworker 3 of node-1 ended with signal 9"
+    assert (rows[1][1], rows[1][6]) == ("broken", "3 nodes are readyworker 3 of node-1 ended with signal 9")
     assert rows[2][1:4] == ["followed by the next", "2 h 14 min ago", "1 h 9 min"]
-
-
-def test_incidents_have_their_durations() -> None:
-    """Who, which rounds, how many ranks, what was lost, how long. A planned change is none."""
-    newest, lost = table(page.run_page(snapshots.healthy()), "Incidents")
+    newest, lost = table(html, "Incidents")
     assert newest[1].startswith("Worker lost: node-1, rank 3")
     assert newest[2:6] == ["6 → 7", "6", "0", "810 ms"]
-    assert lost[4] == "12"
-    assert lost[6] == "6.1 s 1.4 s 700 ms"
-
-
-def test_a_monitor_that_came_later_goes_by_the_journal() -> None:
-    """It has not seen the state begin, but the journal tells when."""
-    said = words(parsed(page.run_page(snapshots.healthy(state_s=None))).find(".//section[@class='verdict']"))
-    assert "Training for 21 min" in said
-
-
-def test_an_empty_run_says_what_is_not_there() -> None:
-    """No heading stands above nothing."""
-    html = page.run_page(snapshots.empty())
-    assert "No node is there." in words(part(html, "Nodes and ranks"))
-    assert "No step has been seen yet." in words(part(html, "Course"))
-    for name in ("Time of all ranks", "Checkpoints", "Incidents", "Rounds"):
-        assert len(words(part(html, name))) > len(name) + 5
-
-
-def test_an_unreached_store_is_named() -> None:
-    """Old data is never shown as if it were new."""
-    html = page.run_page(snapshots.healthy(store={"connected": False, "age_s": 43.0}))
-    assert "cannot reach the store: this page is 43 s old." in words(parsed(html).find(".//header"))
-
-
-def test_without_scripts_the_page_renews_itself() -> None:
-    """Only there: the script does better."""
-    root = parsed(page.run_page(snapshots.healthy()))
-    metas = [meta for meta in root.iter("meta") if meta.get("http-equiv") == "refresh"]
-    assert [meta.get("content") for meta in metas] == ["10"]
-    assert metas == root.findall("head/noscript/meta")
-
-
-def test_headers_have_a_scope_and_headings_an_order() -> None:
-    """Screen readers tell by these which number belongs to what."""
-    for html in (page.run_page(snapshots.straggling()), page.runs_page(snapshots.listing())):
-        root = parsed(html)
-        assert all(header.get("scope") in ("col", "row") for header in root.iter("th"))
-        assert len(list(root.iter("h1"))) == 1
-        assert [
-            landmark for landmark in ("header", "main", "nav", "footer") if root.find(f".//{landmark}") is None
-        ] == []
+    assert (lost[4], lost[6]) == ("12", "6.1 s 1.4 s 700 ms")
+    sick = page.run_page(snapshots.straggling())
+    assert table(sick, "Nodes and ranks")[0][0].startswith("node-1")
+    notes = [words(item) for item in part(sick, "Needs attention").iter("li")]
+    assert notes[0] == "1 rank makes no progress: rank 3 on node-1 (training, for 1 min 14 s)."
+    assert notes[1] == "The last 2 saves failed."
 
 
 def test_the_list_shows_every_run() -> None:
-    """State with its duration, place and the last incident."""
-    rows = [[words(cell) for cell in row] for row in parsed(page.runs_page(snapshots.listing())).findall(".//tbody/tr")]
-    assert rows[0] == [
-        "gpt-small-07",
-        "Training for 21 min",
-        "nothing",
-        "48,210",
-        "2.087",
-        "6",
-        "3 of 2 to 4",
-        "96.8 %",
-        "Worker lost 21 min ago",
-    ]
+    first = parsed(page.runs_page(snapshots.listing())).findall(".//tbody/tr")[0]
+    said = "gpt-small-07|Training for 21 min|nothing|48,210|2.087|6|3 of 2 to 4|96.8 %|Worker lost 21 min ago"
+    assert "|".join(words(cell) for cell in first) == said
     sick = snapshots.listing()
     sick["runs"][1]["attention"] = []
     sick["runs"][2]["attention"] = [{"look": "bad", "words": "1 standing still"}, {"look": "warn", "words": "1 slow"}]
@@ -199,10 +97,6 @@ def test_the_list_shows_every_run() -> None:
     assert "<title>(1) Runs, elastic-trainer</title>" in html
     assert [row.get("class") for row in parsed(html).findall(".//tbody/tr")].count("sick look-bad") == 1
     assert "6 runs: 3 training" in html
-
-
-def test_an_empty_list_says_so() -> None:
-    """Nothing registered is a state of its own."""
     assert "A run appears here as soon as" in page.runs_page({"runs": []})
 
 
@@ -233,84 +127,36 @@ def test_every_word_of_the_contract_has_a_name() -> None:
     assert looks <= {symbol.get("id") for symbol in sprite}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (None, NONE),
-        (-3, "0 s"),
-        (0, "0 s"),
-        (0.00125, "1.3 ms"),
-        (0.0099, "9.9 ms"),
-        (0.83, "830 ms"),
-        (0.9996, "1.0 s"),
-        (8.25, "8.3 s"),
-        (43.4, "43 s"),
-        (59.6, "1 min"),
-        (75, "1 min 15 s"),
-        (600, "10 min"),
-        (1910, "31 min"),
-        (3599.7, "1 h"),
-        (8040, "2 h 14 min"),
-        (86_400 * 3 + 3600 * 4, "3 d 4 h"),
-        (float("nan"), NONE),
-        (True, NONE),
-        ("5", NONE),
-    ],
-)
-def test_durations_have_the_units_that_matter(seconds: Any, said: str) -> None:
-    """Two units at most, and no more digits than one reads."""
-    assert view.duration(seconds) == said
+WRITTEN: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
+    (page.duration, {
+        None: NONE, -3: "0 s", 0: "0 s", 0.00125: "1.3 ms", 0.0099: "9.9 ms", 0.83: "830 ms", 0.9996: "1.0 s",
+        8.25: "8.3 s", 43.4: "43 s", 59.6: "1 min", 75: "1 min 15 s", 600: "10 min", 1910: "31 min", 3599.7: "1 h",
+        8040: "2 h 14 min", 86_400 * 3 + 3600 * 4: "3 d 4 h", float("nan"): NONE, True: NONE, "5": NONE,
+    }),
+    (page.measure, {
+        2.08714: "2.087", 0.0123456: "0.0123", 0.0000123: "1.23e-5", 123456.7: "1.23e+5", 1e-12: "1.00e-12",
+        345.67: "345.7", -0.5: "-0.5000", 0: "0.0000", None: NONE,
+    }),
+    (page.count, {1234567.5: "1,234,568", None: NONE}), (page.percent, {0.9685: "96.9 %", None: NONE}),
+    (page.size, {1_483_000_000: "1.5 GB", 999.4: "999 B", None: NONE}),
+    (page.times, {2.31: f"2.31{TIMES}", None: NONE}), (page.ago, {None: NONE}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (2.08714, "2.087"),
-        (0.0123456, "0.0123"),
-        (0.0000123, "1.23e-5"),
-        (123456.7, "1.23e+5"),
-        (1e-12, "1.00e-12"),
-        (345.67, "345.7"),
-        (-0.5, "-0.5000"),
-        (0, "0.0000"),
-        (None, NONE),
-    ],
-)
-def test_losses_keep_about_four_digits(value: Any, said: str) -> None:
-    """Large and tiny ones are written with a power of ten."""
-    assert view.measure(value) == said
+@pytest.mark.parametrize(("write", "values"), WRITTEN, ids=lambda each: getattr(each, "__name__", ""))
+def test_numbers_have_the_digits_and_units_that_matter(write: Callable[[Any], str], values: dict[Any, str]) -> None:
+    """Durations at most two units, losses about four digits; null is a dash."""
+    assert {value: write(value) for value in values} == values
 
 
-def test_counts_sizes_shares_and_ratios() -> None:
-    """Each in its usual form; null is a dash."""
-    assert view.count(1234567.5) == "1,234,568"
-    assert view.size(1_483_000_000) == "1.5 GB"
-    assert view.size(999.4) == "999 B"
-    assert view.percent(0.9685) == "96.9 %"
-    assert view.times(2.31) == f"2.31{TIMES}"
-    assert {view.count(None), view.size(None), view.percent(None), view.times(None), view.ago(None)} == {NONE}
-
-
-def test_names_that_nobody_knows_are_shown_as_they_are() -> None:
-    """A newer node may tell of a phase that this monitor has never heard of."""
-    assert view.named("phases", "warming_the_cache") == {
-        "key": "other",
-        "label": "warming the cache",
-        "look": "other",
-        "mark": "?",
-    }
-    assert view.named("phases", None)["label"] == "not known"
-
-
-def test_nodes_sort_as_people_count() -> None:
-    """node-10 comes after node-2."""
-    assert sorted(["node-10", "node-2", "a"], key=view.natural) == ["a", "node-2", "node-10"]
-
-
-def test_times_that_are_none_have_no_stamp() -> None:
-    """Neither null nor a year that no calendar has breaks the page."""
-    assert view.stamp(1_789_000_000.9) == ("2026-09-10T00:26:40Z", "2026-09-10 00:26:40 UTC")
-    assert view.stamp(None) == view.stamp(1e300) == ("", "")
+def test_what_this_version_does_not_know_is_shown_as_it_is() -> None:
+    """A phase of a newer node, a time that no calendar has; node-10 comes after node-2."""
+    told = {"key": "other", "label": "warming the cache", "look": "other", "mark": "?"}
+    assert page.named("phases", "warming_the_cache") == told
+    assert page.named("phases", None)["label"] == "not known"
+    assert page.stamp(1_789_000_000.9) == ("2026-09-10T00:26:40Z", "2026-09-10 00:26:40 UTC")
+    assert page.stamp(None) == page.stamp(1e300) == ("", "")
+    assert sorted(["node-10", "node-2", "a"], key=page.natural) == ["a", "node-2", "node-10"]
 
 
 STATIC = files("elastic_trainer.monitor.page").joinpath("static")
@@ -354,7 +200,6 @@ texts = st.lists(st.sampled_from("abc"), max_size=12)
 
 
 def after(before: Sequence[str], changes: Sequence[tuple[int, int, Sequence[str]]]) -> list[str]:
-    """What the browser makes of it."""
     lines = list(before)
     for start, removed, put in changes:
         lines[start : start + removed] = put
@@ -363,26 +208,19 @@ def after(before: Sequence[str], changes: Sequence[tuple[int, int, Sequence[str]
 
 @given(texts, texts)
 def test_edits_make_one_text_the_other(before: list[str], now: list[str]) -> None:
-    """Whatever the two are."""
     assert after(before, edits(before, now)) == now
 
 
 def test_an_update_carries_what_has_changed() -> None:
-    """A run of 64 ranks that has made a step: a small part of its snapshot, which readers were sent before."""
+    """At first the whole page; of a run of 64 ranks that has made a step a small part of its snapshot."""
     before, run = page.run_update(snapshots.large(8)), snapshots.large(8, turn=1)
     now = page.run_update(run)
     told = page.message(now, before)
     assert after(before.view, json.loads(told)["view"]) == list(now.view)
     assert len(told) < len(json.dumps(run)) / 10
-
-
-def test_the_first_update_is_the_whole_page() -> None:
-    """Whatever the browser has."""
-    now = page.run_update(snapshots.healthy())
-    told = json.loads(page.message(now))
-    assert told["full"]
-    assert after((), told["view"]) == list(now.view)
-    assert after((), told["course"]) == list(now.course)
+    first = json.loads(page.message(now))
+    assert first["full"]
+    assert (after((), first["view"]), after((), first["course"])) == (list(now.view), list(now.course))
 
 
 @pytest.mark.parametrize(
@@ -411,6 +249,10 @@ def ended(**more: Any) -> dict[str, Any]:
     return {"incidents": [snapshots.incident(1.0, "worker_lost", **values)]}
 
 
+LAST = {"number": 7, "world_size": 6, "nodes": 1, "duration_s": 3720.0}
+HELD = [snapshots.node(0, ranks=[snapshots.rank(at, still_s=42.0, stall=("awaited", "waits")[at]) for at in (0, 1)])]
+GROUPED = [snapshots.node(0) | {"group": 0, "place": 0}, snapshots.node(1) | {"group": 0, "place": 1}]
+GROUPED.append(snapshots.node(2, in_round=False) | {"group": None, "place": 1})
 STATES = [
     # what is there, the part of the page, what it says, what it must not say
     ({}, "Needs attention", "Nothing: no node is missing", "Unknown"),
@@ -431,51 +273,49 @@ STATES = [
     (ended(next_round=2, before_s=29.0), "Last incident", "1 min: 29 s in rounds without a step, 30 s", "did not"),
     (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "No step"),
     (ended(next_round=2, steps_lost=1), "Last incident", "1 step was lost.", "1 steps"),
+    (ended(next_round=2, steps_lost=12, detect_s=6.1, regroup_s=1.4, resume_s=0.7), "Last incident",
+     "12 steps were lost. Training stood still for 8.2 s: 6.1 s until it was noticed, 1.4 s to regroup, 700 ms", "No"),
+    (snapshots.recovering(), "verdict", "Recovering for 14 s", "Training"),
+    (snapshots.recovering(), "verdict", "node-2 was lost", "Training"),
+    (snapshots.recovering(), "Needs attention", "1 node is gone: node-2 (heard 21 s ago).", "Nothing"),
+    (snapshots.recovering(), "Needs attention", "node-3 is warming up.", "ready"),
+    (snapshots.recovering(), "Last incident", "Node lost 14 s ago node-2, ranks 4, 5", "stood still"),
+    ({"state_s": None}, "verdict", "Training for 21 min", "when last seen"),  # by the journal
+    (snapshots.empty(), "Nodes and ranks", "No node is there.", "Find"),
+    (snapshots.empty(), "Course", "No step has been seen yet.", "When"),
+    (snapshots.empty(), "Time of all ranks", "No rank has reported its time yet.", "Phase"),
+    (snapshots.empty(), "Checkpoints", "None has been saved or loaded.", "Last"),
+    (snapshots.empty(), "Incidents", "None recorded.", "Took"),
+    (snapshots.empty(), "Rounds", "None yet.", "Lasted"),
+    ({"store": AWAY}, "header", "cannot reach the store: this page is 43 s old.", "Renewed"),
+    ({"store": AWAY}, "verdict", "Training when last seen", "for 21 min ago"),
+    ({"min_nodes": 1, "max_nodes": 1}, "verdict", "3 nodes, 1 node needed.", "allowed"),
+    ({"state": "succeeded", "last": LAST, **NOBODY}, "verdict",
+     "Round 7 was the last: 6 ranks on 1 node, 2 to 4 nodes allowed. It took 1 h 2 min from", "No round"),
+    ({"nodes": HELD, "step_s": None}, "Nodes and ranks", "no step for 42 s, the others wait for it", "standing still"),
+    ({"nodes": HELD, "step_s": None}, "Nodes and ranks", "waits for 42 s", "standing still"),
+    ({"nodes": HELD, "step_s": None}, "Nodes and ranks",
+     "1 training, held up: the others wait for it, 1 waiting for others", "standing still"),
+    ({"nodes": GROUPED, "shard_nodes": 2}, "verdict", "2 to 4 nodes allowed in shard groups of 2", "needed"),
+    ({"nodes": GROUPED}, "Needs attention", "node-2 (place 1) is ready and not in the round", "node-0"),
+    ({"nodes": GROUPED}, "Nodes and ranks", "group 0, place 1", "group 1"),
 ]  # fmt: skip
-
-
-def test_a_run_that_has_ended_still_says_who_trained_and_how_long() -> None:
-    """Not that nothing runs, which everybody knows of a run that has ended."""
-    last = {"number": 7, "world_size": 6, "nodes": 1, "duration_s": 3720.0}
-    assert "3 nodes, 1 node needed." in page.run_page(snapshots.healthy(min_nodes=1, max_nodes=1))
-    html = page.run_page(snapshots.healthy(state="succeeded", last=last, **NOBODY))
-    assert "Round 7 was the last: 6 ranks on 1 node, 2 to 4 nodes allowed. It took 1 h 2 min from" in html
-    assert "at the end" in html
-    row = {"run": "r", "state": "succeeded", "last": last, "world_size": 0, "nodes": 0, "min_nodes": 1, "max_nodes": 4}
-    assert "1 of 1 to 4" in page.runs_page({"runs": [row]})
-
-
-def test_the_rank_that_the_others_wait_for_is_told_from_its_victims() -> None:
-    """In the strip of its node, and in its own row."""
-    ranks = [snapshots.rank(0, still_s=42.0, stall="awaited"), snapshots.rank(1, still_s=42.0, stall="waits")]
-    html = page.run_page(snapshots.healthy(nodes=[snapshots.node(0, ranks=ranks)], step_s=None))
-    shown = words(part(html, "Nodes and ranks"))
-    assert "no step for 42 s, the others wait for it" in shown
-    assert "waits for 42 s" in shown
-    assert "1 training, held up: the others wait for it, 1 waiting for others" in shown
 
 
 @pytest.mark.parametrize(("there", "name", "said", "unsaid"), STATES, ids=range(len(STATES)))
 def test_each_state_has_its_sentence(there: dict[str, Any], name: str, said: str, unsaid: str) -> None:
-    """The table of states."""
-    shown = words(part(page.run_page(snapshots.healthy(**there)), name))
+    """The table of states, each of what differs from a healthy run, or of a whole one."""
+    html = page.run_page(there if "run" in there else snapshots.healthy(**there))
+    where = {"header": ".//header", "verdict": ".//section[@class='verdict']"}.get(name)
+    shown = words(parsed(html).find(where) if where is not None else part(html, name))
     assert said in shown
     assert unsaid not in shown
 
 
-def test_a_state_that_is_old_is_called_so() -> None:
-    """While the store does not answer nothing is shown as if it were so now."""
-    html = page.run_page(snapshots.healthy(store=AWAY))
-    assert "Training when last seen" in html
-    assert "look-good" not in html.partition("</section>")[0]
+def test_what_is_old_or_over_is_no_news_in_the_list() -> None:
+    """While the store does not answer nothing looks good; of a run that has ended those are counted that trained."""
+    assert "look-good" not in page.run_page(snapshots.healthy(store=AWAY)).partition("</section>")[0]
     assert "not known" in page.runs_page(snapshots.listing() | {"store": AWAY})
-
-
-def test_shard_groups_and_places_are_named() -> None:
-    """In the headline, in the row of each node, and of those that wait."""
-    nodes = [snapshots.node(0) | {"group": 0, "place": 0}, snapshots.node(1) | {"group": 0, "place": 1}]
-    spare = snapshots.node(2, in_round=False) | {"group": None, "place": 1}
-    html = page.run_page(snapshots.healthy(shard_nodes=2, min_nodes=2, max_nodes=4, nodes=[*nodes, spare]))
-    assert "2 to 4 nodes allowed in shard groups of 2" in html
-    assert "node-2 (place 1) is ready and not in the round" in html
-    assert "group 0, place 1" in html
+    row = {"run": "r", "state": "succeeded", "last": LAST, "world_size": 0, "nodes": 0, "min_nodes": 1, "max_nodes": 4}
+    assert "1 of 1 to 4" in page.runs_page({"runs": [row]})
+    assert "at the end" in page.run_page(snapshots.healthy(state="succeeded", last=LAST, **NOBODY))

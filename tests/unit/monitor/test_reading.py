@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.documents import GONE, RoundState
+from elastic_trainer.membership.documents import GONE, RoundState, Saved
 from elastic_trainer.monitor import reading as feeds
 from elastic_trainer.monitor import reading as readings
 from elastic_trainer.monitor.reading import Pacing, Reader, RunFeed, run_names
@@ -41,19 +41,16 @@ class CountingStore(MemoryStore):
 
 @pytest.fixture
 def clock() -> ManualClock:
-    """Moved by the test."""
     return ManualClock()
 
 
 @pytest.fixture
 def store(clock: ManualClock) -> CountingStore:
-    """The monitor's client."""
     return CountingStore(MemoryBackend(clock))
 
 
 @pytest.fixture
 def writer(store: CountingStore) -> Writer:
-    """The nodes' client."""
     writer = Writer(MemoryStore(store.backend))
     writer.start()
     return writer
@@ -90,7 +87,6 @@ def test_nothing_is_decoded_or_read_twice_that_has_not_changed(store: CountingSt
 
 
 def test_a_node_that_goes_is_gone_and_what_it_counted_stays(store: CountingStore, writer: Writer) -> None:
-    """Its key is leased, its counts are the run's."""
     writer.put(writer.keys.node_health("n1"), health("n1", counters={"samples": 3.0}))
     feed = RunFeed(store, writer.keys)
     assert set(feed.read(soon()).nodes) == {"n0", "n1"}
@@ -240,13 +236,6 @@ def test_a_store_that_is_away_leaves_what_was_read(store: CountingStore, writer:
     assert (back.store.connected, back.store.age_s, back.problem) == (True, 0.0, "")
 
 
-def test_a_store_that_was_never_read_has_no_age(store: CountingStore, clock: ManualClock) -> None:
-    """Nothing is known, which is not the same as that there is nothing."""
-    store.cut_off(True)
-    reading = Reader(store, PREFIX, clock=clock).poll(0.0)
-    assert (reading.store.connected, reading.store.age_s, reading.read_at) == (False, None, None)
-
-
 def test_a_run_that_is_over_rests_until_it_is_reopened(
     store: CountingStore, writer: Writer, clock: ManualClock
 ) -> None:
@@ -268,14 +257,15 @@ def test_a_run_that_is_over_rests_until_it_is_reopened(
 def test_of_a_run_that_is_long_over_the_sums_are_kept(store: CountingStore, writer: Writer, clock: ManualClock) -> None:
     """Not its thousand nodes; when it goes on everything is read again."""
     for name in ("n0", "n1"):
-        writer.put(writer.keys.node_health(name), health(name, [rank(0)], {"samples": 3.0}))
+        last = Saved(step=8, wall=1.0)
+        writer.put(writer.keys.node_health(name), health(name, [rank(0)], {"samples": 3.0}, saved=last))
         writer.store.transact([], [Delete(writer.keys.node(name))], deadline=soon())
     writer.round(1, {}, RoundState.CLOSED, result="failed")
     reader = Reader(store, PREFIX, forget_s=3600.0, clock=clock)
     for _ in range(3):
         clock.advance(3600.0)
         kept = reader.poll().runs["r"].documents
-    assert (set(kept.health), kept.counters) == ({GONE}, {"samples": 6.0})
+    assert (set(kept.health), kept.counters, kept.saved) == ({GONE}, {"samples": 6.0}, last)
     assert kept.closed
     writer.round(2, {"n0": 2}, RoundState.BROKEN)
     assert set(reader.poll().runs["r"].documents.health) == {"n0", "n1"}

@@ -24,7 +24,7 @@ from elastic_trainer.monitor.snapshot import (
     snapshot,
     summary,
 )
-from elastic_trainer.monitor.state import Observed, Observer, RunDocuments
+from elastic_trainer.monitor.state import Observed
 from tests.support.monitored import entry, grouped, health, incident, rank, record, run
 
 SEEN = Observed(now=100.0, wall=5000.0, state="training", arrived={"n0": 97.5})
@@ -64,6 +64,7 @@ def test_without_health_documents_ranks_are_those_of_the_round() -> None:
     assert (told.world_size, told.round, told.min_nodes, told.max_nodes) == (4, 1, 1, 4)
     assert {each["phase"] for node in told.nodes for each in node.ranks} == {None}
     assert (told.step, told.loss, told.goodput, told.checkpoint) == (None, None, None, None)
+    assert [node.age_s for node in told.nodes] == [2.5, None]  # since its document arrived
 
 
 def test_nodes_of_shard_groups_have_a_group_and_a_place() -> None:
@@ -94,12 +95,6 @@ def test_a_newcomer_has_no_rank_and_a_lost_member_is_gone() -> None:
         ("n1", "gone", True),
     ]
     assert [each["rank"] for node in told for each in node.ranks] == [0, 2, None, 1]
-
-
-def test_ages_are_of_the_monitor_s_own_clock() -> None:
-    """Since the document arrived; a node that never told anything has none."""
-    told = snapshot(run(2), SEEN).nodes
-    assert (told[0].age_s, told[1].age_s) == (2.5, None)
 
 
 def test_stragglers_are_marked_among_the_ranks_of_the_round() -> None:
@@ -176,30 +171,6 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert values["loss"] is None
     assert values["nodes"][0]["ranks"][0]["compute_s"] is None
-
-
-def test_of_a_run_that_is_not_known_yet_everything_is_null() -> None:
-    """A spec alone, or nothing at all, is shown too."""
-    values = as_values(snapshot(RunDocuments("r"), Observed()))
-    assert (values["state"], values["world_size"], values["nodes"]) == ("gathering", 0, [])
-    assert [values[name] for name in ("epoch", "round", "step", "recovery", "state_s")] == [None] * 5
-
-
-def test_runs_that_go_on_are_listed_first() -> None:
-    """Then those that are over, each by name."""
-    over = run(state=RoundState.CLOSED, round_={"result": "succeeded"}, run="a")
-    rows = [summary(each, Observer().look(each, 0.0, 0.0)) for each in (over, run(run="c"), run(run="b"))]
-    assert [each.run for each in listing(rows, StoreStatus(True, 0.0), 0.0).runs] == ["b", "c", "a"]
-
-
-def test_a_folded_run_keeps_its_sums() -> None:
-    """What is kept of a run that is long over: no nodes, but its counts, its last checkpoint and its incidents."""
-    last = Saved(step=8, wall=1.0)
-    told = {"n0": health("n0", [rank(0)], {"samples": 5.0}, saved=last), "n1": health("n1", (), {"samples": 1.0})}
-    folded = run(health=told, incidents=(incident(1),)).folded()
-    assert folded.counters == {"samples": 6.0}
-    assert (len(folded.nodes), len(folded.health), len(folded.incidents)) == (0, 1, 1)
-    assert folded.saved == last
 
 
 def test_one_fault_is_one_incident_and_planned_changes_are_none() -> None:

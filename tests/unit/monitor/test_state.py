@@ -89,18 +89,8 @@ def test_the_newest_step_and_loss_come_from_whoever_knows_them(
 
 def story(*rounds: tuple[str, str]) -> tuple[JournalEntry, ...]:
     """Transitions: the state, and the nodes by their digits."""
-    return tuple(
-        JournalEntry(
-            wall=1.0,
-            by="n0",
-            round=1,
-            state=RoundState(name),
-            reason="",
-            nodes=tuple(f"n{each}" for each in nodes),
-            world_size=len(nodes),
-        )
-        for name, nodes in rounds
-    )
+    named = ((RoundState(state), tuple(f"n{each}" for each in nodes)) for state, nodes in rounds)
+    return tuple(entry(1, state, 1.0, nodes=nodes, world_size=len(nodes)) for state, nodes in named)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +115,16 @@ def test_nodes_that_a_fault_took_are_missed_until_others_come(
     assert state.lost_nodes(run(live, journal=story(*rounds), health=left_health)) == lost
 
 
-def test_a_node_that_waits_beside_a_round_is_a_spare() -> None:
-    """Only where a round is on: before it, nodes are gathered."""
-    documents = run(3)
-    extra = NodeView("n9", 99, 99, record())
-    assert state.spares(run(3, nodes={**documents.nodes, "n9": extra})) == ["n9"]
-    assert state.spares(run(3, nodes={**documents.nodes, "n9": extra}, round=None)) == []
-
-
-@pytest.mark.parametrize(("most", "found"), [(6, []), (4, ["n9"])])
-def test_a_node_without_a_whole_shard_group_is_no_spare(most: int, found: list[str]) -> None:
-    """When its partner is back it joins, and nothing was used up."""
-    nodes = {**run(4).nodes, "n9": NodeView("n9", 99, 99, record())}
-    spec = Spec(min_nodes=2, max_nodes=most, shard_nodes=2)
-    assert state.spares(run(4, nodes=nodes, spec=spec)) == found
+@pytest.mark.parametrize(
+    ("count", "spec", "found"),
+    [(3, None, ["n9"]), (4, Spec(min_nodes=2, max_nodes=6, shard_nodes=2), []),
+     (4, Spec(min_nodes=2, max_nodes=4, shard_nodes=2), ["n9"])],
+)  # fmt: skip
+def test_a_node_that_waits_beside_a_round_is_a_spare(count: int, spec: Spec | None, found: list[str]) -> None:
+    """Unless it waits for its shard group to be complete; before a round nodes are gathered."""
+    nodes = {**run(count).nodes, "n9": NodeView("n9", 99, 99, record())}
+    assert state.spares(run(count, nodes=nodes, spec=spec)) == found
+    assert state.spares(run(count, nodes=nodes, spec=spec, round=None)) == []
 
 
 STILL, WAITS = {"still_s": 6.0}, {"still_s": 6.0, "waits": True}
@@ -193,38 +179,19 @@ def test_an_age_begins_anew_with_each_document_that_arrives() -> None:
 
 
 def test_rates_are_taken_between_changes() -> None:
-    """Nodes tell every few seconds: looks between that show no change are none of a standstill."""
-    rate = Rate(window_s=30.0)
-    rates = []
-    for now in range(100):
-        rate.note(float(now), float(now // 5 * 500))
+    """Looks between that show no change are no standstill. A count that rests has the rate 0 after the window, and one
+    that shrinks begins anew."""
+    rate, rates = Rate(window_s=30.0), []
+    for second in range(100):
+        rate.note(float(second), float(second // 5 * 500))
         rates.append(rate.per_s())
     assert rates[4] is None
     assert {round(each) for each in rates[5:] if each is not None} == {100}
-
-
-def test_a_count_that_rests_has_the_rate_0_and_one_that_shrinks_begins_anew() -> None:
-    """After the window; a reset is not a negative rate."""
-    rate = Rate(window_s=30.0)
-    rate.note(0.0, 5.0)
-    rate.note(1.0, 10.0)
-    assert rate.per_s() == 5.0
-    rate.note(40.0, 10.0)
-    assert rate.per_s() == 0.0
-    rate.note(41.0, 3.0)
-    assert rate.per_s() is None
-    rate.note(42.0, 4.0)
-    assert rate.per_s() == 1.0
-    rate.note(43.0, None)
-    assert rate.per_s() is None
-
-
-def test_the_samples_of_a_run_have_a_rate() -> None:
-    """From what all nodes have counted."""
-    observer = Observer()
-    for second in range(4):
-        seen = observer.look(run(health={"n0": health("n0", counters={"samples": 64.0 * second})}), float(second), 0.0)
-    assert seen.samples_per_s == pytest.approx(64.0)
+    rate, rates = Rate(window_s=30.0), []
+    for now, count in ((0.0, 5.0), (1.0, 10.0), (40.0, 10.0), (41.0, 3.0), (42.0, 4.0), (43.0, None)):
+        rate.note(now, count)
+        rates.append(rate.per_s())
+    assert rates == [None, 5.0, 0.0, None, 1.0, None]
 
 
 def test_gathering_begins_when_the_round_ended() -> None:
@@ -301,7 +268,6 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
 
 
 def test_a_run_that_has_ended_keeps_its_rate() -> None:
-    """It would be 0 half a minute later."""
     observer = Observer()
     for second in range(3):
         observer.look(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)

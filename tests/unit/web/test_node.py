@@ -133,9 +133,11 @@ def test_a_rank_that_two_workers_have_for_a_moment_is_exported_once() -> None:
 
 
 def test_a_rank_has_few_series() -> None:
-    """A thousand of them are to be scraped: 17 on a CPU, 2 more with a device."""
+    """A thousand of them are to be scraped: 17 on a CPU, 2 more with a device; without a store none of the node."""
     assert len(Node(worker(notes={"device": "cpu"})).samples()) == 17
-    assert len(Node(worker(), worker(1)).samples()) == 2 * 19
+    found = Node(worker(), worker(1)).samples()
+    assert len(found) == 2 * 19
+    assert {name for name, _ in found} == {family.full_name for family in NODE_FAMILIES if "rank" in family.labels}
 
 
 @pytest.mark.parametrize("living", [0, 1, 3])
@@ -158,12 +160,6 @@ def test_both_formats_are_read_by_prometheus_own_parsers(living: int) -> None:
 def test_whatever_version_is_accepted_an_answer_comes(version: str) -> None:
     for kind in ("application/openmetrics-text", "text/plain"):
         assert metrics(Node(worker()).collector, f"{kind};version={version}").status == 200
-
-
-def test_a_process_without_a_store_exports_its_ranks_alone() -> None:
-    """A worker that nobody launched."""
-    names = {name for name, _ in Node(worker()).samples()}
-    assert names == {family.full_name for family in NODE_FAMILIES if "rank" in family.labels}
 
 
 def test_names_are_unique_and_kinds_fit_them() -> None:

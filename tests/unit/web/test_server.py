@@ -29,36 +29,18 @@ def basic(text: str) -> str:
 NOT_TEXT = "Basic " + base64.b64encode(b"\xff:x").decode()
 
 
-@pytest.mark.parametrize("given", ["Bearer s3cret", "bearer  s3cret ", basic("anybody:s3cret"), basic(":s3cret")])
-def test_the_token_opens_as_a_bearer_and_as_a_password(given: str) -> None:
+def test_only_the_token_opens_as_a_bearer_and_as_a_password() -> None:
     """Programs send the one, browsers the other, whatever the name."""
-    assert Access("s3cret").allows(given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
+    for right in ("Bearer s3cret", "bearer  s3cret ", basic("anybody:s3cret"), basic(":s3cret")):
+        assert Access("s3cret").allows(right), right
+    for wrong in (
         *(None, "", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3cret2", "s3cret", "Digest s3cret", "Basic s3cret"),
-        *(
-            "Basic ///",
-            basic("s3cret"),
-            basic("s3cret:"),
-            basic("a:wrong"),
-            "Basic " + base64.b64encode(b"\xff:x").decode(),
-        ),
-        "Bearer s3crét",
-    ],
-)
-def test_nothing_else_opens(given: str | None) -> None:
-    assert not Access("s3cret").allows(given)
-
-
-def test_a_password_may_hold_a_colon() -> None:
+        *("Basic ///", basic("s3cret"), basic("s3cret:"), basic("a:wrong"), NOT_TEXT, "Bearer s3crét"),
+    ):
+        assert not Access("s3cret").allows(wrong), wrong
     assert Access("a:b").allows(basic("me:a:b"))
-
-
-def test_without_a_token_everybody_may_read() -> None:
     assert Access(None).allows(None)
+    assert "s3cret" not in repr(Access("s3cret"))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +55,6 @@ def test_a_loopback_port_without_a_token_answers_to_no_foreign_names(host: str |
     assert Access(None, loopback=True).knows_host(host) is known
     assert Access(None, loopback=False).knows_host(host)
     assert Access("token", loopback=True).knows_host(host)
-
-
-def test_the_token_does_not_show() -> None:
-    assert "s3cret" not in repr(Access("s3cret"))
 
 
 PIECES = st.sampled_from(
@@ -108,7 +86,6 @@ def test_a_request_is_complete_with_its_last_byte() -> None:
     "line", ["Connection: Close", "Content-Length: 5", "Transfer-Encoding: chunked", "Content-Length: x"]
 )
 def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str) -> None:
-    """The body would be taken for the next request."""
     found = parse_request(f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode())
     assert isinstance(found, CompleteRequest)
     assert not found.lasts
@@ -133,7 +110,6 @@ def test_what_is_no_request_gets_its_status(sent: bytes, status: int) -> None:
 
 
 def test_an_answer_has_its_length_and_only_who_takes_it_gets_it_compressed() -> None:
-    """And none to HEAD has content."""
     answer = Answer(200, "text/plain", Body.of(b"x" * 2000))
     zipped = rendered(answer, Request("GET", "/", {"accept-encoding": "gzip"}), lasts=True)
     assert (b"Content-Encoding: gzip\r\n" in zipped, b"Connection: close" in zipped) == (True, False)

@@ -30,9 +30,8 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    """The pages, for this test alone."""
     server = StatusServer()
-    server.list = listing()
+    server.board.list = listing()
     yield server
     server.close()
 
