@@ -178,12 +178,7 @@ class Terminal(TrainingProgress):
 
     def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
         self._next = SYSTEM.monotonic() + self._EVERY_S
-        shown: dict[str, Any] = {
-            "total": moment.steps,
-            "completed": moment.step,
-            "epoch": moment.epoch,
-            "loss": loss,
-        }
+        shown: dict[str, Any] = {"total": moment.steps, "completed": moment.step, "epoch": moment.epoch, "loss": loss}
         ranks = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
         self._speed = f"{rate[0]:,.0f} samples/s · {ranks}"
         self._bar.below = self._speed + self._metrics

@@ -91,7 +91,6 @@ def _callable_elsewhere(shape: Mapping[str, Any], torchft: Path | None) -> Mappi
 
 
 def _measure(name: str, words: Sequence[str], limit_s: float) -> Measured | str:
-    """Its report, or why there is none."""
     if limit_s <= 1.0:
         return "the time was over"
     note(f"== {name}, {limit_s:.0f} s at most")

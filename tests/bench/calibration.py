@@ -30,7 +30,6 @@ class Calibration:
         return self.sum_us / REFERENCE_SUM_US
 
     def as_json(self) -> dict[str, float]:
-        """For the report."""
         return {**asdict(self), "scale": self.scale}
 
 

@@ -47,7 +47,6 @@ QUOTA_MIB = 8192.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure each size, and compute the plan."""
     options = parse("capacity", __doc__, argv, repeats=1)
     sizes = QUICK_SIZES if options.quick else SIZES
     measured = {size: measure(size, options) for size in sizes}
@@ -159,7 +158,6 @@ class Scene:
         self._feed = RunFeed(store, self._keys)
 
     def play(self) -> dict[str, float]:
-        """The figures."""
         found = self._joined() | self._idle() | self._written()
         found |= self._at_rest()
         return found | self._changed()
@@ -187,7 +185,6 @@ class Scene:
         return float(max(each["agreed_at"] for each in told) - max(each["joined_at"] for each in told))
 
     def _idle(self) -> dict[str, float]:
-        """Keep-alives alone."""
         note(f"{self._size} nodes keep their leases")
         before = self._counted()
         pause(QUICK_IDLE_S if self._quick else IDLE_S)
@@ -244,7 +241,6 @@ class Scene:
         }
 
     def _changed(self) -> dict[str, float]:
-        """One node leaves: what that sends, to everybody."""
         note(f"one of {self._size} nodes leaves")
         before = self._counted()
         self._hosts.ask("leave", self._names[-1:])

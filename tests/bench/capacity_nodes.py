@@ -39,14 +39,11 @@ HANDS = 64
 
 
 def soon() -> Deadline:
-    """A deadline that no working machine reaches."""
     return Deadline.after(LIMIT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all nodes of the run share."""
-
     endpoint: str
     run: str
     min_nodes: int
@@ -56,7 +53,6 @@ class Job:
 
     @property
     def keys(self) -> RunKeys:
-        """The run's keys."""
         return RunKeys("/bench", self.run)
 
     def connector(self) -> Callable[[], Store]:
@@ -87,11 +83,9 @@ class SimulatedNode:
         self._thread = threading.Thread(target=self._run, name=f"node-{name}", daemon=True)
 
     def begin(self) -> None:
-        """Join, and take part in every round from now on."""
         self._thread.start()
 
     def leave(self) -> None:
-        """Go in an orderly way: the lease is revoked."""
         self.gone = True
         if self._member is not None:
             self._member.leave()
@@ -110,7 +104,6 @@ class SimulatedNode:
                 self._notify()
 
     def _arrive(self) -> Member:
-        """As the handler does."""
         job = self._job
         spec = Spec(min_nodes=job.min_nodes, max_nodes=job.max_nodes)
         admit(self.store, job.keys, spec, reopen=False, deadline=soon())
@@ -143,7 +136,6 @@ class SimulatedNode:
         self.joined_at = self.joined_at or SYSTEM.monotonic()
 
     def _take_part(self, member: Member, document: RoundDocument) -> None:
-        """Work until the round is over."""
         self.agreed, self.agreed_at = document, SYSTEM.monotonic()
         self._notify()
         while not self.gone:
@@ -158,7 +150,6 @@ class SimulatedNode:
             self._changed.notify_all()
 
     def as_json(self) -> dict[str, Any]:
-        """For the benchmark."""
         agreed = self.agreed
         entry = agreed.member(self.name) if agreed is not None else None
         return {
@@ -191,7 +182,6 @@ class NodeServer:
         self._connect = job.connector()
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one command."""
         name = command["do"]
         mine = [self._nodes[each] for each in command.get("nodes", ()) if each in self._nodes]
         if name == "connect":

@@ -66,7 +66,6 @@ class Costs:
 
 
 def costs(figures: Mapping[str, Any]) -> Costs:
-    """The costs out of the published figures."""
     return Costs(**{field.name: float(figures[field.name]) for field in fields(Costs)})
 
 
@@ -93,7 +92,6 @@ class Need:
 
 
 def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
-    """The formulas."""
     every_s = max(LEAST_INTERVAL_S, nodes / NODES_PER_SECOND)
     writes = nodes / every_s + 1.0  # and the progress of the run, each second
     keep_alives = nodes * REFRESHES_PER_TTL / RendezvousOptions().ttl
@@ -143,7 +141,6 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 
 
 def table(cost: Costs, sizes: Sequence[int] = NODES) -> str:
-    """The table of the page, in Markdown."""
     needs = [need(size, cost) for size in sizes]
     head = "| nodes, of 8 ranks each | " + " | ".join(f"{size:,}" for size in sizes) + " |"
     rule = "|---|" + "---:|" * len(sizes)
@@ -155,7 +152,6 @@ def table(cost: Costs, sizes: Sequence[int] = NODES) -> str:
 
 
 def figure(value: float) -> str:
-    """Two digits that count, and no more."""
     if value >= 100.0:
         digits = len(str(int(value))) - 2
         return f"{round(value, -digits):,.0f}"

@@ -49,7 +49,6 @@ class EventLoop:
         threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True).start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run ``work`` there."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 

@@ -38,7 +38,6 @@ SIZES, QUICK_SIZES = (100, 1200), (8,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("checkpoint", __doc__, argv, repeats=LEAST_REPEATS, quick_repeats=1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torch.set_num_threads(1)
@@ -52,16 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(must for size, figures_of_it in sizes.items() for must in _musts(size, figures_of_it)),
         at_least("four writers on slow disks: one writer's durable time over theirs", shared["faster"], 3.0),
         at_least(
-            "four ranks on slow links: one reader's load over that of all",
-            loading["slow_links"]["one_over_all"],
-            2.5,
+            "four ranks on slow links: one reader's load over that of all", loading["slow_links"]["one_over_all"], 2.5
         ),
     ]
     return emit(Report(options, figures, musts))
 
 
 def sizes_of(options: Options) -> Sequence[int]:
-    """MB of model and Adam state."""
     return QUICK_SIZES if options.quick else SIZES
 
 
@@ -102,7 +98,6 @@ def training_state(megabytes: int) -> dict[str, Any]:
 
 
 def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
-    """Times and ratios of saving and loading."""
     place.mkdir()
     state = training_state(megabytes)
     checkpoints = CheckpointManager(place / "ours", Retention(keep_last=1))
@@ -147,7 +142,6 @@ def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _memcpy(raw: Any) -> Callable[[], float]:
-    """Seconds of copying ``raw`` to memory in use."""
     copy = np.ones_like(raw)
 
     def copied() -> float:
@@ -233,7 +227,6 @@ def _timed_save(saves: BackgroundSaves, manager: CheckpointManager, state: dict[
 
 
 def _write(path: Path, content: Any) -> None:
-    """The least that makes bytes durable."""
     view = content.data
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
@@ -252,7 +245,6 @@ def _torch_save(path: Path, state: dict[str, Any]) -> None:
 
 
 def _read(path: Path, size: int) -> Any:
-    """The least that brings bytes into fresh memory."""
     content = np.empty(size, np.uint8)
     view = content.data
     with path.open("rb", buffering=0) as file:

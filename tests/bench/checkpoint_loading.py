@@ -51,7 +51,6 @@ class _Load:
         self._lives = [_copied(state) for _ in range(RANKS)]
 
     def load(self) -> float:
-        """Seconds."""
         began = time.perf_counter()
         run_ranks(RANKS, self._one, timeout_s=600.0)
         return time.perf_counter() - began

@@ -59,7 +59,6 @@ QUICK_PEERS = ("in_place", "restart_warm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("goodput", __doc__, argv, repeats=1, extend=_own_options)
     extra, quick = options.extra, options.quick
     length_s = extra.length or (QUICK_LENGTH_S if quick else LENGTH_S)
@@ -234,12 +233,10 @@ def judged(lines: Sequence[Line], done: Sequence[Struck], calm: Span, storm: Spa
 
 
 def within(commits: Sequence[Commit], span: Span) -> list[Commit]:
-    """Those from its beginning to its end."""
     return [commit for commit in commits if span[0] <= commit.t <= span[1]]
 
 
 def intervals(commits: Sequence[Commit]) -> list[float]:
-    """Seconds from one to the next."""
     return [later.t - earlier.t for earlier, later in pairwise(commits)]
 
 
@@ -258,7 +255,6 @@ def stalls(done: Sequence[Struck], times: Sequence[float], step_s: float, ended:
 
 
 def picture(trial: Trial, directory: Path, pictures: Path | None) -> None:
-    """Ranks and steps over time, if asked for."""
     if pictures is None:
         return
     faults = [{"what": name_of(each), "node": each.node, "t": each.t, "recovery": None} for each in trial.done]

@@ -72,7 +72,6 @@ class Peer:
         return self.way == "session"
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
         shown = {"backend": self.backend, "rdzv_conf": dict(self.rendezvous), "workers": self.workers}
         return shown | {"job": dict(self.options)}
 
@@ -106,13 +105,11 @@ class Cluster(LocalCluster):
         """A node that the job cannot do without."""
 
     def command(self, name: str) -> list[str]:
-        """What starts the next node."""
         if self._peer.python is None:
             return self._starter + torchrun(self.spec, name, first=not self.running)
         return self._starter + launched(self._peer.python, self.spec)
 
     def add(self) -> Node:
-        """Start one more node."""
         alone = not self.running
         node = super().add()
         if alone and self._peer.way == "plain":
@@ -120,7 +117,6 @@ class Cluster(LocalCluster):
         return node
 
     def serve(self) -> None:
-        """The lighthouse runs."""
         if self._peer.python is None or self._lighthouse is not None:
             return
         column = Torchft("torchft", "torchft", python=self._peer.python, lighthouse=LIGHTHOUSE)
@@ -129,7 +125,6 @@ class Cluster(LocalCluster):
             self._lighthouse = spawn(lighthouse_command(column, self.spec.endpoint, LEAST), log)
 
     def darken(self) -> bool:
-        """Kill the lighthouse; False if there is none."""
         if self._lighthouse is None:
             return False
         self._lighthouse.kill()
@@ -138,7 +133,6 @@ class Cluster(LocalCluster):
         return True
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End all nodes, and the lighthouse."""
         super().stop(grace_s)
         self.darken()
 
@@ -178,8 +172,6 @@ def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, 
 
 
 class Trial:
-    """One peer in the storm."""
-
     def __init__(self, peer: Peer, opened: Harness, directory: Path) -> None:
         assert isinstance(opened.cluster, Cluster)
         self.peer, self._harness, self._cluster = peer, opened, opened.cluster
@@ -195,12 +187,10 @@ class Trial:
         self._stepped_at = SYSTEM.monotonic()
 
     def begin(self) -> None:
-        """Start all nodes."""
         self._cluster.serve()
         self._cluster.start(NODES)
 
     def look(self) -> None:
-        """Read what the ranks have written."""
         new = self._harness.lines()
         self.lines += new
         if any(line.event is LineKind.STEP for line in new):
@@ -220,7 +210,6 @@ class Trial:
             pause(0.05)
 
     def calm(self, length_s: float) -> Span:
-        """Let it train undisturbed; from when until when."""
         began, deadline = SYSTEM.monotonic(), Deadline.after(length_s)
         while not deadline.expired:
             pause(0.2)
@@ -256,7 +245,6 @@ class Trial:
         return began, end
 
     def end(self) -> None:
-        """Stop it, and read the last lines."""
         self._cluster.stop()
         self.look()
 
@@ -317,7 +305,6 @@ class Trial:
         return ""
 
     def _fill(self, lasts_s: float) -> str | None:
-        """The disk of the checkpoints takes not a byte more."""
         if (self._disk / "ballast").exists():
             return None
         self._later(lasts_s, fill(self._disk).unlink)
@@ -339,7 +326,6 @@ class Trial:
             self._restart()
 
     def _restart(self) -> None:
-        """Everything ends, and all nodes start again."""
         cluster, self._stepped_at = self._cluster, SYSTEM.monotonic()
         for node in cluster.running:
             self._killed.add(node.name)

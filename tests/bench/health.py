@@ -53,7 +53,6 @@ PAGE_UPDATE_LIMIT_MS = 50.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = parse("health", __doc__, argv, repeats=5, quick_repeats=3)
     figures, musts = _monitor_side(options)
     of_nodes, node_musts = _node_side(options)
@@ -85,7 +84,6 @@ def _monitor_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
 
 
 def _watched(options: Options, run: SimulatedRun, process: psutil.Process, port: int) -> dict[str, Any]:
-    """What the monitor does while the nodes write."""
     _await_nodes(port, run.nodes)
     repeats = max(3, options.repeats)
     scrapes = [_timed(port, "/metrics") for _ in range(repeats)]
@@ -113,7 +111,6 @@ def _watched(options: Options, run: SimulatedRun, process: psutil.Process, port:
 
 @contextmanager
 def _monitor(endpoint: str) -> Iterator[tuple[psutil.Process, int]]:
-    """The command, on a free port."""
     words = ["monitor", "--endpoint", endpoint, "--listen", "127.0.0.1:0"]
     command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -268,7 +265,6 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
 
 
 def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
-    """The page of one worker, which is this process."""
     writer = PageWriter.create(directory / f"{local_rank}-{os.getpid()}.page")
     writer.note({"pid": os.getpid(), "start": start_of("self"), "local_rank": local_rank, "device": "cpu"})
     pulse = Heartbeat(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
@@ -277,7 +273,6 @@ def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
 
 
 def _scrapes(endpoint: NodeEndpoint, times: int) -> list[tuple[float, bytes]]:
-    """Seconds and content of each."""
     try:
         return [_timed(endpoint.port, "/metrics") for _ in range(times)]
     finally:
@@ -293,7 +288,6 @@ def _beat_us(writer: PageWriter, pulse: Heartbeat, beats: int) -> float:
 
 
 def _commit_us(steps: int) -> float:
-    """All that a step tells, the page included."""
     tracker = HeartbeatReporter()
     began = SYSTEM.monotonic()
     for step in range(1, steps + 1):

@@ -23,18 +23,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.local.etcd import EtcdServer
 from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
 from tests.bench.recovery_torchft import look, peers
-from tests.bench.report import (
-    Must,
-    Report,
-    alternate,
-    at_least,
-    at_most,
-    at_most_time,
-    emit,
-    median,
-    note,
-    parse,
-)
+from tests.bench.report import Must, Report, alternate, at_least, at_most, at_most_time, emit, median, note, parse
 
 TTL_S = 3.0
 LAST_CALL_S = 1.0
@@ -61,7 +50,6 @@ def columns(endpoint: str) -> dict[str, Column]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("recovery", __doc__, argv, repeats=3, quick_repeats=1, extend=_own_options)
     torchft_python: Path | None = options.extra.torchft_python
     torchft = look(torchft_python)
@@ -116,7 +104,6 @@ def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
 
 
 def _afresh(row: str, column: Column, place: Path, limit_s: float) -> Cost:
-    """One row on a job of its own."""
     with column.job(place) as job:
         begun = start(job, 2 if row == "node_join" else 3, limit_s)
         if not begun.recovered:
@@ -154,7 +141,6 @@ def kill_series(column: Column, place: Path, kills: int, limit_s: float, world: 
 
 
 def _as_json(costs: Sequence[Cost]) -> dict[str, Any]:
-    """For the report."""
     told: dict[str, Any] = {
         "seconds": [cost.seconds for cost in costs],
         "median_s": median(cost.seconds for cost in costs),
@@ -173,7 +159,6 @@ Rows = Mapping[str, Mapping[str, Sequence[Cost]]]
 
 
 def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list[Must]:
-    """What the project promises of restart mode."""
 
     def middle(row: str, column: str, name: str = "seconds") -> float:
         return float(median(getattr(cost, name) for cost in rows[row][column]))
@@ -202,7 +187,6 @@ def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list
 
 
 def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
-    """What the project promises of recovery in place."""
     limits = {"worker_kill": 0.2, "node_kill": 0.5}
     found = {row: [cost.seconds for cost in rows[row]["etcd3_in_place"]] for row in limits}
     kills = series["etcd3_in_place"]

@@ -41,7 +41,6 @@ class Column:
     """Whether members stay in their processes: then torchrun has no part in it, nor a rendezvous of its own."""
 
     def as_json(self) -> dict[str, object]:
-        """For the report."""
         return {"backend": self.backend, "rdzv_conf": dict(self.options), "environment": dict(self.environment)}
 
     def job(self, place: Path) -> Job:
@@ -59,7 +58,6 @@ class Cost:
 
     @property
     def recovered(self) -> bool:
-        """Whether there was a next step."""
         return math.isfinite(self.seconds)
 
 
@@ -122,7 +120,6 @@ class Job(SteppingCluster):
         )
 
     def settle(self, limit_s: float) -> None:
-        """Let it work for a moment."""
         goals = {node.name: len(self.steps(node.name)) + STEADY_STEPS for node in self.running}
         deadline = Deadline.after(limit_s)
         while any(len(self.steps(name)) < goal for name, goal in goals.items()) and not deadline.expired:

@@ -22,7 +22,6 @@ SAMPLES, GLOBAL_BATCH, ENDLESS = 100_000, 48, 1_000_000
 
 
 def run(directory: Path) -> None:
-    """Train until somebody ends it."""
     torch.set_num_threads(1)
     node = os.environ[ENV_NODE]
     data = TensorDataset(torch.ones(SAMPLES, 1))

@@ -41,12 +41,10 @@ class Presence:
     skipped: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """For the report."""
         return {"skipped": self.skipped} if self.skipped else {"versions": self.versions}
 
 
 def look(python: Path | None) -> Presence:
-    """Ask ``python`` whether it can import torchft."""
     if python is None:
         return Presence(skipped="not asked for: --torchft-python names no environment")
     try:
@@ -68,7 +66,6 @@ def _last_line(text: str) -> str:
 
 
 def lighthouse(python: Path) -> Path:
-    """The command that its wheel installs."""
     return python.with_name("torchft_lighthouse")
 
 
@@ -81,7 +78,6 @@ class Torchft(Column):
     manager: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
-        """For the report."""
         return {"backend": self.backend, "lighthouse": dict(self.lighthouse), "manager_s": dict(self.manager)}
 
     def job(self, place: Path) -> Job:
@@ -133,7 +129,6 @@ def launched(python: Path, spec: ClusterSpec) -> list[str]:
 
 
 def lighthouse_command(column: Torchft, endpoint: str, least: int) -> list[str]:
-    """What starts the lighthouse of a job."""
     flags = [f"--{name}={value}" for name, value in column.lighthouse.items()]
     return [str(lighthouse(column.python)), f"--bind={endpoint}", f"--min_replicas={least}", *flags]
 

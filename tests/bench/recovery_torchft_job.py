@@ -26,7 +26,6 @@ BATCH, LEAST = 16, 2
 
 
 def run(directory: Path, lighthouse: str, waits: dict[str, timedelta]) -> None:
-    """Train until somebody ends it."""
     torch.set_num_threads(1)
     node, pause = os.environ["ELASTIC_TRAINER_NODE"], threading.Event()
     model = torch.nn.Linear(1, 1)

@@ -35,7 +35,6 @@ QUICK = {"cnn": Shape("cnn", 4, 4, 2, 2)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("reduction", __doc__, argv, repeats=3)
     shapes, worlds = (QUICK, (2,)) if options.quick else (SHAPES, (2, 4))
     figures: dict[str, Any] = {}
@@ -62,7 +61,6 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
 
 
 def trained(world: int, shape: Shape) -> dict[str, list[float]]:
-    """Run one job to its end; what its rank 0 wrote."""
     numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
     return taken(JOB, world, shape.kind, *numbers, limit_s=LIMIT_S)
 

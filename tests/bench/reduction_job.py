@@ -44,7 +44,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def tree_steps(session: Session, model: nn.Module, data: TensorDataset, micro: int) -> Iterator[None]:
-    """Each turn is one step of the session's loop."""
     optimizer = adamw(model)
     wrapped = session.wrap(model, optimizer=optimizer, reduction="tree")
     for batch in session.batches(data, global_batch_size=MICRO_BATCHES * micro, micro_batch_size=micro, epochs=ENDLESS):
@@ -75,7 +74,6 @@ def ddp_steps(session: Session, model: nn.Module, data: TensorDataset, micro: in
 
 
 def run(result: Path, kind: str, width: int, micro: int, alternations: int, count: int) -> None:
-    """Train both ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
     generator = torch.Generator().manual_seed(2)

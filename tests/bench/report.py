@@ -158,7 +158,6 @@ def at_most_time(name: str, value: float, limit: float, *, timers: float = 0.0) 
 
 
 def at_least(name: str, value: float, limit: float) -> Must:
-    """A must that ``value`` keeps by reaching ``limit``."""
     return Must(name, float(value), float(limit), upper=False)
 
 
@@ -178,11 +177,9 @@ class Report:
 
     @property
     def calibration(self) -> Calibration:
-        """How fast the machine was while the benchmark ran."""
         return typical([self.options.calibration, *self.calibrations])
 
     def kept(self) -> list[Must]:
-        """The musts as they are on this machine."""
         return [must.at(self.calibration.scale) for must in self.musts]
 
     def as_json(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ WIDE, QUICK_WIDE = 1184, 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("sharded", __doc__, argv, repeats=3)
     shape, faults = (QUICK, QUICK_FAULTS) if options.quick else (AT_50_MS, FAULTS)
     copying = QUICK if options.quick else COPYING

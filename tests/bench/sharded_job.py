@@ -43,7 +43,6 @@ from tests.bench.step_overhead_job import (
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    """Each large layer, and the root."""
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -64,7 +63,6 @@ def timed(waits: list[tuple[float, float]]) -> None:
 
 
 def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
-    """Train in all ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)
     waits: list[tuple[float, float]] = []
@@ -105,7 +103,6 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
 
 
 def run_copies(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
-    """Train in both ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)
     data = TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,)))

@@ -33,7 +33,6 @@ class Size:
     shape: tuple[str, ...]
 
     def run(self, reduction: str, seed: int, directory: str) -> list[str]:
-        """The job's words."""
         apart = [] if reduction == "ddp" else [f"sync_every={self.every}", *(OUTER if reduction == "diloco" else ())]
         length = [f"options.batch_tokens={self.tokens}", f"options.max_tokens={self.steps * self.tokens}"]
         looks = ["evaluation.every_steps=null", "evaluation.every_epochs=null", "options.sample_tokens=0"]
@@ -46,7 +45,6 @@ QUICK = Size(("ddp", "diloco"), 20, 10, 512, ("model.layers=1", "model.width=32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("slow_links", __doc__, argv, repeats=2)
     size = QUICK if options.quick else FULL
     repeats = []

@@ -52,7 +52,6 @@ MODES = {"restart": {}, "in_place": IN_PLACE}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("step_overhead", __doc__, argv, repeats=3)
     shapes = QUICK if options.quick else SHAPES
     figures: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
@@ -106,7 +105,6 @@ def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:
 def trained(
     directory: Path, endpoint: str, mode: str, shape: Shape, *, job: Path = JOB, workers: int = 1
 ) -> dict[str, list[list[float]]]:
-    """Run one ``job`` to its end; what its rank 0 wrote."""
     directory.mkdir()
     result = directory / "result.json"
     numbers = (shape.width, shape.batch, shape.alternations, shape.steps, shape.audit_every)

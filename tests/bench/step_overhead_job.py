@@ -38,7 +38,6 @@ def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def session_steps(session: Session, model: nn.Module, optimizer: Any, data: Any, batch: int) -> Iterator[None]:
-    """Each turn is one step of the session's loop."""
     for part in session.batches(data, global_batch_size=batch * session.world_size, epochs=ENDLESS):
         with session.step() as step:
             step.backward(cross_entropy(model(part.x), part.y))
@@ -80,7 +79,6 @@ def in_turn(loops: dict[str, Iterator[None]], alternations: int, count: int) -> 
 
 
 def run(result: Path, width: int, batch: int, alternations: int, count: int, audit_every: int) -> None:
-    """Train both ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
     generator = torch.Generator().manual_seed(2)

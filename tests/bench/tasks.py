@@ -35,7 +35,6 @@ class Promise:
     overrides: tuple[str, ...] = ()
 
     def must(self, name: str, value: float) -> Must:
-        """Whether the promise was kept."""
         return (at_most if self.lower_is_better else at_least)(name, value, self.value)
 
 
@@ -50,7 +49,6 @@ QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=SMAL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("tasks", __doc__, argv, repeats=1)
     figures: dict[str, Any] = {}
     musts = []
@@ -68,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def alone(promise: Promise) -> dict[str, float]:
-    """The task on one process."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
         command = [sys.executable, "-m", "elastic_trainer.training", promise.task, f"checkpoint.directory={place}/run"]
         done = _ran([*command, *promise.overrides])

@@ -39,7 +39,6 @@ QUICK = (Shape("mnist", 2, 2, ("data.limit=200",)),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("throughput", __doc__, argv, repeats=3)
     import torch
 
@@ -74,7 +73,6 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
 
 
 def trained(world: int, shape: Shape, more: Sequence[str]) -> dict[str, list[float]]:
-    """Run one job to its end; what its rank 0 wrote."""
     return taken(JOB, world, shape.task, shape.alternations, shape.steps, *shape.overrides, *more, limit_s=LIMIT_S)
 
 

@@ -134,7 +134,6 @@ def timed(kind: type[Task], turns: Turns) -> type[Task]:
 
 
 def run(result: Path, name: str, alternations: int, steps: int, overrides: list[str]) -> None:
-    """Train all ways in turn."""
     torch.set_num_threads(1)
     total = WARM_UP + alternations * steps + 1
     settings = [

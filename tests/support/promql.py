@@ -74,7 +74,6 @@ def _within(part: Any) -> Iterator[Any]:
 
 
 def family_of(name: str) -> Family | None:
-    """The family that the series ``name`` belongs to."""
     for family in families.FAMILIES:
         ends = ("_bucket", "_sum", "_count") if family.kind is MetricKind.HISTOGRAM else ("",)
         if name in {family.full_name + end for end in ends}:

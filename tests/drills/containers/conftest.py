@@ -117,7 +117,6 @@ def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def image(engine: Engine, clone: Path, base: str, wheels: str) -> str:
-    """Our own, by the Dockerfile."""
     build(engine, clone, wheels, OWN)
     return OWN
 

@@ -34,7 +34,6 @@ _began = SYSTEM.monotonic()
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
     print(f"[{SYSTEM.monotonic() - _began:6.1f} s] {text}", flush=True)
 
 
@@ -47,31 +46,25 @@ class Engine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of programs that use this engine."""
         return {**os.environ, "DOCKER_HOST": f"unix://{self.home}/docker.sock", "DOCKER_BUILDKIT": "1"}
 
     def ran(self, *words: str | Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """``docker words``, which may fail."""
         return self.called(self.client, *words, limit_s=limit_s)
 
     def called(self, *words: str | Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """Any command that uses this engine, which may fail."""
         return subprocess.run(
             [*map(str, words)], capture_output=True, text=True, timeout=limit_s, check=False, env=self.environment
         )
 
     def docker(self, *words: str | Path, limit_s: float = LIMIT_S) -> str:
-        """What ``docker words`` said; it must succeed."""
         ran = self.ran(*words, limit_s=limit_s)
         assert ran.returncode == 0, f"docker {words[0]}: {ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
         return ran.stdout.strip()
 
     def inspect(self, name: str) -> dict[str, Any]:
-        """All that is known of a container or image."""
         return dict(json.loads(self.docker("inspect", name))[0])
 
     def log(self, name: str) -> str:
-        """What a container has written, both streams."""
         ran = self.ran("logs", name)
         return ran.stdout + ran.stderr
 
@@ -144,19 +137,15 @@ class Composed:
 
     @property
     def network(self) -> str:
-        """That on which services find each other by name."""
         return f"{self.project}_default"
 
     def container(self, service: str) -> str:
-        """The id of its container."""
         return self.run("ps", "-q", service).strip()
 
     def healthy(self, service: str) -> bool:
-        """Whether its own health check says so."""
         return bool(self.engine.inspect(self.container(service))["State"]["Health"]["Status"] == "healthy")
 
     def log(self, service: str) -> str:
-        """What it has written."""
         return self.engine.log(self.container(service))
 
     def asked(self, url: str) -> str:

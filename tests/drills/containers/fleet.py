@@ -97,13 +97,11 @@ class Fleet:
 
     @property
     def engine(self) -> Engine:
-        """Whose containers these are."""
         return self.composed.engine
 
     # ---- acting
 
     def start(self, *names: str, options: Iterable[str] = (), job: Sequence[str] | None = None) -> None:
-        """Start new containers of these names."""
         given, command = documented()
         entry = command.index("-m")
         for name in names:
@@ -117,7 +115,6 @@ class Fleet:
             self._started.append(name)
 
     def remove(self, *names: str) -> None:
-        """Remove containers, running or not."""
         self.engine.docker("rm", "--force", "--volumes", *names)
         self._started = [name for name in self._started if name not in names]
 
@@ -139,16 +136,13 @@ class Fleet:
     # ---- looking
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the engine knows of how a container is."""
         return dict(self.engine.inspect(name)["State"])
 
     def code(self, name: str) -> int:
-        """The exit code of a container, once it has ended."""
         eventually(lambda: not self.state(name)["Running"], lambda: f"{name} runs on: {self.describe()}", LIMIT_S)
         return int(self.state(name)["ExitCode"])
 
     def look(self) -> Standing | None:
-        """Take in what has happened; who trains now."""
         self.book.add(map(self._told, self._tail.read()))
         return self.book.standing()
 
@@ -158,7 +152,6 @@ class Fleet:
         return line.model_copy(update={"pid": number, "node": line.node.partition("-")[0]})
 
     def events(self) -> str:
-        """What ``elastic-trainer events`` tells of the run."""
         return self.composed.told("events", self.run)
 
     def describe(self) -> str:
@@ -170,7 +163,6 @@ class Fleet:
     # ---- waiting
 
     def until(self, holds: Callable[[], object], what: str) -> None:
-        """Wait until ``holds()`` is true."""
         eventually(holds, lambda: f"{what} did not come about: {self.describe()}", LIMIT_S)
 
     def settled(self, *names: str, steps: int = STEPS) -> Standing:

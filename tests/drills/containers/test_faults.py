@@ -139,7 +139,6 @@ def test_what_watches_has_seen_all_nodes(fleet: Fleet) -> None:
 
 
 def _scraped(composed: Composed, run: str) -> list[Any]:
-    """The nodes of ``run`` that Prometheus reaches now."""
     query = f"http://127.0.0.1:9090/api/v1/query?query=up{{run=%22{run}%22}}==1"
     return list(json.loads(composed.asked(query))["data"]["result"])
 

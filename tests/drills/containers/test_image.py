@@ -35,14 +35,12 @@ class Image:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a registry and a cluster read."""
         return dict(self.engine.inspect(OWN)["Config"])
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return self.engine.ran("run", "--rm", *HARDENED, OWN, *command)
 
     def said(self, *command: str) -> str:
-        """What ``command`` wrote; it must succeed."""
         ran = self.run(*command)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout

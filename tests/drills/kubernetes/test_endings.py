@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    """An empty cluster."""
     check_possible()
     with Cluster(tmp_path, replacement_delay_s=1.0) as cluster:
         yield Scene(cluster)

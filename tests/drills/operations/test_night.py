@@ -130,18 +130,15 @@ def morning(night: Night) -> None:
 
 
 def training(runs: set[str]) -> dict[str, str]:
-    """Runs and their state, in the order of the list."""
     return dict.fromkeys(sorted(runs), "Training")
 
 
 def mark(night: Night, run: str, name: str, *, there: bool = True) -> None:
-    """A file that the script of ``run`` looks for."""
     file = night.runs[run].spec.directory / name
     file.touch() if there else file.unlink()
 
 
 def fill(night: Night, *, there: bool = True) -> None:
-    """The disk of the run that saves."""
     rest = night.runs["disk"].spec.directory / "checkpoints" / "rest"
     if not there:
         rest.unlink()

@@ -47,7 +47,6 @@ def make(*words: str | Path, code: int = 0) -> str:
 
 
 def files(directory: Path, name: str = "client") -> dict[str, Path]:
-    """What a client is given."""
     return {"ca_cert": directory / "ca.crt", "cert": directory / f"{name}.crt", "key": directory / f"{name}.key"}
 
 

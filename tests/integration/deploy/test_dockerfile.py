@@ -135,7 +135,6 @@ print("the orphan is gone")
 
 
 def contained(*command: str) -> list[str]:
-    """``command`` as the image runs it."""
     needs_root("makes a namespace of processes")
     unshare = needs("unshare", "makes a namespace of processes (Debian: util-linux)")
     program, *options = words(values("ENTRYPOINT")[0])

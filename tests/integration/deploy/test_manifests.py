@@ -252,7 +252,6 @@ ALL_TRAINED = (*TRAINED, "examples/jobset", "examples/kubeflow")
 
 
 def training(folder: str) -> Training:
-    """The one Job of ``folder`` with what belongs to it."""
     objects = rendered(folder)
     (job,) = jobs(objects)
     settings = settings_of(objects)
@@ -293,7 +292,6 @@ def test_the_job_in_the_map_can_be_loaded_and_saves_where_all_pods_see_it(folder
 
 
 def option(etcd: Container, name: str) -> str:
-    """The value of one of etcd's flags."""
     (found,) = [part for part in etcd.command if part.startswith(f"--{name}=")]
     return found.partition("=")[2]
 
@@ -474,7 +472,6 @@ PATCHES = sorted(set(re.findall(r"kubectl patch (\S+ \S+) --type=merge -p '(\{.*
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}

@@ -24,7 +24,6 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
 def lines(page: Path) -> list[str]:
-    """The lines of all fenced blocks."""
     return [
         line for block in re.findall(r"^```\w*\n(.*?)^```$", TEXTS[page], re.M | re.S) for line in block.splitlines()
     ]

@@ -53,7 +53,6 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def etcd(volumes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RenderedEtcd]:
-    """The rendered etcd: three members over TLS."""
     with RenderedEtcd(rendered("overlays/production"), tmp_path_factory.mktemp("etcd"), volumes) as running:
         yield running
 
@@ -122,7 +121,6 @@ def test_a_client_is_no_member(etcd: RenderedEtcd, volumes: dict[str, Path]) -> 
 
 @contextmanager
 def running(command: list[str], environ: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends with the block."""
     with log.open("wb") as out, subprocess.Popen(command, env=environ, stdout=out, stderr=out) as process:
         try:
             yield process

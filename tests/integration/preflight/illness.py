@@ -12,7 +12,6 @@ from elastic_trainer.preflight.finding import Finding, Status
 
 
 def main(how: str) -> int:
-    """Say what works, then fail as asked."""
     messages = Messages(100.0)
     print("a library says hello")
     os.system("echo and one of its children too")

@@ -67,7 +67,6 @@ def test_a_check_that_crashes_is_named_with_its_last_words(how: str, text: str) 
 
 
 def measured(node: str) -> Published:
-    """The report of a node that measures this machine."""
     versions: dict[str, str] = {}
     module = "elastic_trainer.preflight.compute"
     found = findings_of("compute", module, [f"{LIMIT_S}"], Deadline.after(LIMIT_S), lambda _: None, versions)

@@ -31,11 +31,9 @@ class Said:
     values: dict[str, Any]
 
     def finding(self, name: str) -> dict[str, Any]:
-        """The first finding called ``name``."""
         return next(each for each in self.values["findings"] if each["name"] == name)
 
     def has(self, name: str) -> bool:
-        """Whether there is one."""
         return any(each["name"] == name for each in self.values["findings"])
 
 
@@ -53,13 +51,11 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> Said:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    """In a process of its own."""
     call = [sys.executable, "-m", "elastic_trainer.cli.main", *QUICK, *words]
     return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def outcome(process: subprocess.Popen[str]) -> Said:
-    """Of such a process."""
     out, error = process.communicate(timeout=LIMIT_S)
     assert "Traceback" not in error, error
     return Said(process.returncode, json.loads(out))

@@ -39,7 +39,6 @@ def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB."""
     with mounted(tmp_path / "disk", SMALL) as path:
         yield path
 

@@ -15,8 +15,6 @@ from tests.support.kubelet.pods import ENDED, Phase, PodStatus
 
 
 class Condition(StrEnum):
-    """How a Job is over."""
-
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -62,7 +60,6 @@ class JobState:
         return [index for index in free if now >= self.ended_at.get(index, -delay_s) + delay_s], unwanted
 
     def _decide(self, verdict: Condition, reason: str) -> None:
-        """The first verdict stays."""
         if self.verdict is None:
             self.verdict, self.reason = verdict, reason
 

@@ -34,8 +34,6 @@ DISRUPTED = "DisruptionTarget"
 
 
 class Phase(StrEnum):
-    """How far a pod is."""
-
     PENDING = "Pending"
     RUNNING = "Running"
     SUCCEEDED = "Succeeded"
@@ -85,7 +83,6 @@ class PodStatus:
 
     @property
     def living(self) -> bool:
-        """Whether it has not ended."""
         return self.phase not in ENDED
 
 
@@ -142,7 +139,6 @@ class Prober:
             self._answers[kind] = f"{type(error).__name__}: {error}"
 
     def _complaint(self, probe: Manifest) -> str:
-        """What is wrong; empty if nothing is."""
         limit_s = probe["timeoutSeconds"]
         if "exec" in probe:
             words, environment = self._process.inside(probe["exec"]["command"])
@@ -235,7 +231,6 @@ class Process:
         return [*enter, "--", "setpriv", *self._privileges, *words], self._environment
 
     def end(self) -> None:
-        """End it at once, and all that it started."""
         self._launcher.kill()  # the container ends with it
         self._launcher.wait()
 
@@ -276,8 +271,6 @@ def _owned(place: Path, group: int, mode: int) -> Path:
 
 
 class Pod:
-    """See the module."""
-
     def __init__(self, identity: Identity, spec: Manifest, around: Surroundings) -> None:
         self.identity, self.spec, self._around = identity, spec, around
         self.phase = Phase.PENDING
@@ -330,7 +323,6 @@ class Pod:
         )
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
         if self.phase in ENDED:
             return
         if self.process is None:
@@ -349,7 +341,6 @@ class Pod:
                 self._press(self.process, now)
 
     def _press(self, process: Process, now: float) -> None:
-        """Ask it to end, and end it when it had its time."""
         if self._asked_at is None:
             self._asked_at = now if process.send(signal.SIGTERM) else None
         elif not self._killed and now >= self._asked_at + self.spec["terminationGracePeriodSeconds"]:

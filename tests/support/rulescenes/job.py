@@ -22,8 +22,6 @@ STALE = None
 
 @dataclass
 class Rank:
-    """One worker as its node shows it."""
-
     node: str
     phase: str = "training"
     last_step: float = 0.0
@@ -62,7 +60,6 @@ class EtcdMember:
     slow: float = 0.0
 
     def samples(self) -> dict[Key, float]:
-        """What it exports, and that it does."""
         self.synced += 100 * TICK_S
         self.slow += self.slow_syncs * TICK_S
         place = (("instance", self.instance), ("job", "elastic-trainer-etcd"))
@@ -128,17 +125,14 @@ class PlayedJob:
     # ---- what scenes do
 
     def count(self, family: Family, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter of the run."""
         key = self._key(family, labels)
         self.counts[key] = self.counts.get(key, 0.0) + amount
 
     def find_nonfinite(self, rank: int, times: int = 1) -> None:
-        """A loss of ``rank`` was not finite."""
         self.ranks[rank].nonfinite += times
         self.count(families.NONFINITE_LOSSES, times)
 
     def all_in(self, phase: str) -> None:
-        """Every rank is in ``phase``."""
         for rank in self.ranks.values():
             rank.phase = phase
 
@@ -165,7 +159,6 @@ class PlayedJob:
     # ---- time
 
     def tick(self) -> None:
-        """Pass the time of one scrape, and scrape."""
         self._train()
         self._record()
         self._ticks += 1

@@ -8,7 +8,6 @@ from tests.support.rulescenes.job import Key
 
 
 def series(key: Key) -> str:
-    """The series as PromQL names it."""
     name, labels = key
     return name + "{" + ",".join(f'{label}="{value}"' for label, value in labels) + "}"
 

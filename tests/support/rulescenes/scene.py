@@ -23,8 +23,6 @@ class Fires:
 
 @dataclass(frozen=True)
 class Scene:
-    """See the module."""
-
     name: str
     """Also the name of the run."""
     says: str
@@ -43,7 +41,6 @@ class Scene:
     """Arguments of PlayedJob."""
 
     def play(self) -> PlayedJob:
-        """The job, with all samples recorded."""
         job = PlayedJob(self.name, **self.job)
         for number in range(int(self.minutes * 60 / TICK_S) + 1):
             self.act(job, number * TICK_S / 60)

@@ -85,7 +85,6 @@ SIZES = {"layers": 1, "heads": 2, "width": 8, "context": 16}
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
-    """A file of 1,590 characters."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return str(path)

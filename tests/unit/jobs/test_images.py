@@ -87,7 +87,6 @@ def test_folders_that_hold_no_data_are_named(tmp_path: Path, classes: dict[str, 
 
 
 def one_sentence(error: ElasticTrainerError, path: Path) -> None:
-    """What all these errors are like."""
     assert str(path) in str(error)
     assert "\n" not in str(error)
     assert error.hint
@@ -230,7 +229,6 @@ def test_folders_may_be_links(tmp_path: Path) -> None:
 
 
 def picture(width: int = 40, height: int = 30) -> Image.Image:
-    """Noise, so that any two parts differ."""
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise)
 

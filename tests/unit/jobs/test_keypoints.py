@@ -191,18 +191,13 @@ def test_empty_pictures_and_empty_predictions_count_too() -> None:
 
 
 def options(channels: tuple[int, ...], stages: list[tuple[int, int, int]], **more: Any) -> HrnetOptions:
-    """``stages``: branches, blocks and modules of each."""
     plans = tuple(StageOptions(branches=one, blocks=two, modules=three) for one, two, three in stages)
     return HrnetOptions(channels=channels, stages=plans, **{"stem_halvings": 1, **more})
 
 
 @pytest.mark.parametrize(
     ("channels", "stages", "halvings", "size"),
-    [
-        ((4,), [(1, 1, 1)], 1, 16),
-        ((4, 6), [(1, 1, 1), (2, 2, 2)], 1, 16),
-        ((4, 6, 8), [(1, 1, 1), (3, 1, 1)], 2, 32),
-    ],
+    [((4,), [(1, 1, 1)], 1, 16), ((4, 6), [(1, 1, 1), (2, 2, 2)], 1, 16), ((4, 6, 8), [(1, 1, 1), (3, 1, 1)], 2, 32)],
 )
 def test_maps_have_the_resolution_of_the_first_branch(
     channels: tuple[int, ...], stages: list[tuple[int, int, int]], halvings: int, size: int
@@ -264,7 +259,6 @@ SMALL = ("data.count=6", "data.test_count=5", "model.channels=[4]", "model.stage
 
 
 def coco(directory: Path, points: tuple[str, ...] = ("nose", "left_eye", "right_eye")) -> list[str]:
-    """Overrides for two pictures in COCO's format."""
     directory.mkdir(exist_ok=True)
     numbers = [5, 5, 2, 8, 3, 2, 3, 3, 2][: 3 * len(points)]
     person = {"category_id": 1, "bbox": [1, 1, 9, 9], "keypoints": numbers}

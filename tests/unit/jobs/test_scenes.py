@@ -217,10 +217,7 @@ def test_points_areas_and_unknown_places_are_read(tmp_path: Path) -> None:
     scenes = CocoScenes(*written(tmp_path, content()))
     assert (len(scenes), list(scenes.names)) == (1, ["nose", "left_eye"])
     scene = scenes.scene(0)
-    assert scene.points.tolist() == [
-        [[3.5, 4.5, 1.0], [5.5, 6.5, 1.0]],
-        [[0.0, 0.0, 0.0], [9.5, 1.5, 1.0]],
-    ]
+    assert scene.points.tolist() == [[[3.5, 4.5, 1.0], [5.5, 6.5, 1.0]], [[0.0, 0.0, 0.0], [9.5, 1.5, 1.0]]]
     assert scene.areas.tolist() == [30.5, 8.0]  # without an area that of the box
     assert scene.unknown.tolist() == [[0.0, 0.0, 4.0, 9.0]]  # the crowd
     assert scene.image.size == (20, 10)

@@ -48,8 +48,6 @@ from tests.unit.worker.toys import data, loss_of
 
 class Line(Task):
     class Model(Section):
-        """The only choice."""
-
         bias: bool = True
         width: int = 2
 
@@ -135,8 +133,6 @@ class Doubling(Line):
     """Its option says how large a batch is."""
 
     class Options(Section):
-        """Half of the batch."""
-
         half: int = 2
 
     def implied_config(self) -> Mapping[str, Any]:
@@ -278,12 +274,7 @@ def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
     assert factors[12] == factors[13] == 0.1
 
 
-@given(
-    step=st.integers(0, 10_000),
-    warmup=st.integers(0, 100),
-    floor=st.floats(0, 1),
-    steps=st.integers(1, 5_000),
-)
+@given(step=st.integers(0, 10_000), warmup=st.integers(0, 100), floor=st.floats(0, 1), steps=st.integers(1, 5_000))
 def test_a_factor_is_always_between_zero_and_one(step: int, warmup: int, floor: float, steps: int) -> None:
     length = RunLength(samples=steps, steps_per_epoch=steps, epochs=1, steps=steps)
     config = CosineConfig(name="cosine", floor=floor, warmup_steps=warmup)

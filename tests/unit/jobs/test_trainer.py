@@ -194,7 +194,6 @@ def test_what_json_cannot_say_is_refused_at_once() -> None:
 
 
 def tied() -> nn.Module:
-    """Two layers that share a weight, and a buffer."""
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
     return nn.Sequential(first, nn.BatchNorm1d(4), last)

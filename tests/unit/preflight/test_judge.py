@@ -87,7 +87,6 @@ def test_many_nodes_meet_some() -> None:
 
 
 def measured(rates: dict[Pair, float]) -> dict[Pair, Measured]:
-    """Pairs with these rates in MB/s; 0: failed."""
     return {
         pair: Measured({SIZE: SIZE / (rate * 1e6)}) if rate else Measured(error="RuntimeError: timed out")
         for pair, rate in rates.items()
@@ -100,7 +99,6 @@ def with_slow(count: int, *slow: int, rate: float = 100.0) -> dict[Pair, Measure
 
 
 def said(rank: int, pairs: dict[Pair, Measured], count: int) -> dict[str, list[Finding]]:
-    """What node ``rank`` is told, by name."""
     names: dict[str, list[Finding]] = {}
     for finding in judge_pairs([f"n{number}" for number in range(count)], rank, pairs, LIMITS):
         names.setdefault(finding.name, []).append(finding)
@@ -208,7 +206,6 @@ def status(found: list[Finding], name: str) -> Status | None:
 
 
 def fit(mine: Published, others: list[Published], limits: FitLimits = LIMITS) -> bool:
-    """Whether ``mine`` may train with the others."""
     return not bad(judge(mine, others, limits))
 
 
