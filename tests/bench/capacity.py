@@ -1,39 +1,48 @@
 """Capacity: what nodes cost etcd in keys, bytes, requests and memory, and what 10 to 10,000 of them need.
 
-The nodes are real members (capacity_nodes), each with a connection, lease, key and watch, without workers, all on this
-machine; what their agents would tell of 8 ranks each is written beside them. Bytes, keys and requests are counted, by
-etcd itself, so that a busy machine changes nothing; memory is etcd's own. How soon all agree after the last has joined
-is an upper bound, since they share the machine's cores. The plan for more nodes is computed (capacity_plan).
+The nodes are what agents have in restart mode (admission, lease, key, Member), each with a connection of its own, all
+in this process; their workers alone are missing, and what their agents would tell of 8 ranks each is written beside
+them. Bytes, keys and requests are counted, by etcd itself, so that a busy machine changes nothing; memory is etcd's
+own. How soon all agree after the last has joined is an upper bound, since they share the machine's cores. The plan for
+more nodes is computed (capacity_plan).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import logging
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.request import urlopen
 
-from elastic_trainer.clock import Deadline, pause
+import structlog
+
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
+from elastic_trainer.membership.member import Member
 from elastic_trainer.monitor.reading import RunFeed
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, RunKeys, Store
+from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.families import FAMILIES
-from tests.bench.capacity_nodes import LOCAL_WORLD_SIZE
 from tests.bench.capacity_plan import NODES, Costs, costs, need
 from tests.bench.health import _series_of_node
-from tests.bench.health_store import health
+from tests.bench.health_store import RANKS, health
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
 
-ROOT = Path(__file__).parents[2]
-SIZES, QUICK_SIZES = (10, 100, 1000), (4, 12)
-NODES_PER_PROCESS = 128
+KEYS = RunKeys("/bench", "capacity")
+SIZES, QUICK_SIZES = (10, 100, 300), (4, 12)
+"""The round of the largest is compressed, that of the others is not."""
 LAST_CALL_S = 120.0
 """The first round is that of all nodes, however long this machine takes to start them."""
 WRITES_PER_NODE, LEAST_WRITES, QUICK_WRITES = 4, 1000, 100
@@ -41,13 +50,23 @@ SETTLE_S = 0.5
 """etcd brings what was written into its database ten times a second."""
 IDLE_S, QUICK_IDLE_S = 20.0, 3.0
 LIMIT_S = 300.0
+"""Nothing takes so long on a working machine."""
 TTL_S, QUICK_TTL_S = 30.0, 6.0
+STACK_BYTES, HANDS = 512 << 10, 64
 SERIES_OF_MONITOR = 134.0
 QUOTA_MIB = 8192.0
 
 
+def soon() -> Deadline:
+    return Deadline.after(LIMIT_S)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse("capacity", __doc__, argv, repeats=1)
+    threading.stack_size(STACK_BYTES)  # some six threads a node
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    decode = RoundDocument.decode
+    RoundDocument.decode = lru_cache(4)(decode)  # type: ignore[method-assign]  # each real node has a core for it
     sizes = QUICK_SIZES if options.quick else SIZES
     measured = {size: measure(size, options) for size in sizes}
     cost = costs(fitted(measured))
@@ -64,10 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two.
-
-    The round of the largest is compressed, that of the others is not.
-    """
+    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two."""
     small, middle, large = min(measured), sorted(measured)[-2], max(measured)
     few, some, many = measured[small], measured[middle], measured[large]
     found = {name: value for name, value in many.items() if name in Costs.__dataclass_fields__}
@@ -87,75 +103,116 @@ def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-class Hosts:
-    """The processes with the nodes in them."""
+class SimulatedNode:
+    """One node: connected at once, part of the run after :meth:`begin`."""
 
-    def __init__(self, count: int, job: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-m", "tests.bench.capacity_nodes"]
-        pipe = subprocess.PIPE
-        self._processes = [
-            subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
-        ]
-        for process in self._processes:
-            self._send(process, job)
+    def __init__(self, name: str, store: Store, size: int, ttl_s: float, changed: threading.Condition) -> None:
+        self.name, self.store, self._size, self._ttl_s, self._changed = name, store, size, ttl_s, changed
+        store.range("/bench/", soon(), limit=1)
+        self.joined_at = self.agreed_at = 0.0
+        self.agreed: RoundDocument | None = None
+        self.error: str | None = None
+        self._gone = False
+        self._member: Member | None = None
+        self._moved = threading.Event()
 
-    def __enter__(self) -> Self:
-        return self
+    def begin(self) -> None:
+        """Join, and take part in every round from now on."""
+        threading.Thread(target=self._run, name=f"node-{self.name}", daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.communicate()
+    def leave(self) -> None:
+        """Go in an orderly way: the lease is revoked."""
+        self._gone = True
+        if self._member is not None:
+            self._member.leave()
+        self._moved.set()
+        self.store.close()
 
-    def ask(self, do: str, nodes: Sequence[str] = (), **more: Any) -> list[dict[str, Any]]:
-        """Give a command to all processes, each with its share of ``nodes``; their answers."""
-        for index, process in enumerate(self._processes):
-            mine = [name for name in nodes if int(name[1:]) % len(self._processes) == index]
-            self._send(process, {"do": do, "nodes": mine, **more})
-        return [self._answer(process) for process in self._processes]
+    def _run(self) -> None:
+        try:
+            admit(self.store, KEYS, Spec(min_nodes=1, max_nodes=self._size), reopen=False, deadline=soon())
+            session = LeaseSession(self.store, self._ttl_s, soon())
+            limits = Limits(1, self._size, last_call_s=LAST_CALL_S, last_call_limit_s=LIMIT_S)
+            member = self._member = Member(self.store, KEYS, self.name, session, limits, lambda error: None)
+            member.on_round(self._hear)
+            member.start(soon())
+            while not self._gone:
+                self._show(member)
+                self._take_part(member, member.await_round(LIMIT_S))
+        except ElasticTrainerError as error:
+            if not self._gone:
+                self.error = str(error)
+                self._notify()
 
-    @staticmethod
-    def _send(process: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(message) + "\n")
-        process.stdin.flush()
+    def _hear(self, document: RoundDocument) -> None:
+        if self.agreed is not None and is_over(self.agreed, document):
+            self._moved.set()
 
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-        line = process.stdout.readline() if process.stdout is not None else ""
-        if not line:
-            raise RuntimeError(f"a process of simulated nodes ended with {process.wait()}")
-        return dict(json.loads(line))
+    def _show(self, member: Member) -> None:
+        free_for = self.agreed.number + 1 if self.agreed is not None else 0
+        record = NodeRecord(
+            host=f"host-{self.name}.example.com",
+            address="127.0.0.1",
+            local_world_size=RANKS,
+            store_port=29500,
+            probe_port=0,
+            state=NodeState.READY,
+            life=1 if self.agreed is None else member.record().life + 1,
+            acknowledged=free_for,
+            reported=free_for,
+            planned=True,
+        )
+        member.announce(record, soon())
+        self.joined_at = self.joined_at or SYSTEM.monotonic()
+
+    def _take_part(self, member: Member, document: RoundDocument) -> None:
+        """Work until the round is over."""
+        self.agreed, self.agreed_at = document, SYSTEM.monotonic()
+        self._notify()
+        while not self._gone:
+            self._moved.clear()
+            newest = member.look().round
+            if newest is not None and is_over(document, newest):
+                return
+            self._moved.wait()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def is_over(mine: RoundDocument, seen: RoundDocument) -> bool:
+    """The handler's ``round_is_over``; importing that would import torch."""
+    over = seen.state in (RoundState.BROKEN, RoundState.DRAINING)
+    return seen.number > mine.number or (seen.number == mine.number and over)
 
 
 def measure(size: int, options: Options) -> dict[str, float]:
     """All figures of ``size`` nodes on an etcd of their own."""
-    with EtcdServer() as server:
-        job = {
-            "endpoint": server.endpoint,
-            "run": "capacity",
-            "min_nodes": 1,
-            "max_nodes": size,
-            "ttl_s": QUICK_TTL_S if options.quick else TTL_S,
-            "last_call_s": LAST_CALL_S,
-        }
-        store = connect(StoreSettings(endpoints=parse_endpoints(server.endpoint)))
-        try:
-            with Hosts(max(1, size // NODES_PER_PROCESS), job) as hosts:
-                return Scene(server, store, hosts, size, options.quick).play()
-        finally:
-            store.close()
+    with EtcdServer() as server, Scene(server, size, options.quick) as scene:
+        return scene.play()
 
 
 class Scene:
     """One etcd with ``size`` nodes, phase by phase."""
 
-    def __init__(self, server: EtcdServer, store: Store, hosts: Hosts, size: int, quick: bool) -> None:
-        self._server, self._store, self._hosts, self._size, self._quick = server, store, hosts, size, quick
-        self._keys = RunKeys("/bench", "capacity")
+    def __init__(self, server: EtcdServer, size: int, quick: bool) -> None:
+        self._server, self._size, self._quick = server, size, quick
+        self._settings = StoreSettings(endpoints=parse_endpoints(server.endpoint))
+        self._store = connect(self._settings)
+        self._feed = RunFeed(self._store, KEYS)
         self._names = [f"n{number:04d}" for number in range(size)]
-        self._feed = RunFeed(store, self._keys)
+        self._nodes: list[SimulatedNode] = []
+        self._changed = threading.Condition()
+        self._hands = ThreadPoolExecutor(HANDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        list(self._hands.map(SimulatedNode.leave, self._nodes))
+        self._hands.shutdown()
+        self._store.close()
 
     def play(self) -> dict[str, float]:
         found = self._joined() | self._idle() | self._written()
@@ -164,25 +221,41 @@ class Scene:
 
     def _joined(self) -> dict[str, float]:
         note(f"{self._size} nodes join")
-        self._hosts.ask("connect", self._names)
+        ttl_s = QUICK_TTL_S if self._quick else TTL_S
+        self._nodes = list(
+            self._hands.map(
+                lambda name: SimulatedNode(name, connect(self._settings), self._size, ttl_s, self._changed), self._names
+            )
+        )
         before = self._counted()
-        self._hosts.ask("begin", self._names)
-        agreed_s = self._agreed(self._names, after=0)
+        for node in self._nodes:
+            node.begin()
+        agreed_s = self._agreed(after=0)
         spent = self._since(before)
         return {
             "join_to_agreement_s": agreed_s,
             "join_requests": (spent["requests"] - spent["keep_alives"]) / self._size,
         }
 
-    def _agreed(self, names: Sequence[str], after: int) -> float:
+    def _agreed(self, after: int) -> float:
         """Seconds from the last join until all take part in one round later than ``after``, with ranks in a row."""
-        told = [each for answer in self._hosts.ask("await", size=len(names), after=after) for each in answer["nodes"]]
-        errors = [each["error"] for each in told if each["error"]]
-        rounds = {(each["round"], each["nonce"], each["store"], each["nodes"]) for each in told}
-        ranks = sorted(int(each["first_rank"]) for each in told if each["first_rank"] is not None)
-        if errors or len(rounds) != 1 or ranks != [LOCAL_WORLD_SIZE * place for place in range(len(names))]:
-            raise RuntimeError(f"{len(names)} nodes did not agree in time: {len(rounds)} rounds, errors: {errors[:1]}")
-        return float(max(each["agreed_at"] for each in told) - max(each["joined_at"] for each in told))
+        nodes, size = self._nodes, len(self._nodes)
+
+        def together() -> bool:
+            rounds = [node.agreed for node in nodes]
+            there = all(each is not None and each.number > after and len(each.members) == size for each in rounds)
+            return there or any(node.error for node in nodes)
+
+        with self._changed:
+            self._changed.wait_for(together, LIMIT_S)
+        errors = [node.error for node in nodes if node.error]
+        rounds = [node.agreed for node in nodes if node.agreed is not None]
+        entries = [each.member(node.name) for each, node in zip(rounds, nodes, strict=False)]
+        ranks = sorted(entry.first_rank for entry in entries if entry is not None)
+        known = {(each.number, each.nonce, each.store, len(each.members)) for each in rounds}
+        if errors or len(known) != 1 or ranks != [RANKS * place for place in range(size)]:
+            raise RuntimeError(f"{size} nodes did not agree in time: {len(known)} rounds, errors: {errors[:1]}")
+        return max(node.agreed_at for node in nodes) - max(node.joined_at for node in nodes)
 
     def _idle(self) -> dict[str, float]:
         note(f"{self._size} nodes keep their leases")
@@ -196,7 +269,7 @@ class Scene:
         """Every node tells of its ranks, each in a request of its own; the monitor reads them once."""
         note(f"{self._size} nodes tell of their ranks")
         self._tell_health(1)
-        self._feed.read(Deadline.after(LIMIT_S))
+        self._feed.read(soon())
         pause(SETTLE_S)
         before = self._counted()
         times = max(WRITES_PER_NODE, (QUICK_WRITES if self._quick else LEAST_WRITES) // self._size)
@@ -205,7 +278,7 @@ class Scene:
         pause(SETTLE_S)
         spent, writes = self._since(before), float(times * self._size)
         before = self._counted()
-        self._feed.read(Deadline.after(LIMIT_S))
+        self._feed.read(soon())
         read = self._since(before)
         return {
             "health_request": spent["received"] / writes,
@@ -219,17 +292,17 @@ class Scene:
 
     def _tell_health(self, step: int) -> None:
         for number, name in enumerate(self._names):
-            put = Put(self._keys.node_health(name), health(number, step).encode())
-            self._store.transact([], [put], deadline=Deadline.after(LIMIT_S))
+            put = Put(KEYS.node_health(name), health(number, step).encode())
+            self._store.transact([], [put], deadline=soon())
 
     def _at_rest(self) -> dict[str, float]:
         """What is stored, and how large the database is once old versions are forgotten."""
-        found = self._store.range(self._keys.root, Deadline.after(LIMIT_S))
+        found = self._store.range(KEYS.root, soon())
         grown = self._counted()["database"]
         self._server.call("kv/compaction", revision=found.revision, physical=True)
         self._server.call("maintenance/defragment")
-        document = next(item for item in found.items if item.key == self._keys.round)
-        entry = next(item for item in found.items if item.key.startswith(self._keys.events))
+        document = next(item for item in found.items if item.key == KEYS.round)
+        entry = next(item for item in found.items if item.key.startswith(KEYS.events))
         members = RoundDocument.decode(document.value, document.key).members
         return {
             "keys": float(len(found.items)),
@@ -243,8 +316,8 @@ class Scene:
     def _changed(self) -> dict[str, float]:
         note(f"one of {self._size} nodes leaves")
         before = self._counted()
-        self._hosts.ask("leave", self._names[-1:])
-        self._agreed(self._names[:-1], after=1)
+        self._nodes.pop().leave()
+        self._agreed(after=1)
         spent = self._since(before)
         return {"change_sent_per_pair": spent["sent"] / self._size**2, "change_requests": spent["requests"]}
 

@@ -39,11 +39,22 @@ from elastic_trainer.jobs.digits import shipped_digits, split
 from elastic_trainer.jobs.mnist import as_tensors
 from elastic_trainer.local import timeline
 from elastic_trainer.local.ledger import Commit, Line, LineKind, audit, lineage
-from tests.bench.calibration import Calibration, calibrate
 from tests.bench.goodput_job import CHECKPOINTS, DATA
 from tests.bench.goodput_peers import Peer, Span, Struck, Trial, peers, running
 from tests.bench.recovery_torchft import look
-from tests.bench.report import Must, Report, alternate, at_least, at_most, emit, median, note, parse
+from tests.bench.report import (
+    Calibration,
+    Must,
+    Report,
+    alternate,
+    at_least,
+    at_most,
+    calibrate,
+    emit,
+    median,
+    note,
+    parse,
+)
 from tests.drills.cluster.schedule import STORM, Blow, Timed, poisson
 from tests.support.small_disk import mounted
 

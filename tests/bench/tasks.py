@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.report import Must, Report, at_least, at_most, emit, median, note, parse
+from tests.bench.report import Must, Report, at_least, at_most, emit, parse, repeated
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
@@ -53,12 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     musts = []
     for promise in QUICK if options.quick else PROMISES:
-        repeats = []
-        for repeat in range(options.repeats):
-            note(f"{promise.task}: {repeat + 1} of {options.repeats}")
-            repeats.append({**alone(promise), **struck(promise)})
-        typical = {key: median([each[key] for each in repeats]) for key in repeats[0]}
-        figures[promise.task] = {"metric": promise.metric, **typical, "repeats": repeats}
+        typical = repeated(options, promise.task, lambda _, each=promise: {**alone(each), **struck(each)})  # type: ignore[misc]
+        figures[promise.task] = {"metric": promise.metric, **typical}
         hows = ("alone", "with faults")
         musts += [promise.must(f"{promise.task}: {promise.metric} {how}", typical[how]) for how in hows]
         musts.append(at_most(f"{promise.task}: steps made twice", typical["steps made twice"], 0))

@@ -48,6 +48,8 @@ from tests.unit.worker.toys import data, loss_of
 
 class Line(Task):
     class Model(Section):
+        """The only choice."""
+
         bias: bool = True
         width: int = 2
 
@@ -133,6 +135,8 @@ class Doubling(Line):
     """Its option says how large a batch is."""
 
     class Options(Section):
+        """Half of the batch."""
+
         half: int = 2
 
     def implied_config(self) -> Mapping[str, Any]:
