@@ -469,6 +469,11 @@ def did_you_mean(word: object, known: Iterable[str]) -> str | None:
     return f"did you mean '{close[0]}'?" if close else None
 
 
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """The first of them in quotes, and how many more there are."""
+    return ", ".join(map(reprlib.repr, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
 def as_yaml(config: JobConfig) -> str:
     """``config`` as YAML that :func:`load_job` reads back to an equal one."""
     return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))

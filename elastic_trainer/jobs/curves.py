@@ -170,10 +170,20 @@ def draw(curves: TrainingCurves, title: str, output: Path) -> None:
     figure.suptitle(title)
     _losses(axes[0], curves)
     if curves.evaluations:
-        _evaluations(axes[1], curves)
-    _worlds(axes[-1], curves)
+        for name, points in sorted(curves.evaluations.items()):
+            axes[1].plot(
+                list(points), list(points.values()), marker="o", markersize=3, linewidth=1, label=f"test {name}"
+            )
+        axes[1].set_ylabel("test")
+        axes[1].legend(loc="best", fontsize="small")
+        axes[1].grid(alpha=0.25)
+    steps, worlds = list(curves.worlds), list(curves.worlds.values())
+    last = max([*curves.losses, *steps], default=0)
+    axes[-1].step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=LINE)
+    axes[-1].set_ylim(0, max(worlds, default=1) + 1)
+    axes[-1].yaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set(ylabel="ranks", xlabel="step")
     _changes(axes, curves)
-    axes[-1].set_xlabel("step")
     save(figure, output)
 
 
@@ -194,23 +204,6 @@ def _losses(axes: Any, curves: TrainingCurves) -> None:
         axes.set_yscale("log")
     axes.set_ylabel("training loss")
     axes.grid(alpha=0.25)
-
-
-def _evaluations(axes: Any, curves: TrainingCurves) -> None:
-    for name, points in sorted(curves.evaluations.items()):
-        axes.plot(list(points), list(points.values()), marker="o", markersize=3, linewidth=1, label=f"test {name}")
-    axes.set_ylabel("test")
-    axes.legend(loc="best", fontsize="small")
-    axes.grid(alpha=0.25)
-
-
-def _worlds(axes: Any, curves: TrainingCurves) -> None:
-    steps, worlds = list(curves.worlds), list(curves.worlds.values())
-    last = max([*curves.losses, *steps], default=0)
-    axes.step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=LINE)
-    axes.set_ylim(0, max(worlds, default=1) + 1)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("ranks")
 
 
 def _changes(axes: list[Any], curves: TrainingCurves) -> None:

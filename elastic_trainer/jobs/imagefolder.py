@@ -45,12 +45,7 @@ class ResNetOptions(Section):
     zero_gamma: bool = Field(default=True, description="blocks begin as the identity (Goyal et al., 2017, section 5.1)")
 
 
-_BLOCKS: dict[int, tuple[int, int, int, int]] = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 class BasicBlock(nn.Module):
@@ -73,7 +68,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(inner)) + _past(self.downsample, x))
+        return functional.relu(self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x))
 
 
 class Bottleneck(nn.Module):
@@ -99,7 +94,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
-        return functional.relu(self.bn3(self.conv3(inner)) + _past(self.downsample, x))
+        return functional.relu(self.bn3(self.conv3(inner)) + (self.downsample(x) if self.downsample else x))
 
 
 class ResNet(nn.Module):
@@ -114,10 +109,16 @@ class ResNet(nn.Module):
         self.maxpool: nn.Module = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
         widths = [width * 2**stage for stage in range(4)]
         inputs = [width, *(each * kind.expansion for each in widths[:3])]
-        stages = [_stage(kind, *each) for each in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)]
-        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.layer1, self.layer2, self.layer3, self.layer4 = (
+            nn.Sequential(kind(given, own, stride), *(kind(own * kind.expansion, own) for _ in range(blocks - 1)))
+            for given, own, blocks, stride in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)
+        )
         self.fc = nn.Linear(widths[3] * kind.expansion, classes)
-        _initialize(self, options.zero_gamma)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif options.zero_gamma and isinstance(module, BasicBlock | Bottleneck):
+                nn.init.zeros_(module.last_norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(functional.relu(self.bn1(self.conv1(x))))
@@ -126,33 +127,14 @@ class ResNet(nn.Module):
         return scores
 
 
-def _stage(kind: type[BasicBlock | Bottleneck], inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
-    following = (kind(width * kind.expansion, width) for _ in range(blocks - 1))
-    return nn.Sequential(kind(inputs, width, stride), *following)
-
-
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     """What goes past a block, where it changes the shape."""
-    if stride == 1 and inputs == outputs:
-        return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-
-
-def _past(shortcut: nn.Module | None, x: Tensor) -> Tensor:
-    return x if shortcut is None else shortcut(x)
-
-
-@torch.no_grad()
-def _initialize(network: nn.Module, zero_gamma: bool) -> None:
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif zero_gamma and isinstance(module, (BasicBlock, Bottleneck)):
-            nn.init.zeros_(module.last_norm.weight)
+    same = stride == 1 and inputs == outputs
+    return None if same else nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

@@ -13,7 +13,7 @@ import errno
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from elastic_trainer.errors import DataError, SampleError, StorageReadError
+from elastic_trainer.jobs.config import listed
 from elastic_trainer.jobs.pillow import Image, ImageEnhance, UnidentifiedImageError
 
 _TRIES = 10
@@ -100,9 +101,7 @@ def as_bytes(image: Image.Image) -> Tensor:
 
 def normalized(images: Tensor, mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
     """(n, 3, h, w) bytes to floats; ``mean`` and ``std`` of each colour, white being 1."""
-    shape = (1, 3, 1, 1)
-    centre = torch.tensor(mean, device=images.device).view(shape) * 255.0
-    spread = torch.tensor(std, device=images.device).view(shape) * 255.0
+    centre, spread = (torch.tensor(each, device=images.device).view(1, 3, 1, 1) * 255.0 for each in (mean, std))
     return (images.float() - centre) / spread
 
 
@@ -132,13 +131,13 @@ class ImageFiles:
 
 def image_files(root: Path) -> ImageFiles:
     """What is in the class folders of ``root``: the classes are their sorted names, hidden ones and files aside."""
-    classes = tuple(sorted(_names(root, folders=True)))
+    classes = tuple(_names(root, folders=True))
     if not classes:
         raise DataError(f"{root}: holds no class folders", hint="put the images of each class into a folder of its own")
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        inside = sorted(file for file in _names(root / name, folders=False) if Path(file).suffix.lower() in EXTENSIONS)
+        inside = [file for file in _names(root / name, folders=False) if Path(file).suffix.lower() in EXTENSIONS]
         if not inside:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{root / name}: a class without images", hint=f"add some ({known}), or remove the folder")
@@ -150,11 +149,10 @@ def image_files(root: Path) -> ImageFiles:
 def _names(directory: Path, *, folders: bool) -> list[str]:
     try:
         with os.scandir(directory) as entries:
-            return [each.name for each in entries if each.is_dir() == folders and not each.name.startswith(".")]
+            return sorted(each.name for each in entries if each.is_dir() == folders and not each.name.startswith("."))
     except OSError as error:
-        raise DataError(
-            f"{directory}: {error.strerror or error}", hint="name a directory with class folders"
-        ) from error
+        hint = "name a directory with class folders"
+        raise DataError(f"{directory}: {error.strerror or error}", hint=hint) from error
 
 
 def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
@@ -162,14 +160,8 @@ def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
     for one, other in ((train, test), (test, train)):
         lacking = [name for name in one.classes if name not in other.classes]
         if lacking:
-            raise DataError(
-                f"{other.root} lacks {_listed(lacking)} of {one.root}", hint="both need the same class folders"
-            )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{'classes' if len(names) > 1 else 'class'} {', '.join(map(repr, names[:5]))}{more}"
+            what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking)}"
+            raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
 
 
 def read_image(path: Path) -> Image.Image:

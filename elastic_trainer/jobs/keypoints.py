@@ -128,11 +128,22 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
 
     ``heat`` and ``tags`` are (n, k, h, w); a maximum is the highest of its eight neighbours.
     """
-    pictures, kinds, _, width = heat.shape
-    candidates = torch.where(_are_maxima(heat), heat, -torch.inf).flatten(2)
+    pictures, kinds = heat.shape[:2]
+    height, width = heat.shape[-2:]
+    padded = functional.pad(heat, (1, 1, 1, 1), value=-torch.inf)
+    around = [padded[..., row : row + height, column : column + width] for row in range(3) for column in range(3)]
+    before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
+    maxima = (heat > before) & (heat >= behind)  # of equal ones, which half precision makes, the first alone
+    candidates = torch.where(maxima, heat, -torch.inf).flatten(2)
     scores, places = candidates.topk(min(most, candidates.shape[2]))
     found = tags.flatten(2).gather(2, places)
-    shift_x, shift_y = (each.flatten(2).gather(2, places) for each in _quarters(heat))
+    padded = functional.pad(heat, (1, 1, 1, 1), mode="replicate")
+    right, left = padded[..., 1:-1, 2:], padded[..., 1:-1, :-2]
+    below, above = padded[..., 2:, 1:-1], padded[..., :-2, 1:-1]
+    # A quarter of a cell towards the higher neighbour; nothing between equal ones.
+    shift_x, shift_y = (
+        0.25 * torch.sign(more - less).flatten(2).gather(2, places) for more, less in ((right, left), (below, above))
+    )
     x = (places % width + shift_x + 0.5) * stride
     y = (places.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
     table = torch.stack([x, y, scores, found], dim=-1).cpu().tolist()
@@ -140,23 +151,6 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
         [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
         for picture in range(pictures)
     ]
-
-
-def _are_maxima(heat: Tensor) -> Tensor:
-    """Which cells are no lower than their neighbours; of equal ones, which half precision makes, the first alone."""
-    height, width = heat.shape[-2:]
-    padded = functional.pad(heat, (1, 1, 1, 1), value=-torch.inf)
-    around = [padded[..., row : row + height, column : column + width] for row in range(3) for column in range(3)]
-    before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
-    return (heat > before) & (heat >= behind)
-
-
-def _quarters(heat: Tensor) -> tuple[Tensor, Tensor]:
-    """A quarter of a cell towards the higher neighbour, to the sides and down; 0 between equal ones."""
-    padded = functional.pad(heat, (1, 1, 1, 1), mode="replicate")
-    right, left = padded[..., 1:-1, 2:], padded[..., 1:-1, :-2]
-    below, above = padded[..., 2:, 1:-1], padded[..., :-2, 1:-1]
-    return 0.25 * torch.sign(right - left), 0.25 * torch.sign(below - above)
 
 
 def grouped(peaks: list[list[Peak]], closeness: float, least_points: int = 1) -> list[Instance]:
@@ -217,8 +211,19 @@ def judge(instances: list[Instance], truth: Floats, sizes: Floats, within: float
     one that meets most of its points, if these are at least half of them.
     """
     near = _nearness(instances, truth, sizes)
-    _judge_points(near <= within, near, truth, instances, counts)
-    _judge_instances((near <= within).sum(2), truth, len(instances), counts)
+    met = near <= within
+    for kind in range(truth.shape[1]):
+        pairs = np.argwhere(met[:, :, kind])
+        order = np.argsort([near[i, j, kind] for i, j in pairs], kind="stable")
+        predicted, true = set[int](), set[int]()
+        for i, j in pairs[order] if len(pairs) else []:
+            if i not in predicted and j not in true:
+                predicted.add(int(i))
+                true.add(int(j))
+        counts.found += len(true)
+        counts.invented += sum(kind in instance.peaks for instance in instances) - len(true)
+        counts.missed += int((truth[:, kind, 2] > 0).sum()) - len(true)
+    _judge_instances(met.sum(2), truth, len(instances), counts)
 
 
 def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats:
@@ -233,22 +238,6 @@ def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats
         distance = np.linalg.norm(places[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
     near: Floats = np.where(visible & np.isfinite(distance), distance, np.inf)
     return near
-
-
-def _judge_points(
-    met: NDArray[np.bool_], near: Floats, truth: Floats, instances: list[Instance], counts: Counts
-) -> None:
-    for kind in range(truth.shape[1]):
-        pairs = np.argwhere(met[:, :, kind])
-        order = np.argsort([near[i, j, kind] for i, j in pairs], kind="stable")
-        predicted, true = set[int](), set[int]()
-        for i, j in pairs[order] if len(pairs) else []:
-            if i not in predicted and j not in true:
-                predicted.add(int(i))
-                true.add(int(j))
-        counts.found += len(true)
-        counts.invented += sum(kind in instance.peaks for instance in instances) - len(true)
-        counts.missed += int((truth[:, kind, 2] > 0).sum()) - len(true)
 
 
 def _judge_instances(hits: NDArray[np.int64], truth: Floats, predicted: int, counts: Counts) -> None:
@@ -531,8 +520,14 @@ class Keypoints(Task):
         options: KeypointsData = self.data_options
         train, test = scenes(options)
         self.names: Sequence[str] = train.names
-        check_size(options.size, self.model_options)
-        how: dict[str, Any] = {"size": options.size, "stride": self.model_options.stride, "most": options.most}
+        model: HrnetOptions = self.model_options
+        least = model.stride * 2 ** (len(model.channels) - 1)
+        if options.size % least:
+            raise ConfigError(
+                f"data.size {options.size} is not a multiple of {least}, which the network's branches need",
+                hint=f"set data.size to {max(1, round(options.size / least)) * least}",
+            )
+        how: dict[str, Any] = {"size": options.size, "stride": model.stride, "most": options.most}
         moves = Moves(options.scale, options.rotation, options.shift, options.flip)
         return Datasets(train=Views(train, **how, moves=moves), test=Views(test, **how))
 
@@ -593,26 +588,12 @@ def scenes(options: KeypointsData) -> tuple[Scenes, Scenes]:
     if options.train is not None and options.test is not None:
         train = CocoScenes(**dict(options.train), category=options.category, empty=options.empty)
         test = CocoScenes(**dict(options.test), category=options.category)
-        check_same_points(options.test.annotations, train.names, test.names)
+        if list(train.names) != list(test.names):
+            raise DataError(
+                f"{options.test.annotations}: its key points are {', '.join(test.names)}, those of the training data "
+                f"{', '.join(train.names)}",
+                hint="both files need the same category",
+            )
         return train, test
     ours, others = split(shipped_digits(), test_size=1000, seed=0)
     return DigitScenes(ours, options.count, seed=0), DigitScenes(others, options.test_count, seed=1)
-
-
-def check_same_points(path: Path, train: Sequence[str], test: Sequence[str]) -> None:
-    """Raise DataError unless both name the same points in the same order."""
-    if list(train) != list(test):
-        raise DataError(
-            f"{path}: its key points are {', '.join(test)}, those of the training data {', '.join(train)}",
-            hint="both files need the same category",
-        )
-
-
-def check_size(size: int, model: HrnetOptions) -> None:
-    """Raise ConfigError unless each branch halves ``size`` evenly."""
-    least = model.stride * 2 ** (len(model.channels) - 1)
-    if size % least:
-        raise ConfigError(
-            f"data.size {size} is not a multiple of {least}, which the network's branches need",
-            hint=f"set data.size to {max(1, round(size / least)) * least}",
-        )

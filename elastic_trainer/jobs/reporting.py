@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -234,27 +234,19 @@ class StepLog:
 
     def _write(self, kind: str, moment: ProgressMoment, **values: Any) -> None:
         where = {"world_size": moment.world_size, "round": moment.round, "wall": SYSTEM.wall()}
-        self._append(json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n")
-
-    def _append(self, text: str) -> None:
+        text = json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n"
         try:
             with self._path.open("a+b") as file:
-                file.write((b"" if self._whole or _ends_whole(file) else b"\n") + text.encode())
+                if not self._whole and file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    text = text if file.read(1) == b"\n" else "\n" + text  # behind what a kill or full disk has left
+                file.write(text.encode())
         except OSError as error:
             if not self._refused:
                 logs.logger().warning("steps.not_written", path=str(self._path), error=error.strerror or str(error))
             self._refused, self._whole = True, False
             return
         self._refused, self._whole = False, True
-
-
-def _ends_whole(file: IO[bytes]) -> bool:
-    """Whether a killed process, or a full disk, has left no half line at the end."""
-    size = file.seek(0, os.SEEK_END)
-    if not size:
-        return True
-    file.seek(size - 1)
-    return file.read(1) == b"\n"
 
 
 class Reporter:

@@ -9,7 +9,6 @@ keys by (seed, epoch, sample). Points are (x, y, visible) in pixels, the middle 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -17,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from elastic_trainer.errors import DataError
@@ -123,8 +122,7 @@ class Views:
     """
 
     def __init__(self, scenes: Scenes, *, size: int, stride: int, most: int, moves: Moves | None = None) -> None:
-        self.scenes, self._size, self._stride, self._most = scenes, size, stride, most
-        self._moves = moves
+        self.scenes, self._size, self._stride, self._most, self._moves = scenes, size, stride, most, moves
         self._mirror = mirror_order(scenes.names)
         self.deterministic = moves is None
         """Whether no random numbers are drawn."""
@@ -139,19 +137,15 @@ class Views:
         if self._moves is not None:
             move, mirrored = drawn(self._moves, self._size)
             transform = after(transform, move)
-        kept, left_out = self._largest(scene)
+        order = np.argsort(-scene.areas, kind="stable")
+        kept, left_out = order[: self._most], order[self._most :]
         points = scene.points[kept][:, self._mirror] if mirrored else scene.points[kept]
         seen = moved(points, transform, self._size)
         sizes = np.sqrt(scene.areas[kept] * abs(np.linalg.det(transform[:, :2])))
         surplus = [around(scene.points[each], np.sqrt(scene.areas[each]) / 2) for each in left_out]
-        unknown = [*scene.unknown, *surplus]
-        known = self._known(scene.image.size, unknown, transform)
+        known = self._known(scene.image.size, [*scene.unknown, *surplus], transform)
         image = warped(scene.image, transform, self._size)
         return as_bytes(image), self._padded(seen), self._padded(np.maximum(sizes, 1.0)), known
-
-    def _largest(self, scene: Scene) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        order = np.argsort(-scene.areas, kind="stable")
-        return order[: self._most], order[self._most :]
 
     def _padded(self, values: Floats) -> Tensor:
         rows = torch.zeros(self._most, *values.shape[1:])
@@ -201,17 +195,6 @@ _PURPOSE = 7
 Box = tuple[int, int, int, int]
 
 
-def _mixed(*parts: int) -> int:
-    """64 bits that depend on all ``parts`` and their order (the SplitMix64 finalizer, chained)."""
-    mask, state = (1 << 64) - 1, 0
-    for part in parts:
-        state = (state + (part & mask) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state
-
-
 class DigitScenes:
     """Scene ``i`` of ``count``: one to three of ``digits``, drawn and placed as (seed, i) says, ink apart from ink.
 
@@ -229,7 +212,7 @@ class DigitScenes:
         return self._count
 
     def scene(self, index: int) -> Scene:
-        draws = np.random.Generator(np.random.PCG64(_mixed(_PURPOSE, self._seed, index)))
+        draws = np.random.Generator(np.random.PCG64((_PURPOSE, self._seed, index)))
         canvas = np.zeros((CANVAS, CANVAS), dtype=np.uint8)
         taken: list[Box] = []
         points, areas = [], []
@@ -253,15 +236,13 @@ def _place(draws: np.random.Generator, ink: Box, taken: Sequence[Box]) -> Box | 
     for _ in range(_TRIES):
         left, top = int(draws.integers(CANVAS - width + 1)), int(draws.integers(CANVAS - height + 1))
         box = (left, top, left + width, top + height)
-        if not any(_touch(box, other) for other in taken):
+        touched = (
+            all(box[side] < other[side + 2] + _APART and other[side] < box[side + 2] + _APART for side in (0, 1))
+            for other in taken
+        )
+        if not any(touched):
             return box
     return None
-
-
-def _touch(one: Box, other: Box) -> bool:
-    """Whether less than some pixels are between the two."""
-    across = one[0] < other[2] + _APART and other[0] < one[2] + _APART
-    return across and one[1] < other[3] + _APART and other[1] < one[3] + _APART
 
 
 def ink_box(image: NDArray[np.uint8]) -> Box:
@@ -276,9 +257,6 @@ def stroke_points(image: NDArray[np.uint8]) -> Floats:
     ends = [(rows, rows.min()), (rows, rows.max()), (columns, columns.min()), (columns, columns.max())]
     at = [axis == value for axis, value in ends] + [np.ones(len(rows), dtype=bool)]
     return np.array([[columns[each].mean() + 0.5, rows[each].mean() + 0.5, 1.0] for each in at])
-
-
-EntryT = TypeVar("EntryT", bound=BaseModel)
 
 
 class _Entry(BaseModel):
@@ -330,6 +308,14 @@ class CocoAnnotation(_Entry):
         return np.array([left, top, left + width, top + height])
 
 
+class CocoFile(_Entry):
+    """An annotation file."""
+
+    categories: tuple[CocoCategory, ...]
+    images: tuple[CocoImage, ...]
+    annotations: tuple[CocoAnnotation, ...]
+
+
 class CocoScenes:
     """The pictures of an annotation file whose things of ``category`` have key points.
 
@@ -338,12 +324,12 @@ class CocoScenes:
     """
 
     def __init__(self, annotations: Path, images: Path, category: str | None = None, *, empty: bool = False) -> None:
-        content = _read(annotations)
-        chosen = _category(annotations, _entries(annotations, content, "categories", CocoCategory), category)
+        content = read_annotations(annotations)
+        chosen = _category(annotations, content.categories, category)
         self.names: Sequence[str] = chosen.keypoints
-        pictures = {each.id: each for each in _entries(annotations, content, "images", CocoImage)}
+        pictures = {each.id: each for each in content.images}
         things: dict[int, list[CocoAnnotation]] = defaultdict(list)
-        for number, each in enumerate(_entries(annotations, content, "annotations", CocoAnnotation)):
+        for number, each in enumerate(content.annotations):
             if each.category_id == chosen.id:
                 _check(annotations, number, each, pictures, len(self.names))
                 things[each.image_id].append(each)
@@ -373,29 +359,24 @@ def _labelled(thing: CocoAnnotation) -> bool:
     return not thing.iscrowd and bool((thing.points[:, 2] > 0).any())
 
 
-def _read(path: Path) -> Mapping[str, object]:
+def read_annotations(path: Path) -> CocoFile:
+    """What is in the file; DataError for what is no COCO file with key points."""
     try:
-        content = json.loads(path.read_bytes())
+        return CocoFile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}", hint="set data.annotations to a COCO file") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}", hint="give a COCO annotation file") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: a {type(content).__name__} instead of an object", hint="give a COCO annotation file")
-    return content
-
-
-def _entries(path: Path, content: Mapping[str, object], name: str, kind: type[EntryT]) -> list[EntryT]:
-    """The list ``name`` of the file, checked."""
-    if name not in content:
-        raise DataError(f"{path}: '{name}' is missing", hint="give a COCO annotation file with key points")
-    try:
-        return TypeAdapter(list[kind]).validate_python(content[name])  # type: ignore[valid-type]
     except ValidationError as error:
         first = error.errors()[0]
-        place = name + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-        what = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
-        raise DataError(f"{path}: {place} {what}", hint="correct the file") from error
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+        if first["type"] == "json_invalid":
+            what = f"not valid JSON: {first['ctx']['error']}"
+        elif not place:
+            what = f"a {type(first['input']).__name__} instead of an object"
+        elif first["type"] == "missing":
+            what = f"{place if '[' in place else repr(place)} is missing"
+        else:
+            what = f"{place} is wrong: {first['msg']}"
+        raise DataError(f"{path}: {what}", hint="give a COCO annotation file with key points") from error
 
 
 def _category(path: Path, categories: Sequence[CocoCategory], wanted: str | None) -> CocoCategory:

@@ -66,11 +66,20 @@ class Child:
         """Yields its messages until it ends; a second call continues."""
         limit_s = deadline.remaining_s()
         while (line := self._line(deadline, limit_s)) is not None:
-            message = _understood(line)
-            self._doing = str(message.get("doing", self._doing))
-            if message:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                self._doing = str(message.get("doing", self._doing))
                 yield message
-        self._bury(deadline, limit_s)
+        try:
+            code = self._process.wait(deadline.remaining_s())
+        except subprocess.TimeoutExpired:
+            raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
+        if code:
+            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+            raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
 
     def send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading will report how
@@ -101,15 +110,6 @@ class Child:
         line, _, self._begun = self._begun.partition(b"\n")
         return line
 
-    def _bury(self, deadline: Deadline, limit_s: float) -> None:
-        try:
-            code = self._process.wait(deadline.remaining_s())
-        except subprocess.TimeoutExpired:
-            raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
-        if code:
-            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-            raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
-
     def _complaint(self) -> str:
         """The last line that it wrote to standard error."""
         self._errors.seek(0)
@@ -119,15 +119,6 @@ class Child:
 
 _HUNG = "a device or a file system hangs, or the limit is too short for this machine"
 _CRASHED = "run the same command by hand to see its whole output"
-
-
-def _understood(line: bytes) -> Mapping[str, Any]:
-    """The message in ``line``; empty if it is not a message."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def findings_of(

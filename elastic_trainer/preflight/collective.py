@@ -41,15 +41,10 @@ class MeasuredPart:
     port: int
     nonce: str
     rank: int
-    names: tuple[str, ...]
+    names: Sequence[str]
     limit_s: float
     wait_s: float = 2 * GROUP_S
     """Seconds to wait for the first partner."""
-
-    @classmethod
-    def read(cls, line: str) -> MeasuredPart:
-        values = json.loads(line)
-        return cls(**{**values, "names": tuple(values["names"])})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     messages.doing("waiting for other nodes")
     line = sys.stdin.readline()
     if line:  # otherwise the parent has given up
-        Measurement(MeasuredPart.read(line), arguments[1], messages).run()
+        Measurement(MeasuredPart(**json.loads(line)), arguments[1], messages).run()
     return 0
 
 

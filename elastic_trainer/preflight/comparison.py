@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
@@ -64,8 +64,8 @@ class PeerComparison:
         while count(self._store, self._keys, wanted, self._soon()) < wanted and not waiting.expired:
             pause(min(_LOOK_S, waiting.remaining_s()), clock=self._clock)
         reports = published(self._store, self._keys, self._soon())
-        peers = [each for each in reports if each.report.node != self._node]
         mine = self._store.get(self._keys.preflight_node(self._node), self._soon()).first
+        peers = [each for each in reports if each.report.node != self._node]
         return _read(mine) if mine is not None else None, peers
 
     def _neighbors(self) -> list[Neighbor]:
@@ -139,22 +139,10 @@ def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, cl
         begun = clock.monotonic()
         store.get(key, deadline)
         times.append(clock.monotonic() - begun)
-    return judged_round_trip(times, limits)
-
-
-def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
-    """The finding for these times. Pure."""
     value_ms, limit_ms = median(times) * 1e3, limits.etcd_round_trip_s * 1e3
-    slow = value_ms > limit_ms
-    return Finding(
-        "etcd.round_trip",
-        Status.WARN if slow else Status.OK,
-        f"{value_ms:.3g} ms",
-        value_ms,
-        "ms",
-        limit_ms,
-        "etcd is far away or has a slow disk: recoveries will take longer" if slow else "",
-    )
+    found = Finding("etcd.round_trip", Status.OK, f"{value_ms:.3g} ms", value_ms, "ms", limit_ms)
+    hint = "etcd is far away or has a slow disk: recoveries will take longer"
+    return found.but(Status.WARN, hint) if value_ms > limit_ms else found
 
 
 # ---- reports

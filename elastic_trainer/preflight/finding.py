@@ -66,11 +66,6 @@ def amount(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def size_text(size: float) -> str:
     """A number of bytes in powers of 1024."""
     unit = "B"

@@ -23,7 +23,8 @@ from typing import Final
 from pydantic import Field
 
 from elastic_trainer.membership.documents import Document
-from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, counted, size_text
+from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, size_text
+from elastic_trainer.wording import counted
 
 _CLOCK_HINT = "enable time synchronization (NTP): training does not depend on it, but logs and graphs will mislead"
 
@@ -117,22 +118,15 @@ def judge_pairs(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], l
     found = [_mine(names, me, rates)] if any(me in pair for pair in rates) else []
     found += _failed(names, me, pairs)
     slow = dict(slow_nodes(rates, limits.ratio))
-    for rank, (rate, middle) in slow.items():
-        who = "this node" if rank == me else names[rank]
-        text = f"{who} is slow with every other: at best {_speed(rate)}, {_speed(middle)} is the others' median"
-        status = Status.BAD if rank == me else Status.WARN
-        found.append(_slow("allreduce.node", status, text, rate / middle, limits))
-    for pair, rate, middle in slow_pairs(rates, slow, limits.ratio):
-        text = (
-            f"{names[pair[0]]} and {names[pair[1]]} are slow together_finding: {_speed(rate)}, median {_speed(middle)}"
-        )
-        found.append(_slow("allreduce.pair", Status.WARN, text, rate / middle, limits))
-    return found
-
-
-def _slow(name: str, status: Status, text: str, ratio: float, limits: FitLimits) -> Finding:
     hint = "look for other load, and at cables and switches"
-    return Finding(name, status, text, ratio, "of median", limits.ratio, hint)
+    for rank, (rate, middle) in slow.items():
+        who, status = ("this node", Status.BAD) if rank == me else (names[rank], Status.WARN)
+        text = f"{who} is slow with every other: at best {_speed(rate)}, {_speed(middle)} is the others' median"
+        found.append(Finding("allreduce.node", status, text, rate / middle, "of median", limits.ratio, hint))
+    for pair, rate, middle in slow_pairs(rates, slow, limits.ratio):
+        text = f"{names[pair[0]]} and {names[pair[1]]} are slow together: {_speed(rate)}, median {_speed(middle)}"
+        found.append(Finding("allreduce.pair", Status.WARN, text, rate / middle, "of median", limits.ratio, hint))
+    return found
 
 
 def slow_nodes(rates: Mapping[Pair, float], ratio: float) -> Iterator[tuple[int, tuple[float, float]]]:
@@ -159,10 +153,10 @@ def together_finding(measured: Measured, count: int) -> Finding:
     """The finding for the all-reduce of all nodes."""
     name = f"allreduce.all{count}"
     if measured.rate is None:
-        return Finding(
-            name, Status.BAD, f"the all-reduce of all {count} nodes failed: {measured.error}", hint=_REACH_HINT
-        )
-    return Finding(name, Status.OK, _times(measured), measured.rate / 1e6, "MB/s")
+        text = f"the all-reduce of all {count} nodes failed: {measured.error}"
+        return Finding(name, Status.BAD, text, hint=_REACH_HINT)
+    times = (f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items()))
+    return Finding(name, Status.OK, ", ".join(times), measured.rate / 1e6, "MB/s")
 
 
 _REACH_HINT = "check GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), host names and firewalls: ranks connect on any port"
@@ -187,11 +181,9 @@ def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> It
         own = [pair for pair in pairs if rank in pair]
         if len(own) > 1 and all(pair in failed for pair in own) and not set(own) <= named:
             named |= set(own)
-            who = "this node" if rank == me else names[rank]
-            status = Status.BAD if rank == me else Status.WARN
-            yield Finding(
-                "allreduce.node", status, f"{who} reached none of {len(own)}: {failed[own[0]]}", hint=_REACH_HINT
-            )
+            who, status = ("this node", Status.BAD) if rank == me else (names[rank], Status.WARN)
+            text = f"{who} reached none of {len(own)}: {failed[own[0]]}"
+            yield Finding("allreduce.node", status, text, hint=_REACH_HINT)
     for pair, error in failed.items():
         if pair not in named:
             status = Status.BAD if me in pair else Status.WARN
@@ -201,11 +193,6 @@ def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> It
 
 def _speed(rate: float) -> str:
     return f"{amount(rate / 1e6)} MB/s"
-
-
-def _times(measured: Measured) -> str:
-    parts = [f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items())]
-    return ", ".join(parts)
 
 
 # ---- reports
@@ -253,9 +240,11 @@ def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> lis
 
 
 def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> Iterator[Finding]:
-    known = [_by_kind(peer.report.values) for peer in others]
     for name, value in mine.report.values.items():
-        pools = [values[kind_of(name)] for values in known if kind_of(name) in values]
+        alike = [
+            [each for other, each in peer.report.values.items() if kind_of(other) == kind_of(name)] for peer in others
+        ]
+        pools = [pool for pool in alike if pool]
         if len(pools) >= limits.peers:
             reference, who = [each for pool in pools for each in pool], counted(len(pools), "other node")
         else:
@@ -272,13 +261,6 @@ def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> 
 def kind_of(name: str) -> str:
     """``name`` without the device number: devices of one kind are compared with each other."""
     return re.sub(r"cuda\d+", "cuda", name)
-
-
-def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
-    kinds: dict[str, list[float]] = {}
-    for name, value in values.items():
-        kinds.setdefault(kind_of(name), []).append(value)
-    return kinds
 
 
 def _compared(name: str, value: float, middle: float, who: str, limits: FitLimits) -> Finding:
@@ -313,9 +295,7 @@ def _versions(mine: Published, others: Sequence[Published]) -> Iterator[Finding]
 def _version(published: Published, what: str) -> str | None:
     """The version; only ``major.minor`` for torch."""
     text = published.report.versions.get(what)
-    if text is None or what != "torch":
-        return text
-    return ".".join(text.partition("+")[0].split(".")[:2])
+    return ".".join(text.partition("+")[0].split(".")[:2]) if text is not None and what == "torch" else text
 
 
 def agreed(versions: Sequence[tuple[int, str]]) -> str:

@@ -70,20 +70,12 @@ def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
 def _measured(
     child: Child, meeting: Meeting, node: str, limits: FitLimits, deadline: Deadline, doing: Doing
 ) -> list[Finding]:
-    me, first = meeting.rank(node), meeting.members[0]
-    names = [member.node for member in meeting.members]
+    names, first = [member.node for member in meeting.members], meeting.members[0]
+    me = names.index(node)
     others = [each for each in meeting.members if each.node != node]
     found = [reaching("peers.connect", others, deadline)]
-    child.send(
-        {
-            "host": first.address,
-            "port": first.port,
-            "nonce": meeting.nonce,
-            "rank": me,
-            "names": names,
-            "limit_s": deadline.remaining_s(),
-        }
-    )
+    place = {"host": first.address, "port": first.port, "nonce": meeting.nonce}
+    child.send({**place, "rank": me, "names": names, "limit_s": deadline.remaining_s()})
     heard = Heard()
     try:
         for message in child.messages(deadline):
@@ -150,9 +142,6 @@ class Meeting:
 
     members: tuple[Neighbor, ...]
     nonce: str
-
-    def rank(self, node: str) -> int:
-        return next(rank for rank, member in enumerate(self.members) if member.node == node)
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class Scene:
         self._feed = RunFeed(self._store, KEYS)
         self._names = [f"n{number:04d}" for number in range(size)]
         self._nodes: list[SimulatedNode] = []
-        self._changed = threading.Condition()
+        self._news = threading.Condition()
         self._hands = ThreadPoolExecutor(HANDS)
 
     def __enter__(self) -> Self:
@@ -224,7 +224,7 @@ class Scene:
         ttl_s = QUICK_TTL_S if self._quick else TTL_S
         self._nodes = list(
             self._hands.map(
-                lambda name: SimulatedNode(name, connect(self._settings), self._size, ttl_s, self._changed), self._names
+                lambda name: SimulatedNode(name, connect(self._settings), self._size, ttl_s, self._news), self._names
             )
         )
         before = self._counted()
@@ -246,8 +246,8 @@ class Scene:
             there = all(each is not None and each.number > after and len(each.members) == size for each in rounds)
             return there or any(node.error for node in nodes)
 
-        with self._changed:
-            self._changed.wait_for(together, LIMIT_S)
+        with self._news:
+            self._news.wait_for(together, LIMIT_S)
         errors = [node.error for node in nodes if node.error]
         rounds = [node.agreed for node in nodes if node.agreed is not None]
         entries = [each.member(node.name) for each, node in zip(rounds, nodes, strict=False)]
