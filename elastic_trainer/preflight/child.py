@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import signal_name
-from elastic_trainer.preflight.finding import Finding
+from elastic_trainer.preflight.judge import Finding
 
 BURIAL_S = 2.0
 """Seconds that a killed process may take to end."""

@@ -17,8 +17,19 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.preflight.examination import MOST_ASKED, Neighbor, reaching
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
-from elastic_trainer.preflight.judge import Anchor, Dated, NodeReport, Published, clock_finding, judge
+from elastic_trainer.preflight.judge import (
+    Anchor,
+    Dated,
+    Finding,
+    FitLimits,
+    NodeReport,
+    Published,
+    Status,
+    bad,
+    clock_finding,
+    judge,
+    sentence,
+)
 from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store

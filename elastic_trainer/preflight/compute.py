@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import Finding, Status, amount
+from elastic_trainer.preflight.judge import Finding, Status, amount
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, size_text
+from elastic_trainer.preflight.judge import MIB, Finding, FitLimits, Status, amount, size_text
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5

@@ -22,7 +22,7 @@ from pathlib import Path
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.address import is_loopback, leads_here, listen
 from elastic_trainer.preflight.child import BURIAL_S, Doing, findings_of
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, size_text
+from elastic_trainer.preflight.judge import Finding, FitLimits, Status, size_text
 from elastic_trainer.settings import gloo_interfaces, worker_threads
 from elastic_trainer.wording import counted
 

@@ -23,8 +23,16 @@ from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, 
 from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.child import Child, ChildError, Doing
 from elastic_trainer.preflight.examination import Neighbor, reaching
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status
-from elastic_trainer.preflight.judge import Measured, Pair, judge_pairs, judged_clocks, together_finding
+from elastic_trainer.preflight.judge import (
+    Finding,
+    FitLimits,
+    Measured,
+    Pair,
+    Status,
+    judge_pairs,
+    judged_clocks,
+    together_finding,
+)
 from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store, absent, created_at
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.wording import counted

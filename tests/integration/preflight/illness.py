@@ -8,7 +8,7 @@ import sys
 import threading
 
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.judge import Finding, Status
 
 
 def main(how: str) -> int:

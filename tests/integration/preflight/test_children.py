@@ -12,8 +12,7 @@ import pytest
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.preflight.child import Child, findings_of
 from elastic_trainer.preflight.comparison import report_of
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
-from elastic_trainer.preflight.judge import Published, judge, judge_pairs
+from elastic_trainer.preflight.judge import Finding, FitLimits, Published, Status, bad, judge, judge_pairs, sentence
 from elastic_trainer.preflight.together import Heard, port_of
 from tests.support.memory_store import ManualClock
 

@@ -26,7 +26,7 @@ from elastic_trainer.preflight.examination import (
     shared_memory,
     usable_cores,
 )
-from elastic_trainer.preflight.finding import GIB, MIB, Finding, FitLimits, Status
+from elastic_trainer.preflight.judge import GIB, MIB, Finding, FitLimits, Status
 from tests.support.small_disk import fill, mounted, run
 
 LIMITS = FitLimits()

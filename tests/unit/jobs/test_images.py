@@ -27,7 +27,7 @@ from elastic_trainer.errors import (
 )
 from elastic_trainer.jobs import digits as digit_images
 from elastic_trainer.jobs.digits import Digits
-from elastic_trainer.jobs.images import (
+from elastic_trainer.jobs.imagefolder import (
     CentralView,
     ImageFolder,
     RandomView,

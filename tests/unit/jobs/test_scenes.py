@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from elastic_trainer.data.seeds import SampleSeeds
 from elastic_trainer.errors import EXIT_CONFIG, DataError
 from elastic_trainer.jobs.digits import Digits, shipped_digits
-from elastic_trainer.jobs.pillow import Image
-from elastic_trainer.jobs.scenes import (
+from elastic_trainer.jobs.keypoints import (
     CANVAS,
     INK,
     CocoScenes,
@@ -34,6 +33,7 @@ from elastic_trainer.jobs.scenes import (
     moved,
     stroke_points,
 )
+from elastic_trainer.jobs.pillow import Image
 
 
 class OneScene:

@@ -12,7 +12,7 @@ from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.preflight import comparison as coordination
 from elastic_trainer.preflight.comparison import judged_round_trip
 from elastic_trainer.preflight.examination import understood
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, amount, bad, counted, sentence, size_text
+from elastic_trainer.preflight.judge import Finding, FitLimits, Status, amount, bad, counted, sentence, size_text
 from elastic_trainer.settings import Endpoint, StoreSettings
 from tests.support.memory_backend import ManualClock
 

@@ -7,21 +7,25 @@ from itertools import combinations
 import pytest
 
 from elastic_trainer.preflight.collective import devices
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
 from elastic_trainer.preflight.judge import (
     MOST_TURNS,
     Anchor,
     Dated,
+    Finding,
+    FitLimits,
     Measured,
     NodeReport,
     Pair,
     Published,
+    Status,
     agreed,
+    bad,
     clock_finding,
     judge,
     judge_pairs,
     kind_of,
     least_offset,
+    sentence,
     slow_nodes,
     slow_pairs,
     together_finding,
