@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.containers.engine import Composed, Engine, say, started
+from tests.drills.containers.fleet import Composed, Engine, say, started
 from tests.support.deployment import DEPLOY, ROOT, load
 from tests.support.requirements import find, needs, outside
 from tests.support.waiting import eventually

@@ -14,8 +14,7 @@ from elastic_trainer.drills.measure import compared, read_digest, sample_problem
 from elastic_trainer.drills.run import DrillOptions, run_drill
 from elastic_trainer.drills.stage import IN_PLACE, Setting
 from elastic_trainer.local.ledger import FileTail
-from tests.drills.containers.engine import Composed, say
-from tests.drills.containers.fleet import ALL, FOLDER, Fleet
+from tests.drills.containers.fleet import ALL, FOLDER, Composed, Fleet, say
 
 KILLS = 3
 

@@ -16,8 +16,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.drills.measure import sample_problems
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.containers import hoarding
-from tests.drills.containers.engine import Composed, say
-from tests.drills.containers.fleet import ALL, FOLDER, SAMPLES, Fleet, digits
+from tests.drills.containers.fleet import ALL, FOLDER, SAMPLES, Composed, Fleet, digits, say
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_trainer import __version__
 from tests.drills.containers.conftest import BASE, OWN, PYTHON, build
-from tests.drills.containers.engine import Engine, say
+from tests.drills.containers.fleet import Engine, say
 from tests.support.dockerfile import copied
 
 UID = 10001

@@ -13,8 +13,7 @@ from elastic_trainer.local.ledger import LedgerTail, Line, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster
-from tests.support.kubelet.jobs import Condition
-from tests.support.kubelet.pods import PodStatus
+from tests.support.kubelet.pods import Condition, PodStatus
 from tests.support.manifests import Manifest, named
 from tests.support.requirements import needs
 

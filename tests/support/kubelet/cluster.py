@@ -26,8 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd import find_binary
 from elastic_trainer.local.hosts import Segment
-from tests.support.kubelet.jobs import JobState
-from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, Pod, PodStatus, Process, Surroundings
+from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, JobState, Pod, PodStatus, Process, Surroundings
 from tests.support.manifests import Manifest
 from tests.support.requirements import missing, needs, needs_hosts
 
