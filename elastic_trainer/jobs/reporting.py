@@ -279,12 +279,9 @@ class Reporter:
             self._log.round(moment, reason)
         self._round = moment.round
 
-    def counted(self, samples: int) -> None:
+    def counted(self, samples: int) -> bool:
+        """One more committed step; whether it is time to show where the run stands."""
         self._rate.count(samples)
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time to show where the run stands."""
         return self._progress.due()
 
     def stands(self, moment: ProgressMoment, loss: float) -> None:

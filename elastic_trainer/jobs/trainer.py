@@ -342,7 +342,10 @@ class Run:
                     seen = self._moment(), self._lr, batch.global_size
                     self.history.await_loss(partial(self._looked, step.later_loss().read, *seen))
             if step.committed:
-                self._show(batch)
+                self._lead()
+                if self.reporter.counted(batch.global_size):
+                    self.history.settle()
+                    self.reporter.stands(self._moment(), self._loss)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
         self._conclude()
 
@@ -409,13 +412,6 @@ class Run:
     @property
     def _lr(self) -> float:
         return float(self.job.optimizer.param_groups[0]["lr"])
-
-    def _show(self, batch: Batch) -> None:
-        self._lead()
-        self.reporter.counted(batch.global_size)
-        if self.reporter.due:
-            self.history.settle()
-            self.reporter.stands(self._moment(), self._loss)
 
     def _moment(self) -> ProgressMoment:
         session, length = self.session, self.job.length

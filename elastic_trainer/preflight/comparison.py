@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
@@ -51,7 +52,10 @@ class PeerComparison:
         self._first = self._anchor()
 
     def publish(self, report: NodeReport, keep_s: float) -> None:
-        publish(self._store, self._keys, report, keep_s, self._soon())
+        """Publish ``report`` for ``keep_s`` seconds."""
+        lease = self._store.grant(keep_s, self._soon())
+        put = Put(self._keys.preflight_node(report.node), report.encode(), lease.id)
+        self._store.transact([], [put], deadline=self._soon())
 
     def findings(self, *, others: int, wait_s: float, keep_s: float) -> list[Finding]:
         """The findings, once the reports of ``others`` nodes are published or ``wait_s`` seconds are over."""
@@ -72,7 +76,11 @@ class PeerComparison:
     def _reports(self, others: int, wait_s: float) -> tuple[Published | None, list[Published]]:
         waiting = Deadline.after(wait_s, self._clock)
         wanted = 1 + min(others, _ENOUGH)
-        while count(self._store, self._keys, wanted, self._soon()) < wanted and not waiting.expired:
+        limit, under = wanted + MOST_COMPARED, self._keys.preflight
+        while not waiting.expired:
+            items = self._store.range(under, self._soon(), limit=limit, keys_only=True).items
+            if sum(not self._keys.is_preflight_meeting(item.key) for item in items) >= wanted:
+                break
             pause(min(_LOOK_S, waiting.remaining_s()), clock=self._clock)
         reports = published(self._store, self._keys, self._soon())
         mine = self._store.get(self._keys.preflight_node(self._node), self._soon()).first
@@ -169,22 +177,9 @@ def report_of(
 ) -> NodeReport:
     """The report of these findings."""
     known = tuple(findings)
-    return NodeReport(
-        node=node,
-        host=socket.gethostname(),
-        address=address,
-        wall=wall,
-        fit=not bad(known),
-        text=sentence(bad(known)),
-        values={each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)},
-        versions=dict(versions),
-    )
-
-
-def publish(store: Store, keys: RunKeys, report: NodeReport, keep_s: float, deadline: Deadline) -> None:
-    """Publish ``report`` for ``keep_s`` seconds."""
-    lease = store.grant(keep_s, deadline)
-    store.transact([], [Put(keys.preflight_node(report.node), report.encode(), lease.id)], deadline=deadline)
+    values = {each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)}
+    where: dict[str, Any] = {"node": node, "host": socket.gethostname(), "address": address, "wall": wall}
+    return NodeReport(**where, fit=not bad(known), text=sentence(bad(known)), values=values, versions=dict(versions))
 
 
 def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Published, ...]:
@@ -192,12 +187,6 @@ def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Publishe
     found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
     reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
     return tuple(report for report in reports if report is not None)
-
-
-def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:
-    """The number of reports, up to ``most``."""
-    items = store.range(keys.preflight, deadline, limit=most + MOST_COMPARED, keys_only=True).items
-    return min(most, sum(not keys.is_preflight_meeting(item.key) for item in items))
 
 
 def _read(item: KeyValue) -> Published | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,10 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
             if not waiting or not deadline.expired:
                 raise
             raise _absent(waiting, mine.count, waited_s) from None  # the last pause took longer than planned
-        present = _read(items)
+        present: list[tuple[KeyValue, Attendance]] = []  # oldest first; what cannot be read is passed over
+        for item in items:
+            with suppress(DocumentError):
+                present.append((item, Attendance.decode(item.value, item.key)))
         if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
             return meeting
         taken = {member.node for _, each in present for member in each.members}
@@ -211,20 +214,7 @@ def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> Absen
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
 
 
-def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
-    """The readable keys, oldest first."""
-    present = []
-    for item in items:
-        try:
-            present.append((item, Attendance.decode(item.value, item.key)))
-        except DocumentError:
-            continue
-    return present
-
-
 def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
     """The decided meeting that has ``node`` as a member, if any. Pure."""
-    for each in present:
-        if any(member.node == node for member in each.members):
-            return Meeting(each.members, each.nonce)
-    return None
+    decided = (Meeting(each.members, each.nonce) for each in present)
+    return next((each for each in decided if node in {member.node for member in each.members}), None)
