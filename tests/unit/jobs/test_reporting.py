@@ -18,7 +18,7 @@ from elastic_trainer.errors import EXIT_CANNOT_WRITE, ConfigError, StorageError
 from elastic_trainer.jobs import loggers
 from elastic_trainer.jobs.config import LoggingConfig
 from elastic_trainer.jobs.curves import curves_of, read_curves
-from elastic_trainer.jobs.files import HISTORY_FILE, STEPS_FILE, History, lines_to_keep
+from elastic_trainer.jobs.files import HISTORY_FILE, STEPS_FILE, History
 from elastic_trainer.jobs.loggers import Background, Loggers, Opening, TrackedRun, check_loggers, register_logger
 from elastic_trainer.jobs.reporting import (
     Lines,
@@ -144,20 +144,14 @@ def test_lines_of_steps_that_were_rolled_back_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", '{"step": 1', "null\n", "[]\n", "\xff\n", '{"step": 10}\n'])
 def test_a_torn_or_foreign_file_is_rebuilt_from_the_state(tmp_path: Path, damage: str) -> None:
-    """Whatever is in the file, after a write it says what the state says."""
-    (tmp_path / HISTORY_FILE).write_text(damage, encoding="latin-1")
-    history = _history(0.1, 0.2)
-    history.write(tmp_path, {})
-    assert [line["step"] for line in _lines(tmp_path)] == [10, 20]
-
-
-def test_a_line_without_its_end_is_not_kept(tmp_path: Path) -> None:
-    """A line that was cut off after its last character would swallow the next one."""
-    history = _history(0.1)
-    history.write(tmp_path, {})
-    line = (tmp_path / HISTORY_FILE).read_text()
-    assert lines_to_keep([line], history.records) == [line]
-    assert lines_to_keep([line.rstrip("\n")], history.records) == []
+    """Whatever is in the file, after a write it says what the state says; a line cut off after its last character
+    would swallow the next one."""
+    path, history = tmp_path / HISTORY_FILE, _history(0.1, 0.2)
+    path.write_text(damage, encoding="latin-1")
+    for _ in range(2):
+        history.write(tmp_path, {})
+        assert [line["step"] for line in _lines(tmp_path)] == [10, 20]
+        path.write_text(path.read_text().splitlines()[0])
 
 
 def test_values_that_json_cannot_say_are_null_and_still_recognised(tmp_path: Path) -> None:
@@ -187,7 +181,7 @@ def log() -> Iterator[io.StringIO]:
 
 
 def _moment(step: int) -> ProgressMoment:
-    return ProgressMoment(step=step, steps=100, epoch=1, world_size=3, round=4)
+    return moment(step, 3, 4)
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:
@@ -247,6 +241,8 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     """In 80 columns nothing is cut, and nothing is shown before there is a loss."""
     monkeypatch.setenv("COLUMNS", "80")
     stream, before = io.StringIO(), sys.stderr
+    progress(LoggingConfig(progress="bar"), stream).close()  # it had nothing to show
+    assert (stream.getvalue(), sys.stderr is before) == ("", True)
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
@@ -259,14 +255,6 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     for part in ("epoch", "41/100", "ETA", "loss 0.2500", "123,456 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
         assert part in shown
     assert "…" not in shown
-
-
-def test_a_bar_that_had_nothing_to_show_leaves_no_trace() -> None:
-    stream, before = io.StringIO(), sys.stderr
-    bar = progress(LoggingConfig(progress="bar"), stream)
-    bar.close()
-    assert stream.getvalue() == ""
-    assert sys.stderr is before
 
 
 def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
@@ -286,13 +274,7 @@ def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> Non
     log.evaluated(moment(20), {"accuracy": 0.9, "loss": float("inf")})
     first, loss, lost, evaluation = written(tmp_path)
     assert [first[key] for key in ("kind", "step", "reason", "world_size")] == ["round", 0, "2 nodes are present", 2]
-    assert (loss["kind"], loss["step"], loss["epoch"], loss["loss"], loss["samples_per_s"]) == (
-        "loss",
-        10,
-        1,
-        0.5,
-        123.5,
-    )
+    assert [loss[key] for key in ("kind", "step", "epoch", "loss", "samples_per_s")] == ["loss", 10, 1, 0.5, 123.5]
     assert lost["loss"] is None
     assert evaluation["metrics"] == {"accuracy": 0.9, "loss": None}
     assert all(isinstance(each["wall"], float) for each in written(tmp_path))
@@ -305,21 +287,13 @@ def test_a_line_that_was_torn_is_ended_and_passed_over(tmp_path: Path) -> None:
     assert read_curves(tmp_path).losses == {10: 0.5, 20: 0.25}
 
 
-@pytest.fixture
-def said() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    logs.configure(stream, json=True)
-    yield stream
-    logs.configure()
-
-
-def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.StringIO) -> None:
-    log = StepLog(tmp_path)
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, log: io.StringIO) -> None:
+    steps = StepLog(tmp_path)
     (tmp_path / STEPS_FILE).mkdir()
-    log.loss(moment(1), 1.0, 1.0, 1.0)
-    log.loss(moment(2), 1.0, 1.0, 1.0)
-    assert said.getvalue().count("steps.not_written") == 1
-    assert "directory" in said.getvalue()
+    steps.loss(moment(1), 1.0, 1.0, 1.0)
+    steps.loss(moment(2), 1.0, 1.0, 1.0)
+    assert log.getvalue().count("steps.not_written") == 1
+    assert "directory" in log.getvalue()
 
 
 def lines(*records: dict[str, Any]) -> list[str]:
@@ -372,39 +346,22 @@ def test_the_number_of_ranks_is_in_the_order_of_the_steps() -> None:
 
 def test_changes_are_beginnings_plans_or_faults() -> None:
     """The beginning is none; joins and departures were planned, the rest are faults."""
-    curves = curves_of(
-        lines(
-            change(0, 1, 2, "2 nodes are present"),
-            change(5, 2, 3, "node c joins"),
-            change(9, 3, 2, "node b was lost"),
-            change(12, 4, 1, "node a leaves"),
-        )
-    )
-    assert [(each.begins, each.planned) for each in curves.changes] == [
-        (True, True),
-        (False, True),
-        (False, False),
-        (False, True),
-    ]
+    told = ((0, 2, "2 nodes are present"), (5, 3, "node c joins"), (9, 2, "node b was lost"), (12, 1, "node a leaves"))
+    curves = curves_of(lines(*(change(step, n, world, why) for n, (step, world, why) in enumerate(told, 1))))
+    assert [each.begins for each in curves.changes] == [True, False, False, False]
+    assert [each.planned for each in curves.changes] == [True, True, False, True]
     assert curves.changes[2].label == "round 3: node b was lost (3 to 2 ranks)"
     assert curves.worlds == {0: 2, 5: 3, 9: 2, 12: 1}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"kind": "loss"}',
+def test_what_is_no_line_is_passed_over() -> None:
+    odd = [loss(1, 9.0) | {"step": "7"}, {"kind": "loss"}, {"kind": "round", "step": 1, "world_size": 2, "round": None}]
+    for line in ("", "{", "[]", "null", *lines(*odd), "[" * 9999):
         '{"kind": "round", "step": 1, "world_size": 2, "round": null}',
         '{"step": "7", "kind": "loss"}',
-        "[" * 9999,
-    ],
-)
-def test_what_is_no_line_is_passed_over(line: str) -> None:
-    assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}
+    ]
+    for line in ("", "{", "[]", "null", *odd, "[" * 9999):
+        assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}, line
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
