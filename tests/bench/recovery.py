@@ -21,8 +21,7 @@ import structlog
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.local.etcd import EtcdServer
-from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
-from tests.bench.recovery_torchft import look, peers
+from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, look, peers, start
 from tests.bench.report import Must, Report, alternate, at_least, at_most, at_most_time, emit, median, note, parse
 
 TTL_S = 3.0

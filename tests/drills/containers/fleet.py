@@ -168,7 +168,7 @@ class Composed:
         return self.engine.docker("exec", self.container("monitor"), "elastic-trainer", *command, *endpoint)
 
 
-LIMIT_S = 240.0
+ALL = ("n0", "n1", "n2")
 STEPS = 12
 """After which a round counts as quiet, as in drills."""
 FOLDER = "/drill"

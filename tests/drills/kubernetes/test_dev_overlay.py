@@ -13,9 +13,8 @@ from elastic_trainer.local.ledger import audit
 from elastic_trainer.model import Cause
 from tests.drills.kubernetes import paced
 from tests.drills.kubernetes.scene import JOB, OWNER, Scene, add_options, change_job_file, check_left, rendered
-from tests.support.kubelet import images
 from tests.support.kubelet.cluster import Cluster, check_possible
-from tests.support.kubelet.pods import DISRUPTED, Condition, Phase, PodStatus
+from tests.support.kubelet.pods import DISRUPTED, UID, Condition, Phase, PodStatus, image
 from tests.support.manifests import Manifest, named
 
 TRAINING_SAMPLES = 4000
@@ -79,8 +78,8 @@ def test_an_elastic_job_from_start_to_completion(tmp_path: Path) -> None:
 def check_user(scene: Scene) -> None:
     """The pods have the rights that their specification leaves them, and nothing more."""
     pod = scene.living()[0].name
-    if not images.image("elastic-trainer:latest").unreadable:
-        assert scene.asked(pod, "id", "-u").strip() == str(images.UID)
+    if not image("elastic-trainer:latest").unreadable:
+        assert scene.asked(pod, "id", "-u").strip() == str(UID)
     (first, *_) = scene.cluster.processes(pod)
     status = Path(f"/proc/{first.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status

@@ -107,7 +107,8 @@ def test_a_slow_store_is_a_warning() -> None:
         left = iter(took_s)
         store: Any = SimpleNamespace(get=lambda *_, left=left: clock.advance(next(left)))
         found = round_trip(store, "key", FitLimits(), Deadline.after(60.0, clock), clock)
-        assert (found.status, found.unit, found.value) == (status, "ms", pytest.approx(1e3 * sorted(took_s)[3]))
+        assert (found.status, found.unit) == (status, "ms")
+        assert found.value == pytest.approx(1e3 * sorted(took_s)[3])
 
 
 def test_numbers_are_short() -> None:
