@@ -25,7 +25,6 @@ from elastic_trainer.jobs.keypoints import (
     Counts,
     DigitScenes,
     Floats,
-    Fusion,
     HighResolutionNet,
     HrnetOptions,
     Instance,
@@ -484,37 +483,12 @@ def test_maps_have_the_resolution_of_the_first_branch(
     assert [name for name, parameter in network.named_parameters() if parameter.grad is None] == []
 
 
-def test_a_fusion_keeps_shapes_and_mixes_all_branches() -> None:
-    """Each output follows each input, whichever resolution it has."""
-    torch.manual_seed(0)  # with few channels every path of one branch may be below zero, which ReLU cuts off
-    fusion = Fusion((2, 3, 4), targets=3).eval()
-    inputs = [torch.rand(1, width, side, side, requires_grad=True) for width, side in ((2, 8), (3, 4), (4, 2))]
-    outputs = fusion(inputs)
-    assert [tuple(each.shape) for each in outputs] == [tuple(each.shape) for each in inputs]
-    for output in outputs:
-        slopes = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
-        assert all(bool(slope.any()) for slope in slopes)
-
-
 def test_coordinates_go_from_one_corner_to_the_other() -> None:
     seen = with_coordinates(torch.zeros(2, 3, 3, 5))
     assert seen.shape == (2, 5, 3, 5)
     assert seen[1, 3:, 0, 0].tolist() == [-1.0, -1.0]
     assert seen[1, 3:, 2, 0].tolist() == [1.0, -1.0]
     assert seen[1, 3:, 1, 4].tolist() == [0.0, 1.0]
-
-
-def test_only_with_coordinates_two_equal_things_get_different_tags() -> None:
-    """A network without them says the same of both, far from the borders."""
-    image = torch.zeros(1, 3, 64, 64)
-    image[:, :, 28:32, 16:20] = image[:, :, 28:32, 48:52] = 1.0
-    for coordinates in (False, True):
-        torch.manual_seed(0)
-        network = HighResolutionNet(1, options((4,), [(1, 1, 1)], coordinates=coordinates)).eval()
-        with torch.no_grad():
-            _, tags = network(image)
-        alike = torch.allclose(tags[0, 0, 14:16, 8:10], tags[0, 0, 14:16, 24:26])
-        assert alike is not coordinates
 
 
 def test_with_coordinates_tags_begin_as_the_place() -> None:

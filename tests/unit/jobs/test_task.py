@@ -14,8 +14,6 @@ import pytest
 import structlog
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
@@ -497,13 +495,8 @@ def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
     assert factors[:3] == [1 / 3, 2 / 3, 1.0]
     assert math.isclose(factors[7], 0.55)
     assert factors[12] == factors[13] == 0.1
-
-
-@given(step=st.integers(0, 10_000), warmup=st.integers(0, 100), floor=st.floats(0, 1), steps=st.integers(1, 5_000))
-def test_a_factor_is_always_between_zero_and_one(step: int, warmup: int, floor: float, steps: int) -> None:
-    length = RunLength(samples=steps, steps_per_epoch=steps, epochs=1, steps=steps)
-    config = CosineConfig(name="cosine", floor=floor, warmup_steps=warmup)
-    assert 0.0 <= rate_factor(config, step, length) <= 1.0 + 1e-12
+    short = RunLength(samples=2, steps_per_epoch=2, epochs=1, steps=2)  # over before it is warm
+    assert [rate_factor(config, step, short) for step in (2, 9)] == [1.0, 0.1]
 
 
 def test_a_longer_run_follows_its_longer_schedule_and_says_so(tmp_path: Path) -> None:
