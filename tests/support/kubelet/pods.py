@@ -1,4 +1,4 @@
-"""What stands for each image: directories of this machine that its pods see, and the environment that it sets."""
+"""A pod on the stand-in: its image, container, probes and volumes, and what a Job makes of how its pods end."""
 
 from __future__ import annotations
 
