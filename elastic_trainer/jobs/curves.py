@@ -97,8 +97,11 @@ def curves_of(lines: Iterable[str]) -> TrainingCurves:
             for name, value in record["metrics"].items():
                 if _is_number(value):
                     curves.evaluations.setdefault(str(name), {})[record["step"]] = float(value)
-        elif record["kind"] == "round":
-            _change(curves, record)
+        elif record["kind"] == "round" and isinstance(world := record.get("world_size"), int):
+            before = curves.changes[-1].world_size if curves.changes else None
+            reason = str(record.get("reason", ""))
+            curves.changes.append(Change(record["step"], record.get("round", 0), world, before, reason))
+            curves.worlds[record["step"]] = world
     return curves
 
 
@@ -116,16 +119,6 @@ def _fall_back(curves: TrainingCurves, step: int) -> None:
 def _behind(points: dict[int, Any], step: int) -> list[int]:
     """The steps behind ``step``. Points lie in order, so a look at the last one is enough nearly always."""
     return list(takewhile(lambda each: each > step, reversed(points)))[::-1]
-
-
-def _change(curves: TrainingCurves, record: dict[str, Any]) -> None:
-    step, world = record["step"], record.get("world_size")
-    if not isinstance(world, int):
-        return
-    before = curves.changes[-1].world_size if curves.changes else None
-    change = Change(step, record.get("round", 0), world, before, str(record.get("reason", "")))
-    curves.changes.append(change)
-    curves.worlds[step] = world
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,7 +168,11 @@ class History:
         with storage_errors(path):
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.splitlines(keepends=True)
-        kept = lines_to_keep(lines, self.records)
+        kept: list[str] = []  # the first that agree with the records; a torn line never does
+        for line, record in zip(lines, self.records, strict=False):
+            if not line.endswith("\n") or _content(line) != json.loads(json.dumps(_shown(record))):
+                break
+            kept.append(line)
         missing = ({**_shown(record), **notes} for record in self.records[len(kept) :])
         new = "".join(json.dumps(line, allow_nan=False) + "\n" for line in missing)
         if len(kept) == len(lines):
@@ -176,16 +180,6 @@ class History:
                 file.write(new)
         else:
             write_atomically(path, "".join(kept) + new)
-
-
-def lines_to_keep(lines: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """The first of the file's ``lines`` that agree with ``records``; a torn line never does."""
-    kept: list[str] = []
-    for line, record in zip(lines, records, strict=False):
-        if not line.endswith("\n") or _content(line) != json.loads(json.dumps(_shown(record))):
-            break
-        kept.append(line)
-    return kept
 
 
 def _shown(record: Record) -> dict[str, Any]:

@@ -396,7 +396,9 @@ class ImageClasses(Task):
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
         scores, labels = self._scored(model, batch)
         losses = functional.cross_entropy(scores, labels, reduction="none")
-        among = {f"top{k}": hits_among(scores, labels, k) for k in self.options.top if k <= scores.shape[1]}
+        kept = [k for k in self.options.top if k <= scores.shape[1]]
+        best = scores.topk(max(kept, default=0), dim=1).indices == labels[:, None]  # (n, most), at most one in a row
+        among = {f"top{k}": best[:, :k].sum() for k in kept}
         return {name: (total, len(labels)) for name, total in {**among, "loss": losses.sum()}.items()}
 
     def _scored(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -415,8 +417,3 @@ def directories(options: ImageFolderData) -> tuple[Path, Path]:
             return root / "train", root / name
     what = "has neither val/ nor test/" if root.is_dir() else "there is no such directory"
     raise DataError(f"{root}: {what}", hint="data.directory must hold train/ and val/ or test/ with class folders")
-
-
-def hits_among(scores: Tensor, labels: Tensor, count: int) -> Tensor:
-    """How many of the (n,) ``labels`` are among the ``count`` best of (n, classes) ``scores``."""
-    return (scores.topk(count, dim=1).indices == labels[:, None]).sum()

@@ -79,7 +79,10 @@ class Child:
             raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
         if code:
             how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-            raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
+            self._errors.seek(0)
+            said = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+            complaint = f": {said[-1][:_LONGEST_COMPLAINT]}" if said else ""
+            raise ChildError(f"exited ({how}) while {self._doing}{complaint}", hint=_CRASHED)
 
     def send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading will report how
@@ -109,12 +112,6 @@ class Child:
             self._begun += part
         line, _, self._begun = self._begun.partition(b"\n")
         return line
-
-    def _complaint(self) -> str:
-        """The last line that it wrote to standard error."""
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1][:_LONGEST_COMPLAINT]}" if lines else ""
 
 
 _HUNG = "a device or a file system hangs, or the limit is too short for this machine"

@@ -43,7 +43,6 @@ from elastic_trainer.jobs.imagefolder import (
     ResNetOptions,
     as_bytes,
     check_same_classes,
-    hits_among,
     image_files,
     jittered,
     normalized,
@@ -388,15 +387,10 @@ def test_metrics_are_sums_and_counts_that_add_up(tmp_path: Path) -> None:
         assert count == 12
         assert sum(float(part[name][0]) for part in parts) == pytest.approx(float(total))
     assert int(whole["top1"][0]) == int((scores.argmax(1) == batch.y).sum())
+    assert int(whole["top2"][0]) == int((scores.argsort(descending=True)[:, :2] == batch.y[:, None]).sum())
     loss = functional.cross_entropy(scores, batch.y)
     assert float(whole["loss"][0]) / 12 == pytest.approx(float(loss))
     assert float(smoothed) == pytest.approx(float(functional.cross_entropy(scores, batch.y, label_smoothing=0.1)))
-
-
-def test_hits_among_the_best_guesses() -> None:
-    scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    labels = torch.tensor([0, 1, 2])
-    assert [int(hits_among(scores, labels, count)) for count in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_norms_and_biases_do_not_decay_unless_asked(tmp_path: Path) -> None:
