@@ -58,7 +58,7 @@ with Session(seed=1) as session:
             optimizer.step()
 """
 """A script with a Session, whose local rank 2 is slow while a file is there."""
-SAVES = (
+SAVES = [
     "-m",
     "elastic_trainer.drills.job",
     "--directory",
@@ -69,7 +69,7 @@ SAVES = (
     "1",
     "--width",
     "64",
-)
+]
 
 NO_DISKS: Mapping[Path, int] = {}
 
