@@ -21,7 +21,7 @@ import structlog
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.local.etcd import EtcdServer
-from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, look, peers, start
+from tests.bench.recovery_jobs import TWIN, Column, Cost, Job, join, kill_node, kill_worker, look, peers, start
 from tests.bench.report import Must, Report, alternate, at_least, at_most, at_most_time, emit, median, note, parse
 
 TTL_S = 3.0
@@ -29,7 +29,6 @@ LAST_CALL_S = 1.0
 ROWS = ("start_below_max", "node_join", "worker_kill", "node_kill")
 SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 IN_PLACE = {"recovery": "in_place", "join_interval": "0.5"}
-SESSION = Path(__file__).with_name("recovery_session.py")
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KILLS = {"etcd3_restart": 50, "etcd3_in_place": 100, "c10d_default": 5, "torchft_tuned": 50}
 """Workers killed in a row, by column."""
@@ -42,7 +41,7 @@ def columns(endpoint: str) -> dict[str, Column]:
     restart = {"ttl": f"{TTL_S:g}", "last_call": f"{LAST_CALL_S:g}", "join_interval": "1"}
     chosen = [
         Column("etcd3_restart", "etcd3", endpoint, restart),
-        Column("etcd3_in_place", "etcd3", endpoint, restart | IN_PLACE, script=SESSION, in_place=True),
+        Column("etcd3_in_place", "etcd3", endpoint, restart | IN_PLACE, script=(TWIN, "session"), in_place=True),
         Column("c10d_tuned", "c10d", options=TUNED, environment=SHARED_STORE_OFF),
     ]
     return {column.name: column for column in chosen}

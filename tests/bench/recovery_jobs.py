@@ -22,6 +22,7 @@ from elastic_trainer.local.etcd import spawn
 from elastic_trainer.local.hosts import free_ports
 from tests.support.plainjob import SCRIPT, SteppingCluster
 
+TWIN = str(Path(__file__).with_name("recovery_job.py"))
 STEADY_STEPS = 25
 """Steps between two faults, so that each meets a job that is at work."""
 _NUMBERS = itertools.count(1)
@@ -39,7 +40,7 @@ class Column:
     endpoint: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    script: Path = SCRIPT
+    script: Sequence[str] = (str(SCRIPT),)
     in_place: bool = False
     """Whether members stay in their processes: then torchrun has no part in it, nor a rendezvous of its own."""
 
@@ -80,7 +81,7 @@ class Job(SteppingCluster):
                 run=f"bench-{os.getpid()}-{number}",
                 directory=directory,
                 endpoint=column.endpoint or f"127.0.0.1:{free_ports(1)[0]}",
-                entry=[str(column.script), str(directory)],
+                entry=[*column.script, str(directory)],
                 min_nodes=least,
                 max_nodes=most,
                 max_restarts=1000,
@@ -197,7 +198,6 @@ def kill_node(job: Job, victim: str, limit_s: float) -> Cost:
     return job.cost(killed.t, before, [name for name in before if name != victim])
 
 
-SCRIPT = Path(__file__).with_name("recovery_torchft_job.py")
 LIGHTHOUSE = {"heartbeat_timeout_ms": 200, "join_timeout_ms": 1000, "quorum_tick_ms": 10}
 MANAGER = {"timeout": 5.0, "quorum_timeout": 20.0, "connect_timeout": 5.0, "heartbeat_interval": 0.05}
 """As fast as torchft is on a busy machine of 2 cores without losing living members: survivors wait until the dead one's
@@ -266,7 +266,7 @@ class Torchft(Column):
 def peers(python: Path, quick: bool) -> dict[str, Torchft]:
     """The configurations, by name: tuned, and at full size torchft's defaults."""
 
-    default = Torchft("torchft_default", "torchft", script=SCRIPT, in_place=True, python=python)
+    default = Torchft("torchft_default", "torchft", script=(TWIN, "torchft"), in_place=True, python=python)
     tuned = replace(default, name="torchft_tuned", lighthouse=LIGHTHOUSE, manager=MANAGER)
     return {column.name: column for column in ([tuned] if quick else [tuned, default])}
 
