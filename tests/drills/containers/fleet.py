@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.drills.measure import Book, Effect, Standing
+from elastic_trainer.drills.measure import Book, Standing
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local.etcd import spawn
 from elastic_trainer.local.ledger import LedgerTail, Line
@@ -200,29 +200,12 @@ def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """When a command was given and when the engine had sent the signal, in monotonic seconds of this machine."""
-
-    asked: float
-    sent: float
-
-
 class Fleet:
-    """See the module. ``conf``, where it is given, takes the place of the documented options of the rendezvous."""
+    """See the module."""
 
-    def __init__(
-        self,
-        composed: Composed,
-        run: str,
-        folder: Path,
-        job: Sequence[str],
-        nnodes: str = "1:3",
-        conf: str | None = None,
-    ) -> None:
-        self.composed, self.run, self.folder = composed, run, folder
+    def __init__(self, composed: Composed, run: str, folder: Path, job: Sequence[str]) -> None:
+        self.composed, self.run, self.folder, self.job = composed, run, folder, tuple(job)
         self.book = Book()
-        self.job, self._nnodes, self._conf = tuple(job), nnodes, conf
         folder.chmod(0o777)  # for the image's user
         (folder / "ledger").mkdir()
         (folder / "ledger").chmod(0o777)
@@ -248,8 +231,7 @@ class Fleet:
         entry = command.index("-m")
         for name in names:
             mine = {"--name": name, "--hostname": name, "--network": self.composed.network}
-            ours = {"--rdzv-id": self.run, "--nnodes": self._nnodes}
-            ours |= {"--rdzv-conf": self._conf} if self._conf is not None else {}
+            ours = {"--rdzv-id": self.run, "--nnodes": "1:3"}
             marks = ["--volume", f"{self.folder}:{FOLDER}", "--env", f"{ENV_LEDGER_DIR}={FOLDER}/ledger"]
             threads = ["--env", "OMP_NUM_THREADS=1"]  # as on a machine with many nodes
             words = [*replaced(given, mine), *marks, *threads, *options, *replaced(command[:entry], ours)]
@@ -265,15 +247,12 @@ class Fleet:
         self.engine.docker("stop", *names)
         assert [self.code(name) for name in names] == [EXIT_LEFT] * len(names)
 
-    def kill(self, name: str) -> Moment:
-        """``docker kill``: SIGKILL to all processes of a container; when."""
-        asked, began = SYSTEM.monotonic(), SYSTEM.wall()
+    def kill(self, name: str) -> float:
+        """``docker kill``: SIGKILL to all processes of a container; when that was asked for."""
+        asked = SYSTEM.monotonic()
         self.engine.docker("kill", name)
         assert self.code(name) == 128 + signal.SIGKILL
-        span = ("--since", f"{began:.9f}", "--until", f"{SYSTEM.wall():.9f}")
-        told = self.engine.docker("events", *span, "--filter=event=kill", "--format={{json .}}")
-        sent = int(json.loads(told)["timeNano"]) / 1e9
-        return Moment(asked, sent - (SYSTEM.wall() - SYSTEM.monotonic()))
+        return asked
 
     # ---- looking
 
@@ -320,8 +299,8 @@ class Fleet:
             return False
         return standing.least_steps() >= steps
 
-    def aftermath(self, before: Standing, what: str, t: float, *struck: str) -> Effect:
-        """Wait until the survivors step in a later round; what ``t`` cost them. Their processes are still the same."""
+    def aftermath(self, before: Standing, what: str, t: float, *struck: str) -> None:
+        """Wait until the survivors step in a round later than that of ``t``. Their processes are still the same."""
         survivors = {name: life for name, life in before.pids.items() if name not in struck}
         ask = (survivors.values(), t, before.round + 1)
         self.until(lambda: self.look() and self.book.resumed_at(*ask, 5), f"a step after: {what}")
@@ -329,7 +308,6 @@ class Fleet:
         assert resumed is not None
         assert standing is not None
         assert {name: standing.pids[name] for name in survivors} == survivors, f"{what}: a survivor was restarted"
-        gap_s, lost = (self.book.gap(survivors.values(), t, resumed), self.book.committed_again(survivors.values()))
+        lost = self.book.committed_again(survivors.values())
         assert lost == 0, f"{what}: survivors made {lost} committed steps again"
         say(f"{what}: the others stepped again after {resumed - t:.2f} s, no committed step lost")
-        return Effect(what, resumed - t, gap_s, lost)
