@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -184,19 +184,12 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def small_disk(place: Path) -> Iterator[Path | None]:
     """A disk that can be filled; None where that takes more rights than there are."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        yield None
-        return
-    manager = mounted(place / "disk", DISK_BYTES)
-    try:
-        disk = manager.__enter__()
-    except pytest.skip.Exception:
-        yield None
-        return
-    try:
+    with ExitStack() as stack:
+        disk = None
+        if os.geteuid() == 0 and shutil.which("mount") is not None:
+            with suppress(pytest.skip.Exception):
+                disk = stack.enter_context(mounted(place / "disk", DISK_BYTES))
         yield disk
-    finally:
-        manager.__exit__(None, None, None)
 
 
 def measured(trial: Trial, schedule: tuple[Timed, ...], length_s: float, calm_s: float, size: int) -> dict[str, Any]:
@@ -278,32 +271,25 @@ def stalls(done: Sequence[Struck], times: Sequence[float], step_s: float, ended:
 def picture(trial: Trial, directory: Path, pictures: Path | None) -> None:
     if pictures is None:
         return
-    faults = [{"what": name_of(each), "node": each.node, "t": each.t, "recovery": None} for each in trial.done]
+    faults = []
+    for each in trial.done:
+        what = f"{each.node} started" if each.blow is Blow.JOIN else str(each.blow)  # a node that starts is no fault
+        faults.append({"what": what, "node": each.node, "t": each.t, "recovery": None})
     (directory / "summary.json").write_text(json.dumps({"faults": faults}))
     pictures.mkdir(parents=True, exist_ok=True)
     timeline.draw(directory, pictures / f"{trial.peer.name}.svg")
-
-
-def name_of(struck: Struck) -> str:
-    """As a picture has it: a node that starts is no fault."""
-    return f"{struck.node} started" if struck.blow is Blow.JOIN else str(struck.blow)
 
 
 def musts(found: dict[str, dict[str, Any]], chosen: dict[str, Peer], faults: int) -> list[Must]:
     """What the project promises, of the peers that were measured."""
     limits = {"in_place": 0.95, "restart_warm": 0.7}
     ours = {name: each for name, each in found.items() if chosen[name].ours}
-    return [
-        *(at_least(f"{name}: goodput", ours[name]["goodput"], limits[name]) for name in limits if name in ours),
-        *(
-            at_most(f"{name}: samples lost or repeated", each["samples_lost"] + each["samples_repeated"], 0)
-            for name, each in ours.items()
-        ),
-        *(
-            at_least(f"{name}: faults that happened", sum(each["faults"].values()), faults)
-            for name, each in ours.items()
-        ),
-    ]
+    promised = [at_least(f"{name}: goodput", ours[name]["goodput"], limits[name]) for name in limits if name in ours]
+    for name, each in ours.items():
+        wrong = each["samples_lost"] + each["samples_repeated"]
+        promised.append(at_most(f"{name}: samples lost or repeated", wrong, 0))
+        promised.append(at_least(f"{name}: faults that happened", sum(each["faults"].values()), faults))
+    return promised
 
 
 NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
@@ -412,17 +398,6 @@ class Cluster(LocalCluster):
         self.darken()
 
 
-class _Here:
-    def __init__(self, peer: Peer, *, low: bool) -> None:
-        self._peer, self._low = peer, low
-
-    def cluster(self, spec: ClusterSpec) -> LocalCluster:
-        if self._peer.python is not None:
-            options = json.loads(spec.entry[-1]) | {"lighthouse": f"http://{spec.endpoint}"}
-            spec = replace(spec, entry=[*spec.entry[:-1], json.dumps(options)])
-        return Cluster(spec, self._peer, low=self._low)
-
-
 @contextmanager
 def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, low: bool) -> Iterator[Trial]:
     """The job of ``peer`` in ``directory``; its first nodes are starting. ``low``: nodes start at a low priority."""
@@ -440,7 +415,14 @@ def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, 
         options=peer.rendezvous,
         environment={"OMP_NUM_THREADS": "1", **peer.environment},
     )
-    with harness(spec, _Here(peer, low=low).cluster) as opened:
+
+    def cluster(spec: ClusterSpec) -> LocalCluster:
+        if peer.python is not None:
+            options = json.loads(spec.entry[-1]) | {"lighthouse": f"http://{spec.endpoint}"}
+            spec = replace(spec, entry=[*spec.entry[:-1], json.dumps(options)])
+        return Cluster(spec, peer, low=low)
+
+    with harness(spec, cluster) as opened:
         trial = Trial(peer, opened, directory)
         trial.begin()
         yield trial

@@ -162,7 +162,8 @@ def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list
         return float(median(getattr(cost, name) for cost in rows[row][column]))
 
     def over_c10d(row: str, name: str = "seconds") -> float:
-        return _over(middle(row, "etcd3_restart", name), middle(row, "c10d_tuned", name))
+        mine, peer = middle(row, "etcd3_restart", name), middle(row, "c10d_tuned", name)
+        return mine / peer if math.isfinite(mine) else math.inf  # a peer that never recovered makes any time good
 
     promised: list[Must] = []
     if "c10d_tuned" in rows["node_join"]:
@@ -200,13 +201,6 @@ def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
         ),
         at_least("in place: worker kills in a row that recovered", sum(c.recovered for c in kills), len(kills)),
     ]
-
-
-def _over(mine: float, peer: float) -> float:
-    """Their ratio; a peer that never recovered makes any finite time good."""
-    if math.isinf(mine):
-        return math.inf
-    return mine / peer
 
 
 if __name__ == "__main__":
