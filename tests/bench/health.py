@@ -6,7 +6,6 @@ monitor is the real command in a process of its own. Bench, etcd and monitor sha
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
@@ -14,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 
@@ -124,13 +124,9 @@ def _monitor(endpoint: str) -> Iterator[tuple[psutil.Process, int]]:
 
 def _timed(port: int, path: str) -> tuple[float, bytes]:
     """Seconds from request to the last byte, and the content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     began = SYSTEM.monotonic()
-    try:
-        connection.request("GET", path)
-        content = connection.getresponse().read()
-    finally:
-        connection.close()
+    with urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT_S) as answer:
+        content = answer.read()
     return SYSTEM.monotonic() - began, content
 
 
@@ -146,11 +142,8 @@ def _await_nodes(port: int, nodes: int) -> None:
 
 def _update_s(run: SimulatedRun, port: int, step: int) -> float:
     """Seconds from a write to the store until a listener has the snapshot with it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     deadline = Deadline.after(LIMIT_S)
-    try:
-        connection.request("GET", f"/api/runs/{RUN}/stream")
-        stream = connection.getresponse()
+    with urlopen(f"http://127.0.0.1:{port}/api/runs/{RUN}/stream", timeout=LIMIT_S) as stream:
         while not stream.readline().startswith(b"data: "):
             pass
         began = SYSTEM.monotonic()
@@ -159,8 +152,6 @@ def _update_s(run: SimulatedRun, port: int, step: int) -> float:
             line = stream.readline()
             if line.startswith(b"data: ") and json.loads(line.removeprefix(b"data: "))["step"] == step:
                 return SYSTEM.monotonic() - began
-    finally:
-        connection.close()
     return math.inf
 
 
@@ -247,7 +238,8 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
             collector = NodeCollector(RUN, "n0", pages.look, pages.nonfinite, pages.counters, None)
-            scrapes = _scrapes(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector), 20)
+            with closing(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector)) as endpoint:
+                scrapes = [_timed(endpoint.port, "/metrics") for _ in range(20)]
         finally:
             pages.close()
     scrape_ms = 1000 * median([seconds for seconds, _ in scrapes])
@@ -270,13 +262,6 @@ def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
     pulse = Heartbeat(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
     writer.beat(pulse)
     return writer, pulse
-
-
-def _scrapes(endpoint: NodeEndpoint, times: int) -> list[tuple[float, bytes]]:
-    try:
-        return [_timed(endpoint.port, "/metrics") for _ in range(times)]
-    finally:
-        endpoint.close()
 
 
 def _beat_us(writer: PageWriter, pulse: Heartbeat, beats: int) -> float:
