@@ -468,7 +468,7 @@ def all_rows(rows: Sequence[Row], machine: Machine, directory: Path, limit_s: fl
 
 def report(played: Sequence[Played], machine: Machine, seconds: float) -> dict[str, Any]:
     """The JSON object."""
-    from tests.bench import machine as host
+    from tests.bench import report as host
 
     return {
         "device": str(machine),

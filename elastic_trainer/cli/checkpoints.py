@@ -52,7 +52,7 @@ from elastic_trainer.membership.documents import (
     RunResult,
     SaveRequest,
 )
-from elastic_trainer.preflight.finding import size_text
+from elastic_trainer.preflight.judge import size_text
 from elastic_trainer.store.api import Delete, KeyValue, Put, Read, RunKeys, Store, prefix_end, unchanged
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs

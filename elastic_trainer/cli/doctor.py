@@ -26,7 +26,7 @@ from elastic_trainer.model import checked_name
 from elastic_trainer.preflight.child import Doing
 from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, endpoints, report_of, round_trip
 from elastic_trainer.preflight.examination import Examination, Subject, examine
-from elastic_trainer.preflight.finding import GIB, Finding, FitLimits, Status, bad
+from elastic_trainer.preflight.judge import GIB, Finding, FitLimits, Status, bad
 from elastic_trainer.preflight.together import measured_together
 from elastic_trainer.settings import (
     DEFAULT_ENDPOINT,

@@ -31,7 +31,7 @@ from elastic_trainer.cli.main import at_least, key_values, sub_commands
 from elastic_trainer.cli.run import MAX_RESTARTS, nodes, opens_session, session_directories
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.model import PreflightMode, RecoveryMode
-from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S
+from elastic_trainer.preflight.judge import NODE_CHECKS_S, PEERS_WAIT_S
 from elastic_trainer.settings import Frozen, RendezvousOptions, parse_endpoints, validated
 from elastic_trainer.wording import counted
 

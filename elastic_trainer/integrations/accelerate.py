@@ -83,10 +83,9 @@ class ElasticAccelerator(Accelerator):
         self._trained = PassLoader(self.session, loaders[0], passes, self.gradient_state._set_sync_gradients)
         found: dict[int, Any] = {id(models[0]): wrapped, id(optimizers[0]): Still(optimizers[0], self._trained.update)}
         found |= {id(loaders[0]): self._trained, id(scheduler): Advanced(scheduler)}
-        prepared = tuple(
-            found[id(each)] if id(each) in found else super(ElasticAccelerator, self).prepare(each) for each in objects
-        )
-        return prepared if len(prepared) > 1 else prepared[0]
+        others = [each for each in objects if id(each) not in found]
+        found |= {id(each): super(ElasticAccelerator, self).prepare(each) for each in others}
+        return tuple(found[id(each)] for each in objects)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

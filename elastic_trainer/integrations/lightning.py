@@ -93,9 +93,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         """Lightning counts from where the session is: an epoch whose end was seen is over."""
         cursor, steps, loop = self.session.cursor, self.session.step_number - self._owes_end, self._trainer.fit_loop
         over = self._loader is not None and self._loader.ended(cursor) and not self._owes_end
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(loop.epoch_progress.current, name, cursor.epoch + over)
-            setattr(loop.epoch_loop.batch_progress.total, name, steps)
+        _set_all(loop.epoch_progress.current, cursor.epoch + over)
+        _set_all(loop.epoch_loop.batch_progress.total, steps)
         loop.epoch_loop._batches_that_stepped = steps
         self._count(steps)
 
@@ -133,14 +132,12 @@ class ElasticStrategy(SingleDeviceStrategy):
         """
         loop, epoch_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         loop._data_fetcher.fetched += steps
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(epoch_loop.batch_progress.current, name, steps)
+        _set_all(epoch_loop.batch_progress.current, steps)
         if not self._owes_end:
             return True
         self._owes_end = False
         self._count(self.session.step_number)
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(epoch_loop.batch_progress.total, name, self.session.step_number)
+        _set_all(epoch_loop.batch_progress.total, self.session.step_number)
         epoch_loop.batch_progress.is_last_batch = loop._data_fetcher.done
         for interval in ("step", "epoch") if epoch_loop._num_ready_batches_reached() else ("step",):
             epoch_loop.update_lr_schedulers(interval, update_plateau_schedulers=False)
@@ -148,13 +145,10 @@ class ElasticStrategy(SingleDeviceStrategy):
         return not epoch_loop.done
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().training_step(self._given(args[0]), *args[1:], **kwargs)
-
-    def _given(self, batch: Any) -> Any:
-        """What this pass is about: ``batch``, if the loader gave it."""
-        if self._part is None:
-            return batch
-        return self.batch_to_device(self.lightning_module._on_before_batch_transfer(self._part.data))
+        batch = args[0]
+        if self._part is not None:  # this pass is not about what the loader gave
+            batch = self.batch_to_device(self.lightning_module._on_before_batch_transfer(self._part.data))
+        return super().training_step(batch, *args[1:], **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._step is None:
@@ -185,6 +179,11 @@ class ElasticStrategy(SingleDeviceStrategy):
             return decision
         against = self.session.all_reduce(torch.tensor([float(decision != all)], device=self.root_device)).item() > 0
         return against != all
+
+
+def _set_all(counter: Any, value: int) -> None:
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counter, name, value)
 
 
 def _refuse_what_differs(trainer: Any) -> None:

@@ -20,12 +20,10 @@ _HOMES = {
     "mnist": ("elastic_trainer.jobs.mnist", "Mnist"),
 }
 
-_SCRIPTS = {"script": "session_script.py"}
-
 
 def script(name: str) -> Path | None:
     """The ready-made script called ``name``, which takes ``--directory`` for its checkpoints; None if there is none."""
-    return Path(__file__).with_name("scripts") / _SCRIPTS[name] if name in _SCRIPTS else None
+    return Path(__file__).with_name("scripts") / "session_script.py" if name == "script" else None
 
 
 def names() -> list[str]:
@@ -46,7 +44,7 @@ def ensure_data(name: str, data: Mapping[str, Any]) -> None:
 
     ``data`` is what the job file says of it: data of the user's own are left to the task, which reads them whole.
     """
-    if name not in _HOMES and name not in _SCRIPTS:
+    if name not in _HOMES and script(name) is None:
         return
     if name in ("imagefolder", "keypoints"):
         import_module("elastic_trainer.jobs.pillow")
@@ -57,11 +55,7 @@ def ensure_data(name: str, data: Mapping[str, Any]) -> None:
 
         shakespeare_files()
         return
-    if name == "imagefolder":
-        from elastic_trainer.jobs.digits import place
+    from elastic_trainer.jobs.digits import place, shipped_file
 
-        if place(data.get("cache")).is_dir():
-            return
-    from elastic_trainer.jobs.digits import shipped_file
-
-    shipped_file()
+    if name != "imagefolder" or not place(data.get("cache")).is_dir():
+        shipped_file()

@@ -38,16 +38,12 @@ class Section(Frozen):
     def _no_truth_as_number(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: str(value) if cls._is_misplaced(name, value) else value for name, value in values.items()}
-
-    @classmethod
-    def _is_misplaced(cls, name: object, value: object) -> bool:
-        """Whether ``value`` is a truth value where a number belongs; as text, pydantic refuses it there."""
-        field = cls.model_fields.get(str(name))
-        if field is None or not isinstance(value, bool):
-            return False
-        kinds = {field.annotation, *get_args(field.annotation)}
-        return bool not in kinds and bool(kinds & {int, float})
+        checked = dict(values)
+        for name, field in cls.model_fields.items():
+            kinds = {field.annotation, *get_args(field.annotation)}
+            if isinstance(values.get(name), bool) and bool not in kinds and kinds & {int, float}:
+                checked[name] = str(values[name])  # as text, pydantic refuses it there
+        return checked
 
 
 class Precision(StrEnum):
@@ -339,16 +335,21 @@ def parse_yaml(text: str, where: str) -> Any:
 def read_job_file(source: str) -> tuple[str, dict[str, Any]]:
     """The name (for messages) and the content of ``source``: a YAML file, or the name of a ready-made task."""
     if source.endswith((".yaml", ".yml")) or "/" in source:
-        return source, _checked_mapping(parse_yaml(_read(Path(source)), source), source)
-    shipped = resources.files(READY_MADE)
-    names = sorted(item.name.removesuffix(".yaml") for item in shipped.iterdir() if item.name.endswith(".yaml"))
-    if source not in names:
-        raise ConfigError(
-            f"there is no ready-made task {source!r} and it is not a .yaml file",
-            hint=did_you_mean(source, names) or f"ready-made tasks: {', '.join(names)}",
-        )
-    where = f"{source}.yaml"
-    return where, _checked_mapping(parse_yaml((shipped / where).read_text(encoding="utf-8"), where), where)
+        where, text = source, _read(Path(source))
+    else:
+        shipped, where = resources.files(READY_MADE), f"{source}.yaml"
+        names = sorted(item.name.removesuffix(".yaml") for item in shipped.iterdir() if item.name.endswith(".yaml"))
+        if source not in names:
+            raise ConfigError(
+                f"there is no ready-made task {source!r} and it is not a .yaml file",
+                hint=did_you_mean(source, names) or f"ready-made tasks: {', '.join(names)}",
+            )
+        text = (shipped / where).read_text(encoding="utf-8")
+    value = parse_yaml(text, where)
+    if not isinstance(value, dict):
+        found = "empty" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(f"{where}: a mapping of keys to values is expected, but it is {found}", hint="see --help")
+    return where, value
 
 
 def _read(path: Path) -> str:
@@ -362,13 +363,6 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}", hint="give a readable YAML file") from error
 
 
-def _checked_mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        found = "empty" if value is None else f"a {type(value).__name__}"
-        raise ConfigError(f"{where}: a mapping of keys to values is expected, but it is {found}", hint="see --help")
-    return value
-
-
 def with_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """``values`` with each ``key.sub=value`` set; values are read as YAML (``0.1``, ``null``, ``[1, 2]``)."""
     result = dict(values)
@@ -377,19 +371,15 @@ def with_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[
         path = name.split(".")
         if not separator or not all(part.isidentifier() for part in path):
             raise ConfigError(f"override {text!r} is not key=value", hint="write for example optimizer.lr=0.01")
-        _set(result, path, parse_yaml(raw, f"override {text!r}"), text)
+        value, target = parse_yaml(raw, f"override {text!r}"), result
+        for depth, part in enumerate(path[:-1], 1):
+            inner, name = target.get(part), ".".join(path[:depth])
+            if inner is not None and not isinstance(inner, dict):
+                what = f"override {text!r}: '{name}' is {inner!r}, which has no parts"
+                raise ConfigError(what, hint=f"set {name}=...")
+            target[part] = target = dict(inner or {})  # a copy: an alias in the YAML may share it
+        target[path[-1]] = value
     return result
-
-
-def _set(target: dict[str, Any], path: Sequence[str], value: Any, text: str) -> None:
-    for depth, part in enumerate(path[:-1]):
-        inner = target.get(part)
-        if inner is not None and not isinstance(inner, dict):
-            name = ".".join(path[: depth + 1])
-            raise ConfigError(f"override {text!r}: '{name}' is {inner!r}, which has no parts", hint=f"set {name}=...")
-        target[part] = dict(inner or {})  # a copy: an alias in the YAML may share it
-        target = target[part]
-    target[path[-1]] = value
 
 
 def load_job(source: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -459,30 +449,29 @@ def _written_path(loc: Sequence[int | str], values: Any, *, missing: bool) -> li
 
 
 def _fields_at(kind: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    """The keys that may stand at ``loc``."""
     candidates = [kind]
     for part in loc:
-        tagged = [model for model in candidates if _tag(model) == part]
-        candidates = tagged or [inner for model in candidates for inner in _nested(model, part)]
+        tagged = [model for model in candidates if "name" in model.model_fields and part in _kinds(model, "name")]
+        inner = [each for model in candidates for each in _kinds(model, str(part)) if isinstance(each, type)]
+        candidates = tagged or [each for each in inner if issubclass(each, BaseModel)]
     return sorted({name for model in candidates for name in model.model_fields})
 
 
-def _tag(model: type[BaseModel]) -> object:
-    name = model.model_fields.get("name")
-    values = get_args(name.annotation) if name is not None else ()
-    return values[0] if values else None
-
-
-def _nested(model: type[BaseModel], name: int | str) -> list[type[BaseModel]]:
-    field = model.model_fields.get(str(name))
-    kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+def _kinds(model: type[BaseModel], name: str) -> tuple[Any, ...]:
+    """What the field ``name`` may be: its type, the members of a union, or the values of a Literal."""
+    field = model.model_fields.get(name)
+    return (field.annotation, *get_args(field.annotation)) if field is not None else ()
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str | None:
     """A hint with the nearest of the ``known`` words, if one is near."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
+
+
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """The first of them in quotes, and how many more there are."""
+    return ", ".join(map(reprlib.repr, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def as_yaml(config: JobConfig) -> str:

@@ -31,7 +31,7 @@ from elastic_trainer.jobs.texts import (
     Tokenizer,
     found_files,
     read_bytes,
-    read_texts,
+    read_text,
 )
 
 
@@ -52,19 +52,16 @@ class Tokens:
         while done < len(found):
             start = begin + done - (int(self._ends[row]) - len(self._rows[row]))
             piece = self._rows[row][start : start + len(found) - done]
-            self._check(piece, row, start, vocabulary)
+            if len(piece) and int(piece.max()) >= vocabulary:
+                worst = int(piece.argmax())
+                raise SampleError(
+                    f"{self._names[row]}: token {start + worst} is {int(piece[worst])}, but the vocabulary ends at "
+                    f"{vocabulary - 1}",
+                    hint="check data.tokenizer, data.vocab_size and data.bin_dtype",
+                )
             found[done : done + len(piece)] = piece
             row, done = row + 1, done + len(piece)
         return found
-
-    def _check(self, piece: Ids, row: int, start: int, vocabulary: int) -> None:
-        if len(piece) and int(piece.max()) >= vocabulary:
-            worst = int(piece.argmax())
-            where = f"{self._names[row]}: token {start + worst}"
-            raise SampleError(
-                f"{where} is {int(piece[worst])}, but the vocabulary ends at {vocabulary - 1}",
-                hint="check data.tokenizer, data.vocab_size and data.bin_dtype",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +97,8 @@ def windows(tokens: Tokens, begin: int, end: int, context: int, vocabulary: int,
     return found
 
 
-def mapped(paths: Sequence[Path], dtype: str) -> Tokens:
-    """Files of plain ``dtype`` numbers, as nanoGPT writes them; read where they are needed, never as a whole."""
-    return Tokens([_mapped(path, np.dtype(dtype).newbyteorder("<")) for path in paths], list(map(str, paths)))
-
-
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
+def mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
+    """A file of plain numbers, as nanoGPT writes it; read where it is needed, never as a whole."""
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"{path}: is empty", hint="give files with tokens")
@@ -155,7 +148,12 @@ class Corpus:
 def load_corpus(options: TextOptions, context: int) -> Corpus:
     """The samples, of ``context`` targets each: before the cut for training, behind it for validation."""
     files = _one_kind(found_files(options.files, "data.files"), options)
-    tokenizer = tokenizer_of(options, lambda: _characters(files, options))
+
+    def characters() -> Sequence[str]:  # all of the training text
+        text, whole = "".join(map(read_text, files)), options.validation_files is not None
+        return sorted(set(text if whole else text[: cut(len(text), options.validation_fraction)]))
+
+    tokenizer = tokenizer_of(options, characters)
     vocabulary = tokenizer.size if tokenizer is not None else options.vocab_size or GPT2_SIZE
     tokens = _tokens(files, tokenizer, options)
     if not len(tokens):
@@ -185,14 +183,15 @@ def _is_tokens(files: Sequence[Path]) -> bool:
 
 def _one_kind(files: Sequence[Path], options: TextOptions) -> Sequence[Path]:
     """``files``, unless they are texts where tokens are expected or vice versa."""
-    odd = [path for path in files if (path.suffix == TOKENS_SUFFIX) != _is_tokens(files)]
+    tokens = _is_tokens(files)
+    odd = [path for path in files if (path.suffix == TOKENS_SUFFIX) != tokens]
     if odd:
         raise DataError(f"{files[0]} and {odd[0]} are not of one kind", hint="give texts, or .bin files of tokens")
-    if _is_tokens(files) and options.tokenizer == "chars":
+    if tokens and options.tokenizer == "chars":
         raise DataError(f"{files[0]}: tokenizer chars needs texts", hint="set data.tokenizer to what the tokens are")
-    if not _is_tokens(files) and options.tokenizer == "ids":
+    if not tokens and options.tokenizer == "ids":
         raise DataError(f"{files[0]}: tokenizer ids needs .bin files of tokens", hint="set data.tokenizer to bytes")
-    if not _is_tokens(files) and options.tokenizer == "gpt2" and options.bpe is None:
+    if not tokens and options.tokenizer == "gpt2" and options.bpe is None:
         raise DataError("tokenizer gpt2 needs its files for texts", hint="set data.bpe to their directory")
     return files
 
@@ -211,19 +210,12 @@ def tokenizer_of(options: TextOptions, characters: Callable[[], Sequence[str]]) 
     return None
 
 
-def _characters(files: Sequence[Path], options: TextOptions) -> Sequence[str]:
-    """All characters of the training text."""
-    text = "".join(read_texts(files))
-    whole = options.validation_files is not None
-    return sorted(set(text if whole else text[: cut(len(text), options.validation_fraction)]))
-
-
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer | None, options: TextOptions) -> Tokens:
     """The tokens of ``files``, in their order."""
     names = list(map(str, files))
     if _is_tokens(files):
-        return mapped(files, options.bin_dtype)
+        return Tokens([mapped(path, np.dtype(options.bin_dtype).newbyteorder("<")) for path in files], names)
     if tokenizer is not None and not isinstance(tokenizer, Bytes):
         ends = np.array(tokenizer.end, np.uint32)
-        return Tokens([np.concatenate([ends, tokenizer.encode(text)]) for text in read_texts(files)], names)
+        return Tokens([np.concatenate([ends, tokenizer.encode(read_text(path))]) for path in files], names)
     return Tokens([np.frombuffer(read_bytes(path), np.uint8) for path in files], names)

@@ -97,8 +97,11 @@ def curves_of(lines: Iterable[str]) -> TrainingCurves:
             for name, value in record["metrics"].items():
                 if _is_number(value):
                     curves.evaluations.setdefault(str(name), {})[record["step"]] = float(value)
-        elif record["kind"] == "round":
-            _change(curves, record)
+        elif record["kind"] == "round" and isinstance(world := record.get("world_size"), int):
+            before = curves.changes[-1].world_size if curves.changes else None
+            reason = str(record.get("reason", ""))
+            curves.changes.append(Change(record["step"], record.get("round", 0), world, before, reason))
+            curves.worlds[record["step"]] = world
     return curves
 
 
@@ -116,16 +119,6 @@ def _fall_back(curves: TrainingCurves, step: int) -> None:
 def _behind(points: dict[int, Any], step: int) -> list[int]:
     """The steps behind ``step``. Points lie in order, so a look at the last one is enough nearly always."""
     return list(takewhile(lambda each: each > step, reversed(points)))[::-1]
-
-
-def _change(curves: TrainingCurves, record: dict[str, Any]) -> None:
-    step, world = record["step"], record.get("world_size")
-    if not isinstance(world, int):
-        return
-    before = curves.changes[-1].world_size if curves.changes else None
-    change = Change(step, record.get("round", 0), world, before, str(record.get("reason", "")))
-    curves.changes.append(change)
-    curves.worlds[step] = world
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -170,10 +163,20 @@ def draw(curves: TrainingCurves, title: str, output: Path) -> None:
     figure.suptitle(title)
     _losses(axes[0], curves)
     if curves.evaluations:
-        _evaluations(axes[1], curves)
-    _worlds(axes[-1], curves)
+        for name, points in sorted(curves.evaluations.items()):
+            axes[1].plot(
+                list(points), list(points.values()), marker="o", markersize=3, linewidth=1, label=f"test {name}"
+            )
+        axes[1].set_ylabel("test")
+        axes[1].legend(loc="best", fontsize="small")
+        axes[1].grid(alpha=0.25)
+    steps, worlds = list(curves.worlds), list(curves.worlds.values())
+    last = max([*curves.losses, *steps], default=0)
+    axes[-1].step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=LINE)
+    axes[-1].set_ylim(0, max(worlds, default=1) + 1)
+    axes[-1].yaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set(ylabel="ranks", xlabel="step")
     _changes(axes, curves)
-    axes[-1].set_xlabel("step")
     save(figure, output)
 
 
@@ -194,23 +197,6 @@ def _losses(axes: Any, curves: TrainingCurves) -> None:
         axes.set_yscale("log")
     axes.set_ylabel("training loss")
     axes.grid(alpha=0.25)
-
-
-def _evaluations(axes: Any, curves: TrainingCurves) -> None:
-    for name, points in sorted(curves.evaluations.items()):
-        axes.plot(list(points), list(points.values()), marker="o", markersize=3, linewidth=1, label=f"test {name}")
-    axes.set_ylabel("test")
-    axes.legend(loc="best", fontsize="small")
-    axes.grid(alpha=0.25)
-
-
-def _worlds(axes: Any, curves: TrainingCurves) -> None:
-    steps, worlds = list(curves.worlds), list(curves.worlds.values())
-    last = max([*curves.losses, *steps], default=0)
-    axes.step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=LINE)
-    axes.set_ylim(0, max(worlds, default=1) + 1)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel("ranks")
 
 
 def _changes(axes: list[Any], curves: TrainingCurves) -> None:

@@ -20,6 +20,7 @@ import shutil
 import struct
 import tempfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,13 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
     Raises DataError, naming the file and what is wrong with it.
     """
-    data = _content(path)
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _damaged(path, "its gzip stream is truncated or damaged") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}", hint="check data.directory") from error
     header = 4 + 4 * dimensions
     if len(data) < header:
         raise _damaged(path, f"it has {len(data)} bytes, less than its header of {header}")
@@ -54,16 +61,6 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
         sizes = " x ".join(map(str, shape))
         raise _damaged(path, f"{sizes} values need {expected_size} bytes, but it has {len(data)}")
     return np.frombuffer(data, dtype=np.uint8, offset=header).reshape(shape)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data.startswith(_GZIP_MAGIC) else data
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged(path, "its gzip stream is truncated or damaged") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}", hint="check data.directory") from error
 
 
 def _damaged(path: Path, what: str) -> DataError:
@@ -183,8 +180,9 @@ def place(cache: Path | str | None = None) -> Path:
 def digit_images(cache: Path | None = None) -> Path:
     """A directory with ``train/`` (4,000 images) and ``test/`` (1,000), each with the folders 0 to 9."""
     final = place(cache)
-    if _is_whole(final):
-        return final
+    with suppress(OSError):  # a power failure soon after they were written leaves files without a byte
+        if final.is_dir() and all(each.stat().st_size for each in final.glob("*/*/*.png")):
+            return final
     try:
         if not os.path.isdir(final):
             return _made(final)
@@ -199,14 +197,6 @@ def digit_images(cache: Path | None = None) -> Path:
     return _made(place(apart))
 
 
-def _is_whole(directory: Path) -> bool:
-    """A power failure soon after they were written leaves files without a byte."""
-    try:
-        return directory.is_dir() and all(each.stat().st_size for each in directory.glob("*/*/*.png"))
-    except OSError:
-        return False
-
-
 def _made(final: Path) -> Path:
     root = final.parent
     train, test = split(shipped_digits(), TEST_SIZE, seed=0)
@@ -214,8 +204,13 @@ def _made(final: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         begun = beside(final)
         try:
-            _write(train, begun / "train")
-            _write(test, begun / "test")
+            from elastic_trainer.jobs.pillow import Image
+
+            for digits, directory in ((train, begun / "train"), (test, begun / "test")):
+                for label in range(CLASSES):
+                    (directory / str(label)).mkdir(parents=True)
+                for number, (image, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
+                    Image.fromarray(image).save(directory / str(label) / f"{number:04}.png")
             try:
                 begun.rename(final)
             except OSError:
@@ -224,12 +219,3 @@ def _made(final: Path) -> Path:
         finally:
             shutil.rmtree(begun, ignore_errors=True)
     return final
-
-
-def _write(digits: Digits, directory: Path) -> None:
-    from elastic_trainer.jobs.pillow import Image
-
-    for label in range(CLASSES):
-        (directory / str(label)).mkdir(parents=True)
-    for number, (image, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
-        Image.fromarray(image).save(directory / str(label) / f"{number:04}.png")

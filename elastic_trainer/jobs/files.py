@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +142,8 @@ class History:
         ``kept``: of those that can still be had.
         """
         passed_over = self._missed if kept else ()
-        known = [each for each in self.records if _comparable(each, metric) and each.step not in passed_over]
+        measured = [each for each in self.records if not math.isnan(each.metrics.get(metric, math.nan))]
+        known = [each for each in measured if each.step not in passed_over]
         sign = 1.0 if mode is BestMode.MAX else -1.0
         return max(known, key=lambda record: sign * record.metrics[metric], default=None)
 
@@ -167,27 +168,18 @@ class History:
         with storage_errors(path):
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.splitlines(keepends=True)
-        kept = lines_to_keep(lines, self.records)
-        new = "".join(_line(record, notes) for record in self.records[len(kept) :])
+        kept: list[str] = []  # the first that agree with the records; a torn line never does
+        for line, record in zip(lines, self.records, strict=False):
+            if not line.endswith("\n") or _content(line) != json.loads(json.dumps(_shown(record))):
+                break
+            kept.append(line)
+        missing = ({**_shown(record), **notes} for record in self.records[len(kept) :])
+        new = "".join(json.dumps(line, allow_nan=False) + "\n" for line in missing)
         if len(kept) == len(lines):
             with storage_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(new)
         else:
             write_atomically(path, "".join(kept) + new)
-
-
-def lines_to_keep(lines: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """The first of the file's ``lines`` that agree with ``records``; a torn line never does."""
-    kept: list[str] = []
-    for line, record in zip(lines, records, strict=False):
-        if not line.endswith("\n") or _content(line) != _canonical(_shown(record)):
-            break
-        kept.append(line)
-    return kept
-
-
-def _line(record: Record, notes: Mapping[str, Any]) -> str:
-    return json.dumps({**_shown(record), **notes}, allow_nan=False) + "\n"
 
 
 def _shown(record: Record) -> dict[str, Any]:
@@ -198,20 +190,9 @@ def _shown(record: Record) -> dict[str, Any]:
     return values
 
 
-def _content(line: str) -> str | None:
+def _content(line: str) -> dict[str, Any] | None:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict):
-        return None
-    return _canonical({name: values.get(name) for name in Record.__slots__})
-
-
-def _canonical(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
-
-
-def _comparable(record: Record, metric: str) -> bool:
-    value = record.metrics.get(metric)
-    return value is not None and value == value  # NaN differs from itself
+    return {name: values.get(name) for name in Record.__slots__} if isinstance(values, dict) else None

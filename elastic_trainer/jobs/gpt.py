@@ -104,7 +104,9 @@ class Transformer(nn.Module):
     def __init__(self, options: TransformerOptions, vocabulary: int) -> None:
         super().__init__()
         self.context, self.layers = options.context, options.layers
-        self.tokens = nn.Embedding(padded(vocabulary, options.vocab_multiple), options.width)
+        # Sizes that are multiples of 64 suit the matrix units of GPUs.
+        padded = -(-vocabulary // options.vocab_multiple) * options.vocab_multiple
+        self.tokens = nn.Embedding(padded, options.width)
         self.positions = nn.Embedding(options.context, options.width)
         self.drop = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(options) for _ in range(options.layers))
@@ -133,11 +135,6 @@ class Transformer(nn.Module):
                     nn.init.normal_(filled, std=_INITIAL_STD / (math.sqrt(2 * self.layers) if residual else 1.0))
                 else:
                     nn.init.ones_(filled)
-
-
-def padded(vocabulary: int, multiple: int) -> int:
-    """The next multiple: sizes that are multiples of 64 suit the matrix units of GPUs."""
-    return -(-vocabulary // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +258,18 @@ class Gpt(Task):
         """``global_batch`` and ``max_steps`` from the numbers of tokens."""
         options: GptOptions = self.options
         context: int = self.model_options.context
-        implied = {}
-        if options.batch_tokens is not None:
-            implied["global_batch"] = samples_of(options.batch_tokens, context)
+        implied, tokens, most = {}, options.batch_tokens, options.max_tokens
+        if tokens is not None:
+            if tokens % context:
+                what = f"options.batch_tokens {tokens} is not a multiple of model.context {context}"
+                raise ConfigError(what, hint=f"set it to {max(1, tokens // context) * context}")
+            implied["global_batch"] = tokens // context
         batch = implied.get("global_batch", self.config.global_batch)
-        if options.max_tokens is not None and batch is not None:
-            implied["max_steps"] = steps_of(options.max_tokens, batch * context)
+        if most is not None and batch is not None:
+            if most < batch * context:
+                what = f"options.max_tokens {most} is less than the {batch * context} tokens of one step"
+                raise ConfigError(what, hint="raise it")
+            implied["max_steps"] = most // (batch * context)
         return implied
 
     def exhibits(self, model: nn.Module, batch: Batch) -> Exhibits:
@@ -283,24 +286,3 @@ def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
     """(n, t + 1) tokens to the n * t cross entropies, in nats, of all but the first of each sample."""
     scores = model(tokens[:, :-1]).float()
     return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-
-
-def samples_of(batch_tokens: int, context: int) -> int:
-    """How many samples make ``batch_tokens`` targets; ConfigError if they cannot."""
-    samples, rest = divmod(batch_tokens, context)
-    if rest:
-        near = max(1, samples) * context
-        raise ConfigError(
-            f"options.batch_tokens {batch_tokens} is not a multiple of model.context {context}",
-            hint=f"set it to {near}",
-        )
-    return samples
-
-
-def steps_of(max_tokens: int, step_tokens: int) -> int:
-    """How many whole steps ``max_tokens`` suffice for; ConfigError if for none."""
-    if max_tokens < step_tokens:
-        raise ConfigError(
-            f"options.max_tokens {max_tokens} is less than the {step_tokens} tokens of one step", hint="raise it"
-        )
-    return max_tokens // step_tokens

@@ -18,7 +18,6 @@ from elastic_trainer.jobs.config import CheckpointConfig, load_job
 from elastic_trainer.jobs.corpus import tokenizer_of
 from elastic_trainer.jobs.gpt import Gpt, Manner, Transformer, written
 from elastic_trainer.jobs.task import find_task
-from elastic_trainer.jobs.texts import Tokenizer
 from elastic_trainer.jobs.trainer import CONFIG_FILE
 from elastic_trainer.telemetry import logs
 
@@ -65,23 +64,23 @@ def _at_least(least: float, kind: type[int] | type[float]) -> Any:
 def _run(arguments: argparse.Namespace) -> str:
     if not arguments.prompt:
         raise ConfigError("--prompt is empty", hint="give at least one character")
-    task = _task(arguments.directory, arguments.overrides)
-    state = _state(arguments.directory, task.config.checkpoint, best=arguments.best)
-    tokenizer = _tokenizer(task, state)
-    model = _model(task, tokenizer.size, state)
-    manner = Manner(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
-    return written(model, tokenizer, arguments.prompt, manner)
-
-
-def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
+    directory: Path = arguments.directory
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", hint="name another")
-    config = load_job(str(path), overrides)
+    config = load_job(str(path), arguments.overrides)
     kind = find_task(config.task)
     if not issubclass(kind, Gpt):
         raise ConfigError(f"{path}: the task {config.task} is not a language model", hint="name the run of a gpt job")
-    return kind(config)
+    task = kind(config)
+    state = _state(directory, task.config.checkpoint, best=arguments.best)
+    # Characters are kept with the checkpoint.
+    tokenizer = tokenizer_of(task.data_options, lambda: state["user"]["identity"]["facts"]["characters"])
+    if tokenizer is None:
+        hint = "for gpt2 tokens, add data.bpe=DIRECTORY"
+        raise ConfigError(f"tokens of tokenizer {task.data_options.tokenizer} cannot be read here", hint=hint)
+    manner = Manner(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
+    return written(_model(task, tokenizer.size, state), tokenizer, arguments.prompt, manner)
 
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
@@ -93,16 +92,6 @@ def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[
         what = "checkpoint that was the best" if best else "checkpoint"
         raise CheckpointError(f"{place} has no {what}", hint="train for longer, or name another directory")
     return manager.load(entry).state
-
-
-def _tokenizer(task: Gpt, state: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the model was trained with; characters are kept with the checkpoint."""
-    options = task.data_options
-    found = tokenizer_of(options, lambda: state["user"]["identity"]["facts"]["characters"])
-    if found is None:
-        hint = "for gpt2 tokens, add data.bpe=DIRECTORY"
-        raise ConfigError(f"tokens of tokenizer {options.tokenizer} cannot be read here", hint=hint)
-    return found
 
 
 def _model(task: Gpt, vocabulary: int, state: Mapping[str, Any]) -> Transformer:

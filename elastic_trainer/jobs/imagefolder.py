@@ -4,34 +4,209 @@ The network: He et al., "Deep Residual Learning for Image Recognition" (2015), h
 bottleneck strides in its 3x3 convolution (known as v1.5), and parameters are named as torchvision names them, so that
 the weights it offers can be loaded. 18 and 50 layers have 11,689,512 and 25,557,032 parameters at 1,000 classes.
 
-Nothing here knows of ranks or devices. The classes are the names of the folders; they belong to the identity of the
-run, since the network knows them by number.
+It sees a random part of an image, in a test its middle. Random numbers come from Python's generator, which the session
+keys by (seed, epoch, sample): the same image looks the same on whatever rank it is drawn, and after a restart. The
+classes are the names of the folders; they belong to the identity of the run, since the network knows them by number.
+
+*Fails by* DataError for folders that hold no data set, SampleError for an image that cannot be read (StorageReadError
+where that is the storage's fault).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import math
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_trainer import Batch
-from elastic_trainer.errors import DataError
-from elastic_trainer.jobs.config import Section
+from elastic_trainer.errors import DataError, SampleError, StorageReadError
+from elastic_trainer.jobs.config import Section, listed
 from elastic_trainer.jobs.digits import digit_images
-from elastic_trainer.jobs.images import (
-    CentralView,
-    ImageFolder,
-    RandomView,
-    check_same_classes,
-    image_files,
-    normalized,
-)
+from elastic_trainer.jobs.pillow import Image, ImageEnhance, UnidentifiedImageError
 from elastic_trainer.jobs.task import Datasets, Task, build_optimizer, decay_groups
+
+_TRIES = 10
+_BILINEAR = Image.Resampling.BILINEAR
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom, in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomView:
+    """A random part of the image, resized to ``size``, perhaps mirrored, its colours changed.
+
+    The part has ``scale`` of the image's area and sides of ``ratio`` (Szegedy et al., 2014,
+    https://arxiv.org/abs/1409.4842, section 6); ``jitter`` is how far brightness, contrast and saturation may move.
+    """
+
+    size: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        box = random_box(image.width, image.height, self.scale, self.ratio)
+        seen = image.resize((self.size, self.size), _BILINEAR, box=box)
+        if random.random() < self.flip:
+            seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return as_bytes(jittered(seen, self.jitter))
+
+
+@dataclass(frozen=True, slots=True)
+class CentralView:
+    """The image with its shorter side resized to ``resize``, and of that the central square of ``size``."""
+
+    size: int
+    resize: int
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        side = min(image.width, image.height) * self.size / self.resize
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        box = (left, top, left + side, top + side)
+        return as_bytes(image.resize((self.size, self.size), _BILINEAR, box=box))
+
+
+def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+    """A part of a (width, height) image; where no draw fits into it, the largest central one of an allowed shape."""
+    for _ in range(_TRIES):
+        area = width * height * random.uniform(*scale)
+        shape = math.exp(random.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        across, down = math.sqrt(area * shape), math.sqrt(area / shape)
+        if across <= width and down <= height:
+            left, top = random.uniform(0, width - across), random.uniform(0, height - down)
+            return left, top, min(width, left + across), min(height, top + down)
+    across, down = min(width, height * ratio[1]), min(height, width / ratio[0])
+    left, top = (width - across) / 2, (height - down) / 2
+    return left, top, left + across, top + down
+
+
+def jittered(image: Image.Image, jitter: tuple[float, float, float]) -> Image.Image:
+    """Brightness, contrast and saturation each times a factor within 1 +- its ``jitter``, in random order."""
+    if not any(jitter):
+        return image
+    kinds = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+    changes = list(zip(kinds, jitter, strict=True))
+    random.shuffle(changes)
+    for kind, most in changes:
+        image = kind(image).enhance(random.uniform(max(0.0, 1.0 - most), 1.0 + most))
+    return image
+
+
+def as_bytes(image: Image.Image) -> Tensor:
+    """(3, height, width) bytes of an RGB image: a quarter of what floats would take on the way to a device."""
+    return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1).contiguous()
+
+
+def normalized(images: Tensor, mean: tuple[float, float, float], std: tuple[float, float, float]) -> Tensor:
+    """(n, 3, h, w) bytes to floats; ``mean`` and ``std`` of each colour, white being 1."""
+    centre, spread = (torch.tensor(each, device=images.device).view(1, 3, 1, 1) * 255.0 for each in (mean, std))
+    return (images.float() - centre) / spread
+
+
+EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFiles:
+    """File ``i`` is ``paths[i]`` (relative to ``root``) and shows ``classes[labels[i]]``; sorted by class and name."""
+
+    root: Path
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def thinned(self, count: int | None) -> ImageFiles:
+        """At most ``count`` files, evenly spread: of each class about the same part."""
+        if count is None or count >= len(self):
+            return self
+        kept = [place * len(self) // count for place in range(count)]
+        paths, labels = tuple(self.paths[i] for i in kept), tuple(self.labels[i] for i in kept)
+        return ImageFiles(self.root, self.classes, paths, labels)
+
+
+def image_files(root: Path) -> ImageFiles:
+    """What is in the class folders of ``root``: the classes are their sorted names, hidden ones and files aside."""
+    classes = tuple(_names(root, folders=True))
+    if not classes:
+        raise DataError(f"{root}: holds no class folders", hint="put the images of each class into a folder of its own")
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        inside = [file for file in _names(root / name, folders=False) if Path(file).suffix.lower() in EXTENSIONS]
+        if not inside:
+            known = ", ".join(sorted(EXTENSIONS))
+            raise DataError(f"{root / name}: a class without images", hint=f"add some ({known}), or remove the folder")
+        paths += [f"{name}/{file}" for file in inside]
+        labels += [label] * len(inside)
+    return ImageFiles(root, classes, tuple(paths), tuple(labels))
+
+
+def _names(directory: Path, *, folders: bool) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(each.name for each in entries if each.is_dir() == folders and not each.name.startswith("."))
+    except OSError as error:
+        hint = "name a directory with class folders"
+        raise DataError(f"{directory}: {error.strerror or error}", hint=hint) from error
+
+
+def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
+    """Raise DataError unless both have the same classes: a number must mean the same in both."""
+    for one, other in ((train, test), (test, train)):
+        lacking = [name for name in one.classes if name not in other.classes]
+        if lacking:
+            what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking)}"
+            raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
+
+
+def read_image(path: Path) -> Image.Image:
+    """The image in ``path`` in RGB, all of it decoded."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise SampleError(f"{path}: not an image", hint="repair or remove it, or say bad_samples=skip") from error
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise StorageReadError(f"{path}: cannot be read: {reason}", hint="look at the storage") from error
+        raise SampleError(
+            f"{path}: cannot be read as an image: {reason}", hint="repair or remove it, or say bad_samples=skip"
+        ) from error
+
+
+class ImageFolder:
+    """Samples (image, label): what ``view`` makes of the image, and the number of its class."""
+
+    def __init__(self, files: ImageFiles, view: Callable[[Image.Image], Tensor], *, deterministic: bool) -> None:
+        self.files, self._view = files, view
+        self.deterministic = deterministic
+        """Whether the view draws no random numbers."""
+        self.generators = ("random",)
+        """Those that a view may draw from."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = read_image(self.files.root / self.files.paths[index])
+        return self._view(image), self.files.labels[index]
 
 
 class ResNetOptions(Section):
@@ -45,12 +220,7 @@ class ResNetOptions(Section):
     zero_gamma: bool = Field(default=True, description="blocks begin as the identity (Goyal et al., 2017, section 5.1)")
 
 
-_BLOCKS: dict[int, tuple[int, int, int, int]] = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
 class BasicBlock(nn.Module):
@@ -73,7 +243,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(inner)) + _past(self.downsample, x))
+        return functional.relu(self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x))
 
 
 class Bottleneck(nn.Module):
@@ -99,7 +269,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
         inner = functional.relu(self.bn2(self.conv2(inner)))
-        return functional.relu(self.bn3(self.conv3(inner)) + _past(self.downsample, x))
+        return functional.relu(self.bn3(self.conv3(inner)) + (self.downsample(x) if self.downsample else x))
 
 
 class ResNet(nn.Module):
@@ -114,10 +284,16 @@ class ResNet(nn.Module):
         self.maxpool: nn.Module = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
         widths = [width * 2**stage for stage in range(4)]
         inputs = [width, *(each * kind.expansion for each in widths[:3])]
-        stages = [_stage(kind, *each) for each in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)]
-        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.layer1, self.layer2, self.layer3, self.layer4 = (
+            nn.Sequential(kind(given, own, stride), *(kind(own * kind.expansion, own) for _ in range(blocks - 1)))
+            for given, own, blocks, stride in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)
+        )
         self.fc = nn.Linear(widths[3] * kind.expansion, classes)
-        _initialize(self, options.zero_gamma)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif options.zero_gamma and isinstance(module, BasicBlock | Bottleneck):
+                nn.init.zeros_(module.last_norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(functional.relu(self.bn1(self.conv1(x))))
@@ -126,33 +302,14 @@ class ResNet(nn.Module):
         return scores
 
 
-def _stage(kind: type[BasicBlock | Bottleneck], inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
-    following = (kind(width * kind.expansion, width) for _ in range(blocks - 1))
-    return nn.Sequential(kind(inputs, width, stride), *following)
-
-
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     """What goes past a block, where it changes the shape."""
-    if stride == 1 and inputs == outputs:
-        return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-
-
-def _past(shortcut: nn.Module | None, x: Tensor) -> Tensor:
-    return x if shortcut is None else shortcut(x)
-
-
-@torch.no_grad()
-def _initialize(network: nn.Module, zero_gamma: bool) -> None:
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif zero_gamma and isinstance(module, (BasicBlock, Bottleneck)):
-            nn.init.zeros_(module.last_norm.weight)
+    same = stride == 1 and inputs == outputs
+    return None if same else nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -239,7 +396,9 @@ class ImageClasses(Task):
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
         scores, labels = self._scored(model, batch)
         losses = functional.cross_entropy(scores, labels, reduction="none")
-        among = {f"top{k}": hits_among(scores, labels, k) for k in self.options.top if k <= scores.shape[1]}
+        kept = [k for k in self.options.top if k <= scores.shape[1]]
+        best = scores.topk(max(kept, default=0), dim=1).indices == labels[:, None]  # (n, most), at most one in a row
+        among = {f"top{k}": best[:, :k].sum() for k in kept}
         return {name: (total, len(labels)) for name, total in {**among, "loss": losses.sum()}.items()}
 
     def _scored(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -258,8 +417,3 @@ def directories(options: ImageFolderData) -> tuple[Path, Path]:
             return root / "train", root / name
     what = "has neither val/ nor test/" if root.is_dir() else "there is no such directory"
     raise DataError(f"{root}: {what}", hint="data.directory must hold train/ and val/ or test/ with class folders")
-
-
-def hits_among(scores: Tensor, labels: Tensor, count: int) -> Tensor:
-    """How many of the (n,) ``labels`` are among the ``count`` best of (n, classes) ``scores``."""
-    return (scores.topk(count, dim=1).indices == labels[:, None]).sum()

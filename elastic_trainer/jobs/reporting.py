@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -178,12 +178,7 @@ class Terminal(TrainingProgress):
 
     def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
         self._next = SYSTEM.monotonic() + self._EVERY_S
-        shown: dict[str, Any] = {
-            "total": moment.steps,
-            "completed": moment.step,
-            "epoch": moment.epoch,
-            "loss": loss,
-        }
+        shown: dict[str, Any] = {"total": moment.steps, "completed": moment.step, "epoch": moment.epoch, "loss": loss}
         ranks = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
         self._speed = f"{rate[0]:,.0f} samples/s · {ranks}"
         self._bar.below = self._speed + self._metrics
@@ -239,27 +234,19 @@ class StepLog:
 
     def _write(self, kind: str, moment: ProgressMoment, **values: Any) -> None:
         where = {"world_size": moment.world_size, "round": moment.round, "wall": SYSTEM.wall()}
-        self._append(json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n")
-
-    def _append(self, text: str) -> None:
+        text = json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n"
         try:
             with self._path.open("a+b") as file:
-                file.write((b"" if self._whole or _ends_whole(file) else b"\n") + text.encode())
+                if not self._whole and file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    text = text if file.read(1) == b"\n" else "\n" + text  # behind what a kill or full disk has left
+                file.write(text.encode())
         except OSError as error:
             if not self._refused:
                 logs.logger().warning("steps.not_written", path=str(self._path), error=error.strerror or str(error))
             self._refused, self._whole = True, False
             return
         self._refused, self._whole = False, True
-
-
-def _ends_whole(file: IO[bytes]) -> bool:
-    """Whether a killed process, or a full disk, has left no half line at the end."""
-    size = file.seek(0, os.SEEK_END)
-    if not size:
-        return True
-    file.seek(size - 1)
-    return file.read(1) == b"\n"
 
 
 class Reporter:
@@ -292,12 +279,9 @@ class Reporter:
             self._log.round(moment, reason)
         self._round = moment.round
 
-    def counted(self, samples: int) -> None:
+    def counted(self, samples: int) -> bool:
+        """One more committed step; whether it is time to show where the run stands."""
         self._rate.count(samples)
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time to show where the run stands."""
         return self._progress.due()
 
     def stands(self, moment: ProgressMoment, loss: float) -> None:

@@ -82,12 +82,9 @@ def evaluation_due(config: EvaluationConfig, length: RunLength, cursor: Cursor, 
     if length.finished(cursor, step):
         return True
     at_epoch_end = cursor.samples == 0 or cursor.samples >= length.samples
-    by_epoch = at_epoch_end and _every(config.every_epochs, epochs_done(cursor, length.samples))
-    return by_epoch or _every(config.every_steps, step)
-
-
-def _every(interval: int | None, count: int) -> bool:
-    return interval is not None and count % interval == 0
+    epochs, steps = config.every_epochs, config.every_steps
+    by_epoch = at_epoch_end and epochs is not None and epochs_done(cursor, length.samples) % epochs == 0
+    return by_epoch or (steps is not None and step % steps == 0)
 
 
 def build_optimizer(config: OptimizerConfig, parameters: ParamsT) -> torch.optim.Optimizer:

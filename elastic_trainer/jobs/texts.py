@@ -11,9 +11,10 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -68,18 +69,13 @@ def read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}", hint="check its owner and mode") from error
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts in the files, which must be UTF-8; line ends as they are."""
-    return [_decoded(path) for path in paths]
-
-
-def _decoded(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text in the file, which must be UTF-8; line ends as they are."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: byte {error.start} is not UTF-8", hint="convert the file, or set data.tokenizer to bytes"
-        ) from error
+        hint = "convert the file, or set data.tokenizer to bytes"
+        raise DataError(f"{path}: byte {error.start} is not UTF-8", hint=hint) from error
 
 
 GPT2_SIZE = 50257
@@ -89,36 +85,33 @@ UNKNOWN = "\ufffd"
 Ids = NDArray[np.integer[Any]]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """A fixed, reversible way to write texts as numbers below ``size``."""
 
-    @property
-    def size(self) -> int:
-        """How many different tokens there are."""
+    size: int
+    """How many different tokens there are."""
+    unit: str | None = None
+    """What each token is one of ("byte", "char"), if that can be said."""
+    end: Sequence[int] = ()
+    """The token between two texts, if there is one."""
 
-    @property
-    def unit(self) -> str | None:
-        """What each token is one of ("byte", "char"), if that can be said."""
-
-    @property
-    def end(self) -> list[int]:
-        """The token between two texts, if there is one."""
-
+    @abstractmethod
     def encode(self, text: str) -> Ids:
         """The tokens of ``text``."""
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``."""
 
     def identity(self) -> Mapping[str, Any]:
         """What may not change while a model that was trained with it is used."""
+        return {}
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """The 256 bytes of UTF-8. Files are taken as they are, in any encoding."""
 
     size, unit = 256, "byte"
-    end: ClassVar[list[int]] = []
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -126,24 +119,16 @@ class Bytes:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
 
-    def identity(self) -> Mapping[str, Any]:
-        return {}
 
-
-class Chars:
+class Chars(Tokenizer):
     """The given characters, in order of their code points; the first token is any other character."""
 
     unit = "char"
-    end: ClassVar[list[int]] = []
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = sorted(set(characters) - {UNKNOWN})
         self._points = _points("".join(self.characters))
-
-    @property
-    def size(self) -> int:
-        """The known characters, and one token for the unknown ones."""
-        return len(self.characters) + 1
+        self.size = len(self.characters) + 1
 
     def encode(self, text: str) -> Ids:
         points = _points(text)
@@ -168,13 +153,15 @@ END_OF_TEXT = "<|endoftext|>"
 _FILES = ("vocab.json", "merges.txt")
 
 
-class Gpt2Bpe:
+class Gpt2Bpe(Tokenizer):
     """The encoding whose two files are in ``directory``."""
 
-    unit = None
-
     def __init__(self, directory: Path) -> None:
-        library = _library()
+        try:
+            import tokenizers as library
+        except ModuleNotFoundError as error:
+            what = "GPT-2's tokens need the package tokenizers, which is not installed"
+            raise DataError(what, hint="pip install elastic-trainer[text]") from error
         paths = [directory / name for name in _FILES]
         for path in paths:
             if not path.is_file():
@@ -185,22 +172,18 @@ class Gpt2Bpe:
             ids, pairs = library.models.BPE.read_file(*map(str, paths))
         except Exception as error:  # tokenizers raises no other type
             raise DataError(f"data.bpe {directory}: {error}", hint="put GPT-2's own files there") from error
-        _check(ids, pairs, library.pre_tokenizers.ByteLevel.alphabet(), paths[0])
-        self._tokenizer = library.Tokenizer(library.models.BPE(ids, pairs))
+        needed = [*library.pre_tokenizers.ByteLevel.alphabet(), *(left + right for left, right in pairs)]
+        if lost := sorted(text for text in needed if text not in ids):
+            raise DataError(f"{paths[0]}: {lost[0]!r} is missing", hint="the files do not belong together")
+        if sorted(ids.values()) != list(range(len(ids))):
+            raise DataError(f"{paths[0]}: the ids are not 0 to {len(ids) - 1}", hint="repair it")
+        self._tokenizer: Any = library.Tokenizer(library.models.BPE(ids, pairs))
         self._tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = library.decoders.ByteLevel()
         self._digest = xxhash.xxh3_64_hexdigest(content)
-
-    @property
-    def size(self) -> int:
-        """50,257 in OpenAI's own."""
-        return int(self._tokenizer.get_vocab_size())
-
-    @property
-    def end(self) -> list[int]:
-        """The token between two texts, if there is one."""
+        self.size = int(self._tokenizer.get_vocab_size())  # 50,257 in OpenAI's own
         end = self._tokenizer.token_to_id(END_OF_TEXT)
-        return [] if end is None else [end]
+        self.end = [] if end is None else [end]
 
     def encode(self, text: str) -> Ids:
         """The tokens of ``text``; special tokens in it are plain text."""
@@ -211,24 +194,3 @@ class Gpt2Bpe:
 
     def identity(self) -> Mapping[str, Any]:
         return {"bpe files": self._digest}
-
-
-def _check(ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], alphabet: Sequence[str], path: Path) -> None:
-    """Every text can be encoded, and the ids are 0, 1, 2, ..."""
-    needed = [*alphabet, *(left + right for left, right in pairs)]
-    if lost := sorted(text for text in needed if text not in ids):
-        raise DataError(f"{path}: {lost[0]!r} is missing", hint="the files do not belong together")
-    if sorted(ids.values()) != list(range(len(ids))):
-        raise DataError(f"{path}: the ids are not 0 to {len(ids) - 1}", hint="repair it")
-
-
-def _library() -> Any:
-    """The package tokenizers, which only the extra ``text`` installs."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise DataError(
-            "GPT-2's tokens need the package tokenizers, which is not installed",
-            hint="pip install elastic-trainer[text]",
-        ) from error
-    return tokenizers

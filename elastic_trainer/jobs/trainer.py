@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from elastic_trainer import Batch, CheckOptions, GroupOptions, MapDataset, Savin
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError, StorageError
-from elastic_trainer.jobs.config import JobConfig, Precision, as_yaml, did_you_mean
+from elastic_trainer.jobs.config import JobConfig, Precision, as_yaml, did_you_mean, listed
 from elastic_trainer.jobs.files import HISTORY_FILE, History, beside, make_writable, write_atomically
 from elastic_trainer.jobs.loggers import check_loggers
 from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
@@ -69,18 +69,6 @@ def arithmetic(precision: Precision, device: torch.device) -> Arithmetic:
     return Arithmetic(device.type, _DTYPES.get(precision))
 
 
-def _expected(asked: str) -> torch.device:
-    """The device that the session will choose. If there is none of this type, the session says so."""
-    if asked != "auto":
-        return torch.device(asked)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-_SHOWN = 5
-
-
 class TaskIdentity:
     """The facts that a task names (:meth:`Task.identity`), registered with the session."""
 
@@ -109,44 +97,19 @@ def changed(name: str, was: Any, now: Any) -> str | None:
     """How the fact ``name`` changed, in one sentence; None if it did not. Pure."""
     if was == now:
         return None
-    if not (_is_list(was) and _is_list(now)):
+    if not all(isinstance(value, Sequence) and not isinstance(value, str) for value in (was, now)):
         return f"'{name}' is {reprlib.repr(now)} here and was {reprlib.repr(was)} when the run began"
     before, after = set(map(str, was)), set(map(str, now))
     added = [str(item) for item in now if str(item) not in before]
     removed = [str(item) for item in was if str(item) not in after]
     if not added and not removed:
         return f"'{name}' has the same entries as when the run began, but in another order or number"
-    parts = [f"{_listed(items)} {verb}" for items, verb in ((added, "added"), (removed, "removed")) if items]
+    parts = [f"{listed(items)} {verb}" for items, verb in ((added, "added"), (removed, "removed")) if items]
     return f"'{name}' changed since the run began: {', '.join(parts)}"
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(reprlib.repr, items[:_SHOWN])) + more
 
 
 EXHIBITED = 8
 """Test samples of which a task may show something."""
-
-
-def evaluate(
-    session: Session, task: Task, model: torch.nn.Module, dataset: MapDataset, batch_size: int, how: Arithmetic
-) -> dict[str, float]:
-    """The metrics of ``task`` on ``dataset``, equal on all ranks; each sample counts exactly once.
-
-    Ranks add up sums and counts, never means: a mean of means is wrong as soon as the parts differ in size.
-    """
-
-    def measured(module: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
-        with how.autocast():
-            return task.metrics(module, batch)
-
-    means = session.evaluate(model, dataset, batch_size, measured)
-    return {**means, **task.implied_metrics(means)}
 
 
 def measurable(task: Task, model: torch.nn.Module, dataset: MapDataset) -> list[str]:
@@ -156,14 +119,6 @@ def measurable(task: Task, model: torch.nn.Module, dataset: MapDataset) -> list[
     # One sample may hold nothing to count.
     means = {name: float(total) / (float(count) or 1.0) for name, (total, count) in measured.items()}
     return sorted({**means, **task.implied_metrics(means)})
-
-
-def exhibited(
-    task: Task, model: torch.nn.Module, dataset: MapDataset, device: torch.device, how: Arithmetic
-) -> Exhibits:
-    """What ``task`` shows of the first samples of ``dataset``."""
-    with evaluating(model), torch.no_grad(), how.autocast():
-        return task.exhibits(model, Batch.first(dataset, EXHIBITED, device))
 
 
 @contextmanager
@@ -176,15 +131,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for each, training in modes:
             each.training = training
-
-
-def check_metric(wanted: str | None, known: Iterable[str]) -> None:
-    """Raise ConfigError if the best checkpoint is to be chosen by a metric that the task does not measure."""
-    names = sorted(known)
-    if wanted is None or wanted in names:
-        return
-    hint = did_you_mean(wanted, names) or f"the task measures: {', '.join(names)}"
-    raise ConfigError(f"checkpoint.metric is '{wanted}', which the task does not measure", hint=hint)
 
 
 _REFUSALS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError, AttributeError)
@@ -257,7 +203,11 @@ class Trainer:
         self.task = task(config)
         self.config = self.task.config
         self.directory = config.checkpoint.files
-        self.arithmetic = arithmetic(config.precision, _expected(config.device))
+        device = config.device  # that which the session will choose; if there is none of this type, it says so
+        if device == "auto":
+            available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+            device = next(kind for kind, there in available.items() if there)
+        self.arithmetic = arithmetic(config.precision, torch.device(device))
         self.data = self.task.datasets()
         for each in (self.data.test, self.data.train):
             Batch.first(each, 1, torch.device("cpu"))  # DataError for what is no data set, or has no length
@@ -268,9 +218,11 @@ class Trainer:
         with torch.device("meta") if self.mesh else nullcontext():
             self.model = self.task.model()
         self.optimizer, self.scheduler = self._optimization()
-        if config.checkpoint.metric is not None:
-            measured = self.task.miniature() if self.mesh else self.model
-            check_metric(config.checkpoint.metric, measurable(self.task, measured, self.data.test))
+        if (wanted := config.checkpoint.metric) is not None:
+            names = measurable(self.task, self.task.miniature() if self.mesh else self.model, self.data.test)
+            if wanted not in names:
+                hint = did_you_mean(wanted, names) or f"the task measures: {', '.join(names)}"
+                raise ConfigError(f"checkpoint.metric is '{wanted}', which the task does not measure", hint=hint)
         if config.compile and not self.mesh:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
         check_loggers(config.logging.names)
@@ -390,7 +342,10 @@ class Run:
                     seen = self._moment(), self._lr, batch.global_size
                     self.history.await_loss(partial(self._looked, step.later_loss().read, *seen))
             if step.committed:
-                self._show(batch)
+                self._lead()
+                if self.reporter.counted(batch.global_size):
+                    self.history.settle()
+                    self.reporter.stands(self._moment(), self._loss)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
         self._conclude()
 
@@ -458,13 +413,6 @@ class Run:
     def _lr(self) -> float:
         return float(self.job.optimizer.param_groups[0]["lr"])
 
-    def _show(self, batch: Batch) -> None:
-        self._lead()
-        self.reporter.counted(batch.global_size)
-        if self.reporter.due:
-            self.history.settle()
-            self.reporter.stands(self._moment(), self._loss)
-
     def _moment(self) -> ProgressMoment:
         session, length = self.session, self.job.length
         return ProgressMoment(
@@ -509,22 +457,25 @@ class Run:
 
     def _save_due(self) -> bool:
         step = self.session.step_number
-        if self.history.at(step) is None or self.history.saved_step == step:
-            return False
-        return self._is_best() or self._finished()
+        undone = self.history.at(step) is not None and self.history.saved_step != step
+        return undone and (self._is_best() or self._finished())
 
     def _evaluate(self) -> None:
         self.history.settle()  # else the loss would be reported after the evaluation, with its speed
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
-        job = self.job
-        size = self.config.evaluation.batch_size
+        task, size = self.job.task, self.config.evaluation.batch_size
+
+        def measured(module: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+            with self.job.arithmetic.autocast():
+                return task.metrics(module, batch)
+
         model = self.model if self.config.average is None else self.session.average
-        metrics = evaluate(self.session, job.task, model, job.data.test, size, job.arithmetic)
+        means = self.session.evaluate(model, self.job.data.test, size, measured)
+        metrics = {**means, **task.implied_metrics(means)}
         if self.session.step_number != step or self.history.at(step) is not None:
             return  # a membership change meanwhile: all went back to a checkpoint, or a peer's history has it already
         done = epochs_done(cursor, length.samples)
-        samples = cursor.samples % length.samples
-        self.history.add(step, done, samples, self._lr, metrics)
+        self.history.add(step, done, cursor.samples % length.samples, self._lr, metrics)
         self._lead()  # rank 0 may have moved here in the middle of it
         with self.session.phase("evaluation"):
             self.reporter.evaluated(self._moment(), metrics, self._exhibits())
@@ -534,9 +485,10 @@ class Run:
     def _exhibits(self) -> Exhibits:
         if not self.reporter.wants_exhibits or self.job.mesh:  # no rank can compute a sharded model alone
             return Exhibits()
-        job = self.job
+        job, model = self.job, self._result
         try:
-            return exhibited(job.task, self._result, job.data.test, self.session.device, job.arithmetic)
+            with evaluating(model), torch.no_grad(), job.arithmetic.autocast():
+                return job.task.exhibits(model, Batch.first(job.data.test, EXHIBITED, self.session.device))
         except Exception:  # noqa: BLE001 - the edge to a task's own code, on one rank alone: a picture ends no training
             logs.logger().exception("exhibits.failed", task=self.config.task, step=self.session.step_number)
             return Exhibits()
@@ -548,9 +500,7 @@ class Run:
 
     def _is_best(self) -> bool:
         checkpoint = self.config.checkpoint
-        if checkpoint.metric is None:
-            return False
-        best = self.history.best(checkpoint.metric, checkpoint.mode, kept=True)
+        best = self.history.best(checkpoint.metric, checkpoint.mode, kept=True) if checkpoint.metric else None
         return best is not None and best.step == self.session.step_number
 
     def _save(self) -> None:
@@ -573,10 +523,9 @@ class Run:
         return [self.job.directory / name for name in names]
 
     def _export(self, paths: Sequence[Path], metrics: Mapping[str, float]) -> None:
-        notes = {"task": self.config.task, **metrics}
         with self.session.phase("checkpoint"):
             for path in paths:
-                export(self._result, path, self.session.step_number, notes)
+                export(self._result, path, self.session.step_number, {"task": self.config.task, **metrics})
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}

@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import signal_name
-from elastic_trainer.preflight.finding import Finding
+from elastic_trainer.preflight.judge import Finding
 
 BURIAL_S = 2.0
 """Seconds that a killed process may take to end."""
@@ -66,11 +66,23 @@ class Child:
         """Yields its messages until it ends; a second call continues."""
         limit_s = deadline.remaining_s()
         while (line := self._line(deadline, limit_s)) is not None:
-            message = _understood(line)
-            self._doing = str(message.get("doing", self._doing))
-            if message:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                self._doing = str(message.get("doing", self._doing))
                 yield message
-        self._bury(deadline, limit_s)
+        try:
+            code = self._process.wait(deadline.remaining_s())
+        except subprocess.TimeoutExpired:
+            raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
+        if code:
+            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+            self._errors.seek(0)
+            said = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+            complaint = f": {said[-1][:_LONGEST_COMPLAINT]}" if said else ""
+            raise ChildError(f"exited ({how}) while {self._doing}{complaint}", hint=_CRASHED)
 
     def send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended; reading will report how
@@ -101,33 +113,9 @@ class Child:
         line, _, self._begun = self._begun.partition(b"\n")
         return line
 
-    def _bury(self, deadline: Deadline, limit_s: float) -> None:
-        try:
-            code = self._process.wait(deadline.remaining_s())
-        except subprocess.TimeoutExpired:
-            raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
-        if code:
-            how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-            raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
-
-    def _complaint(self) -> str:
-        """The last line that it wrote to standard error."""
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1][:_LONGEST_COMPLAINT]}" if lines else ""
-
 
 _HUNG = "a device or a file system hangs, or the limit is too short for this machine"
 _CRASHED = "run the same command by hand to see its whole output"
-
-
-def _understood(line: bytes) -> Mapping[str, Any]:
-    """The message in ``line``; empty if it is not a message."""
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def findings_of(

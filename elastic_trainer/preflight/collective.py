@@ -41,15 +41,10 @@ class MeasuredPart:
     port: int
     nonce: str
     rank: int
-    names: tuple[str, ...]
+    names: Sequence[str]
     limit_s: float
     wait_s: float = 2 * GROUP_S
     """Seconds to wait for the first partner."""
-
-    @classmethod
-    def read(cls, line: str) -> MeasuredPart:
-        values = json.loads(line)
-        return cls(**{**values, "names": tuple(values["names"])})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     messages.doing("waiting for other nodes")
     line = sys.stdin.readline()
     if line:  # otherwise the parent has given up
-        Measurement(MeasuredPart.read(line), arguments[1], messages).run()
+        Measurement(MeasuredPart(**json.loads(line)), arguments[1], messages).run()
     return 0
 
 
@@ -103,14 +98,23 @@ class Measurement:
         for low, high, measured in self._gathered():
             self._messages.send(pair=[low, high], **measured)
         self._messages.send(together=together)
-        self._part_company()
+        self._store.add("read", 1)
+        if part.rank == 0:  # keep this store until all have read from it
+            waiting = Deadline.after(min(GROUP_S, self._deadline.remaining_s()))
+            there = count - sum(self._is_gone(rank) for rank in range(count))
+            while self._store.add("read", 0) < there and not waiting.expired:
+                pause(0.05)
 
     def _meet(self, number: int, pair: Pair) -> None:
         """One pair's turn. The lower rank reports the result, or the rank whose measurement failed."""
         other = pair[1] if pair[0] == self._part.rank else pair[0]
         name = self._part.names[other]
         self._messages.doing(f"all-reduce with {name}")
-        if not self._comes(number, other):
+        self._store.set(f"turn/{number}/{self._part.rank}", "true")
+        # Each turn waits longer than the one before: a rank that itself had to wait is not gone.
+        limit_s = max(0.1, min(self._part.wait_s + number * GROUP_S, self._deadline.remaining_s()))
+        # A rank that once did not join is not waited for again.
+        if self._is_gone(other) or self._value(f"turn/{number}/{other}", limit_s, unless_gone=other) is None:
             measured: dict[str, Any] = {"error": f"{name} did not join"}
         else:
             measured = self._timed(f"pair-{number}-{pair[0]}-{pair[1]}", pair)
@@ -118,17 +122,6 @@ class Measurement:
             self._messages.send(clock=[name, measured.pop("ahead_s")])
         if self._part.rank == pair[0] or "error" in measured:
             self._store.set(_key(pair), json.dumps(measured))
-
-    def _comes(self, turn: int, other: int) -> bool:
-        """Whether the other rank joins this turn; a rank that once did not join is not waited for again.
-
-        Each turn waits longer than the previous one: a rank that itself had to wait is not gone.
-        """
-        self._store.set(f"turn/{turn}/{self._part.rank}", "true")
-        if self._is_gone(other):
-            return False
-        limit_s = min(self._part.wait_s + turn * GROUP_S, self._deadline.remaining_s())
-        return self._value(f"turn/{turn}/{other}", max(0.1, limit_s), unless_gone=other) is not None
 
     def _value(self, key: str, limit_s: float, unless_gone: int | None = None) -> Any:
         """The value of ``key``, None if not written in ``limit_s`` seconds; then rank ``unless_gone`` is gone."""
@@ -219,15 +212,6 @@ class Measurement:
         else:
             self._store.wait(["measured"], timedelta(seconds=waiting.remaining_s() + GROUP_S))
         return [(low, high, measured) for low, high, measured in json.loads(self._store.get("measured"))]
-
-    def _part_company(self) -> None:
-        """Keep the first member's store until all have read from it."""
-        self._store.add("read", 1)
-        if self._part.rank == 0:
-            gone = sum(self._is_gone(rank) for rank in range(len(self._part.names)))
-            waiting = Deadline.after(min(GROUP_S, self._deadline.remaining_s()))
-            while self._store.add("read", 0) < len(self._part.names) - gone and not waiting.expired:
-                pause(0.05)
 
 
 def _key(pair: Pair) -> str:

@@ -10,15 +10,27 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.preflight.examination import MOST_ASKED, Neighbor, reaching
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, bad, sentence
-from elastic_trainer.preflight.judge import Anchor, Dated, NodeReport, Published, clock_finding, judge
+from elastic_trainer.preflight.judge import (
+    Anchor,
+    Dated,
+    Finding,
+    FitLimits,
+    NodeReport,
+    Published,
+    Status,
+    bad,
+    clock_finding,
+    judge,
+    sentence,
+)
 from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store
@@ -40,7 +52,10 @@ class PeerComparison:
         self._first = self._anchor()
 
     def publish(self, report: NodeReport, keep_s: float) -> None:
-        publish(self._store, self._keys, report, keep_s, self._soon())
+        """Publish ``report`` for ``keep_s`` seconds."""
+        lease = self._store.grant(keep_s, self._soon())
+        put = Put(self._keys.preflight_node(report.node), report.encode(), lease.id)
+        self._store.transact([], [put], deadline=self._soon())
 
     def findings(self, *, others: int, wait_s: float, keep_s: float) -> list[Finding]:
         """The findings, once the reports of ``others`` nodes are published or ``wait_s`` seconds are over."""
@@ -61,11 +76,15 @@ class PeerComparison:
     def _reports(self, others: int, wait_s: float) -> tuple[Published | None, list[Published]]:
         waiting = Deadline.after(wait_s, self._clock)
         wanted = 1 + min(others, _ENOUGH)
-        while count(self._store, self._keys, wanted, self._soon()) < wanted and not waiting.expired:
+        limit, under = wanted + MOST_COMPARED, self._keys.preflight
+        while not waiting.expired:
+            items = self._store.range(under, self._soon(), limit=limit, keys_only=True).items
+            if sum(not self._keys.is_preflight_meeting(item.key) for item in items) >= wanted:
+                break
             pause(min(_LOOK_S, waiting.remaining_s()), clock=self._clock)
         reports = published(self._store, self._keys, self._soon())
-        peers = [each for each in reports if each.report.node != self._node]
         mine = self._store.get(self._keys.preflight_node(self._node), self._soon()).first
+        peers = [each for each in reports if each.report.node != self._node]
         return _read(mine) if mine is not None else None, peers
 
     def _neighbors(self) -> list[Neighbor]:
@@ -139,22 +158,10 @@ def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, cl
         begun = clock.monotonic()
         store.get(key, deadline)
         times.append(clock.monotonic() - begun)
-    return judged_round_trip(times, limits)
-
-
-def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
-    """The finding for these times. Pure."""
     value_ms, limit_ms = median(times) * 1e3, limits.etcd_round_trip_s * 1e3
-    slow = value_ms > limit_ms
-    return Finding(
-        "etcd.round_trip",
-        Status.WARN if slow else Status.OK,
-        f"{value_ms:.3g} ms",
-        value_ms,
-        "ms",
-        limit_ms,
-        "etcd is far away or has a slow disk: recoveries will take longer" if slow else "",
-    )
+    found = Finding("etcd.round_trip", Status.OK, f"{value_ms:.3g} ms", value_ms, "ms", limit_ms)
+    hint = "etcd is far away or has a slow disk: recoveries will take longer"
+    return found.but(Status.WARN, hint) if value_ms > limit_ms else found
 
 
 # ---- reports
@@ -170,22 +177,9 @@ def report_of(
 ) -> NodeReport:
     """The report of these findings."""
     known = tuple(findings)
-    return NodeReport(
-        node=node,
-        host=socket.gethostname(),
-        address=address,
-        wall=wall,
-        fit=not bad(known),
-        text=sentence(bad(known)),
-        values={each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)},
-        versions=dict(versions),
-    )
-
-
-def publish(store: Store, keys: RunKeys, report: NodeReport, keep_s: float, deadline: Deadline) -> None:
-    """Publish ``report`` for ``keep_s`` seconds."""
-    lease = store.grant(keep_s, deadline)
-    store.transact([], [Put(keys.preflight_node(report.node), report.encode(), lease.id)], deadline=deadline)
+    values = {each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)}
+    where: dict[str, Any] = {"node": node, "host": socket.gethostname(), "address": address, "wall": wall}
+    return NodeReport(**where, fit=not bad(known), text=sentence(bad(known)), values=values, versions=dict(versions))
 
 
 def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Published, ...]:
@@ -193,12 +187,6 @@ def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Publishe
     found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
     reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
     return tuple(report for report in reports if report is not None)
-
-
-def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:
-    """The number of reports, up to ``most``."""
-    items = store.range(keys.preflight, deadline, limit=most + MOST_COMPARED, keys_only=True).items
-    return min(most, sum(not keys.is_preflight_meeting(item.key) for item in items))
 
 
 def _read(item: KeyValue) -> Published | None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import Finding, Status, amount
+from elastic_trainer.preflight.judge import Finding, Status, amount
 
 if TYPE_CHECKING:
     import torch
@@ -75,20 +76,14 @@ def measure(messages: Messages, where: torch.device, label: str, place: str = ""
     messages.found(Finding(f"memory.{label}", Status.OK, f"{amount(rate)} GB/s", rate, "GB/s"))
     for kind in ("fp32",) if where.type == "cpu" else ("bf16", "fp32"):
         messages.doing(f"multiplying matrices in {kind}{place}")
-        messages.found(_multiply(f"matmul.{label}.{kind}", where, torch.bfloat16 if kind == "bf16" else torch.float32))
-
-
-def _multiply(name: str, where: torch.device, kind: torch.dtype) -> Finding:
-    import torch
-
-    size = CPU_SIZE if where.type == "cpu" else CUDA_SIZE
-    left = torch.ones((size, size), dtype=kind, device=where)
-    right, result = torch.ones_like(left), torch.empty_like(left)
-    rate = 2 * size**3 / best_s(lambda: torch.mm(left, right, out=result), where) / 1e9
-    found = Finding(name, Status.OK, f"{amount(rate)} GFLOP/s", rate, "GFLOP/s")
-    if not bool((result == size).all()):
-        return found.but(Status.BAD, "this device computes wrong results: replace it", "the results are wrong")
-    return found
+        size = CPU_SIZE if where.type == "cpu" else CUDA_SIZE
+        left = torch.ones((size, size), dtype=torch.bfloat16 if kind == "bf16" else torch.float32, device=where)
+        right, result = torch.ones_like(left), torch.empty_like(left)
+        rate = 2 * size**3 / best_s(partial(torch.mm, left, right, out=result), where) / 1e9
+        found = Finding(f"matmul.{label}.{kind}", Status.OK, f"{amount(rate)} GFLOP/s", rate, "GFLOP/s")
+        if not bool((result == size).all()):
+            found = found.but(Status.BAD, "this device computes wrong results: replace it", "the results are wrong")
+        messages.found(found)
 
 
 def main(arguments: Sequence[str]) -> int:

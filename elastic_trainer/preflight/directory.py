@@ -10,12 +10,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, size_text
+from elastic_trainer.preflight.judge import MIB, Finding, FitLimits, Status, amount, size_text
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5
@@ -93,16 +92,12 @@ def _commit(place: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(before, after)
-        _sync(Path(temporary))
-    _sync(place)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for directory in (temporary, place):
+            descriptor = os.open(directory, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _space(place: Path, limits: FitLimits) -> Finding:
@@ -124,7 +119,8 @@ def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
     if most < _BLOCK:
         yield Finding("disk.write", Status.SKIPPED, "too little space to measure its speed")
         return
-    with _nameless(place) as descriptor:
+    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+        descriptor = file.fileno()
         written, took_s = _written(descriptor, most)
         yield _speed("disk.write", written / took_s, limits)
         if hasattr(os, "posix_fadvise"):
@@ -132,16 +128,6 @@ def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         read, took_s = _read(descriptor, written)
         yield _speed("disk.read", read / took_s, limits)
-
-
-@contextmanager
-def _nameless(place: Path) -> Iterator[int]:
-    descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=place)
-    try:
-        os.unlink(name)
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _written(descriptor: int, most: int) -> tuple[int, float]:
@@ -164,16 +150,9 @@ def _read(descriptor: int, size: int) -> tuple[int, float]:
 
 
 def _speed(name: str, rate: float, limits: FitLimits) -> Finding:
-    slow = rate < limits.disk_speed
-    return Finding(
-        name,
-        Status.WARN if slow else Status.OK,
-        f"{amount(rate / 1e6)} MB/s",
-        value=rate / 1e6,
-        unit="MB/s",
-        limit=limits.disk_speed / 1e6,
-        hint="checkpoints will take long here: use a faster disk" if slow else "",
-    )
+    found = Finding(name, Status.OK, f"{amount(rate / 1e6)} MB/s", rate / 1e6, "MB/s", limits.disk_speed / 1e6)
+    hint = "checkpoints will take long here: use a faster disk"
+    return found.but(Status.WARN, hint) if rate < limits.disk_speed else found
 
 
 def main(arguments: Sequence[str]) -> int:

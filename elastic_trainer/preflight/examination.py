@@ -22,7 +22,7 @@ from pathlib import Path
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.address import is_loopback, leads_here, listen
 from elastic_trainer.preflight.child import BURIAL_S, Doing, findings_of
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status, size_text
+from elastic_trainer.preflight.judge import Finding, FitLimits, Status, size_text
 from elastic_trainer.settings import gloo_interfaces, worker_threads
 from elastic_trainer.wording import counted
 
@@ -64,25 +64,19 @@ def examine(subject: Subject, deadline: Deadline, doing: Doing = lambda _: None)
         processors(subject.workers, worker_threads()),
         open_files(limits),
     ]
-    found += _directory(subject, deadline, doing, versions)
-    found += gpus(deadline.at_most(max(GPU_S, GPU_SHARE * deadline.remaining_s())), versions)
-    found += _compute(subject, deadline, doing, versions)
-    return Examination(tuple(found), versions)
-
-
-def _directory(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
     if subject.directory is None:
-        return [Finding("disk", Status.SKIPPED, "no checkpoint directory was given")]
-    limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # leaves time for the other checks
-    words = [subject.directory, str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
-    return findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
-
-
-def _compute(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
-    if not subject.compute:
-        return [Finding("compute", Status.SKIPPED, "not requested")]
-    words = [f"{deadline.remaining_s():.3f}"]
-    return findings_of("compute", "elastic_trainer.preflight.compute", words, deadline, doing, versions)
+        found.append(Finding("disk", Status.SKIPPED, "no checkpoint directory was given"))
+    else:
+        limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # leaves time for the other checks
+        words = [subject.directory, str(limits.disk_bytes), f"{limit.remaining_s():.3f}"]
+        found += findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
+    found += gpus(deadline.at_most(max(GPU_S, GPU_SHARE * deadline.remaining_s())), versions)
+    if subject.compute:
+        words = [f"{deadline.remaining_s():.3f}"]
+        found += findings_of("compute", "elastic_trainer.preflight.compute", words, deadline, doing, versions)
+    else:
+        found.append(Finding("compute", Status.SKIPPED, "not requested"))
+    return Examination(tuple(found), versions)
 
 
 # ---- this machine
@@ -112,23 +106,20 @@ def shared_memory(limits: FitLimits, place: Path = SHARED_MEMORY) -> Finding:
 def open_files(limits: FitLimits) -> Finding:
     """The limit of open files and sockets of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = soft == resource.RLIM_INFINITY
-    text = "no limit" if unlimited else f"{soft} at a time"
-    enough = unlimited or soft >= limits.open_files
-    return Finding(
-        "open_files",
-        Status.OK if enough else Status.WARN,
-        text,
-        value=None if unlimited else float(soft),
-        unit="files",
-        limit=float(limits.open_files),
-        hint="" if enough else f"raise it: ulimit -n {limits.open_files}",
-    )
+    least = float(limits.open_files)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("open_files", Status.OK, "no limit", None, "files", least)
+    found = Finding("open_files", Status.OK, f"{soft} at a time", float(soft), "files", least)
+    return found if soft >= least else found.but(Status.WARN, f"raise it: ulimit -n {limits.open_files}")
+
+
+def _seen_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> float:
     """The cores that this process may use: those of its affinity, limited by the cgroup's quota."""
-    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    allowed = float(_seen_cores())
     try:
         share, period = quota.read_text().split()
         return allowed if share == "max" else min(allowed, int(share) / int(period))
@@ -142,15 +133,13 @@ def processors(workers: int, threads: int | None, quota: Path = CPU_QUOTA) -> Fi
     ``threads`` None: OMP_NUM_THREADS is not set. Then torchrun sets it to 1 for several workers, while a single
     worker uses all visible cores.
     """
-    cores = usable_cores(quota)
-    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores, seen = usable_cores(quota), _seen_cores()
     each = threads if threads is not None else (seen if workers == 1 else 1)
     wanted = each * workers
     text = f"{cores:.3g} cores for {workers} x {each} threads"
-    if wanted > cores:
-        hint = f"set OMP_NUM_THREADS to {max(1, int(cores // workers))}, or start fewer workers"
-        return Finding("cpu", Status.WARN, text, float(wanted), "threads", cores, hint)
-    return Finding("cpu", Status.OK, text, float(wanted), "threads", cores)
+    found = Finding("cpu", Status.OK, text, float(wanted), "threads", cores)
+    hint = f"set OMP_NUM_THREADS to {max(1, int(cores // workers))}, or start fewer workers"
+    return found.but(Status.WARN, hint) if wanted > cores else found
 
 
 # ---- GPUs
@@ -169,33 +158,24 @@ def gpus(deadline: Deadline, versions: dict[str, str]) -> list[Finding]:
     call = [tool, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     limit_s = deadline.remaining_s()
     try:
-        code, out, complaint = _answer(call, limit_s)
+        process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        return [Finding("gpu", Status.SKIPPED, f"{_TOOL} cannot be started: {error.strerror}")]
+    try:  # subprocess.run would wait forever for a process that is stuck in the kernel, as when the driver hangs
+        out, complaint = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         hint = "the driver hangs: look at dmesg, restart the machine"
         return [Finding("gpu", Status.BAD, f"{_TOOL} gave no answer in {limit_s:.3g} s", hint=hint)]
-    except OSError as error:
-        return [Finding("gpu", Status.SKIPPED, f"{_TOOL} cannot be started: {error.strerror}")]
-    if code:
-        said = (out + complaint).strip().splitlines()
-        return [Finding("gpu", Status.WARN, f"{_TOOL} fails: {said[0] if said else code}", hint="see dmesg")]
-    return understood(out.splitlines(), versions)
-
-
-def _answer(call: Sequence[str], limit_s: float) -> tuple[int, str, str]:
-    """Exit code and outputs of ``call``. (subprocess.run would wait forever for a process that is stuck in the kernel,
-    as nvidia-smi is when the driver hangs.)"""
-    process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        out, complaint = process.communicate(timeout=limit_s)
-    except BaseException:
+    finally:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(BURIAL_S)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-        raise
-    return process.returncode, out, complaint
+        for stream in filter(None, (process.stdout, process.stderr)):
+            stream.close()
+    if code := process.returncode:
+        said = (out + complaint).strip().splitlines()
+        return [Finding("gpu", Status.WARN, f"{_TOOL} fails: {said[0] if said else code}", hint="see dmesg")]
+    return understood(out.splitlines(), versions)
 
 
 def understood(lines: Iterable[str], versions: dict[str, str]) -> list[Finding]:
@@ -205,9 +185,22 @@ def understood(lines: Iterable[str], versions: dict[str, str]) -> list[Finding]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != 5:
             continue
-        index, model, driver, errors, reasons = cells
-        versions["driver"] = driver
-        found.append(_judged(f"gpu{index}", model, _number(errors), _number(reasons)))
+        name, model, versions["driver"] = f"gpu{cells[0]}", cells[1], cells[2]
+        errors, reasons = (_number(cell) for cell in cells[3:])
+        slowed = [text for bit, text in _SLOWED.items() if (reasons or 0) & bit]
+        counted_errors = None if errors is None else float(errors)
+        if errors:
+            text, hint = (
+                f"{model}: {errors} uncorrected memory errors",
+                "drain this machine and reset or replace the device",
+            )
+            found.append(Finding(name, Status.BAD, text, counted_errors, "errors", 0.0, hint))
+        elif slowed:
+            text = f"{model} is throttled: {', '.join(slowed)}"
+            found.append(Finding(name, Status.WARN, text, hint="check cooling and power"))
+        else:
+            unknown = "" if errors is not None else ", memory errors are not counted"
+            found.append(Finding(name, Status.OK, f"{model}{unknown}", counted_errors, "errors", 0.0))
     return found or [Finding("gpu", Status.SKIPPED, f"{_TOOL} lists no device")]
 
 
@@ -216,20 +209,6 @@ def _number(text: str) -> int | None:
         return int(text, 0)
     except ValueError:
         return None
-
-
-def _judged(name: str, model: str, errors: int | None, reasons: int | None) -> Finding:
-    if errors:
-        hint = "drain this machine and reset or replace the device"
-        return Finding(
-            name, Status.BAD, f"{model}: {errors} uncorrected memory errors", float(errors), "errors", 0.0, hint
-        )
-    slowed = [text for bit, text in _SLOWED.items() if (reasons or 0) & bit]
-    if slowed:
-        hint = "check cooling and power"
-        return Finding(name, Status.WARN, f"{model} is throttled: {', '.join(slowed)}", hint=hint)
-    unknown = "" if errors is not None else ", memory errors are not counted"
-    return Finding(name, Status.OK, f"{model}{unknown}", None if errors is None else 0.0, "errors", 0.0)
 
 
 # ---- network
@@ -280,20 +259,14 @@ def host_name(host: str, address: str) -> Finding:
         )
     if chosen := gloo_interfaces():
         return Finding("name", Status.OK, f"gloo uses {chosen}")
-    found = _resolved(host)
-    if found is None:
+    try:
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
         return Finding("name", Status.WARN, f"the name {host!r} of this host has no address", hint=hint)
     if is_loopback(found):
         text = f"{host!r} resolves to {found}: gloo groups that a script forms without a Session fail across machines"
         return Finding("name", Status.WARN, text, hint=hint)
     return Finding("name", Status.OK, f"{host} is {found}")
-
-
-def _resolved(host: str) -> str | None:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return None
 
 
 def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Finding:

@@ -1,4 +1,4 @@
-"""Whether a node is fit to train with these others. Pure: the same reports give the same verdict on every node.
+"""What checks find, and whether a node is fit to train with these others. Pure: same reports give the same verdict.
 
 *Clocks* of two nodes are never compared directly. A document that etcd accepted between two of our reads was written
 between their times: if its published time lies outside, one of the clocks is wrong. This gives only a lower bound of
@@ -16,14 +16,117 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
+from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import Document
-from elastic_trainer.preflight.finding import MIB, Finding, FitLimits, Status, amount, counted, size_text
+from elastic_trainer.wording import counted
+
+
+class Status(StrEnum):
+    """The judgment of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    """It may slow a job, or hurt it later."""
+    BAD = "bad"
+    """No job should run here."""
+    SKIPPED = "skipped"
+    """The check did not run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. ``value`` was compared with ``limit``; both are in ``unit``."""
+
+    name: str
+    status: Status
+    text: str
+    value: float | None = None
+    unit: str = ""
+    limit: float | None = None
+    hint: str = ""
+
+    @classmethod
+    def failed(cls, name: str, error: ElasticTrainerError) -> Finding:
+        """The finding of the check ``name`` that failed with ``error``."""
+        return cls(name, Status.BAD, error.message, hint=error.hint or "")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def but(self, status: Status, hint: str, text: str | None = None) -> Finding:
+        """The same value with another judgment."""
+        return replace(self, status=status, hint=hint, text=self.text if text is None else text)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Finding:
+        return cls(**{**values, "status": Status(values["status"])})
+
+
+def bad(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings because of which no job should run here."""
+    return tuple(finding for finding in findings if finding.status is Status.BAD)
+
+
+def sentence(findings: Iterable[Finding]) -> str:
+    """All findings in one line."""
+    return "; ".join(f"{finding.name}: {finding.text}" for finding in findings)
+
+
+def amount(value: float) -> str:
+    """Three digits, without an exponent where possible."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size_text(size: float) -> str:
+    """A number of bytes in powers of 1024."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{amount(size)} {unit}"
+
+
+# ---- limits
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+NODE_CHECKS_S: Final = 120.0
+"""Longest time for the checks of a node that wants to join; the first import of torch is in it."""
+PEERS_WAIT_S: Final = 10.0
+"""Longest time that it waits for other nodes' results to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitLimits:
+    """Times in seconds, sizes in bytes. Only limits marked Bad make a node unfit; the others give warnings."""
+
+    ratio: float = 0.5
+    """Bad: computes or copies at less than this fraction of the other nodes' median; also for a pair of nodes."""
+    peers: int = 2
+    """Minimum number of other nodes for a median."""
+    disk_bytes: int = 0
+    """Bad: less free space for checkpoints. 0: the needed space is unknown."""
+    disk_doubtful_bytes: int = GIB
+    """Less gives a warning if the needed space is unknown."""
+    disk_speed: float = 50e6
+    """Bytes per second, written or read."""
+    shm_bytes: int = GIB
+    """Container engines provide 64 MiB, which data workers and NCCL soon fill."""
+    shm_least_bytes: int = MIB
+    """Bad: not even this amount can be written."""
+    open_files: int = 4096
+    etcd_round_trip_s: float = 0.1
+    etcd_version: tuple[int, int] = (3, 4)
+    clock_s: float = 1.0
+
 
 _CLOCK_HINT = "enable time synchronization (NTP): training does not depend on it, but logs and graphs will mislead"
 
@@ -117,22 +220,15 @@ def judge_pairs(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], l
     found = [_mine(names, me, rates)] if any(me in pair for pair in rates) else []
     found += _failed(names, me, pairs)
     slow = dict(slow_nodes(rates, limits.ratio))
-    for rank, (rate, middle) in slow.items():
-        who = "this node" if rank == me else names[rank]
-        text = f"{who} is slow with every other: at best {_speed(rate)}, {_speed(middle)} is the others' median"
-        status = Status.BAD if rank == me else Status.WARN
-        found.append(_slow("allreduce.node", status, text, rate / middle, limits))
-    for pair, rate, middle in slow_pairs(rates, slow, limits.ratio):
-        text = (
-            f"{names[pair[0]]} and {names[pair[1]]} are slow together_finding: {_speed(rate)}, median {_speed(middle)}"
-        )
-        found.append(_slow("allreduce.pair", Status.WARN, text, rate / middle, limits))
-    return found
-
-
-def _slow(name: str, status: Status, text: str, ratio: float, limits: FitLimits) -> Finding:
     hint = "look for other load, and at cables and switches"
-    return Finding(name, status, text, ratio, "of median", limits.ratio, hint)
+    for rank, (rate, middle) in slow.items():
+        who, status = ("this node", Status.BAD) if rank == me else (names[rank], Status.WARN)
+        text = f"{who} is slow with every other: at best {_speed(rate)}, {_speed(middle)} is the others' median"
+        found.append(Finding("allreduce.node", status, text, rate / middle, "of median", limits.ratio, hint))
+    for pair, rate, middle in slow_pairs(rates, slow, limits.ratio):
+        text = f"{names[pair[0]]} and {names[pair[1]]} are slow together: {_speed(rate)}, median {_speed(middle)}"
+        found.append(Finding("allreduce.pair", Status.WARN, text, rate / middle, "of median", limits.ratio, hint))
+    return found
 
 
 def slow_nodes(rates: Mapping[Pair, float], ratio: float) -> Iterator[tuple[int, tuple[float, float]]]:
@@ -159,10 +255,10 @@ def together_finding(measured: Measured, count: int) -> Finding:
     """The finding for the all-reduce of all nodes."""
     name = f"allreduce.all{count}"
     if measured.rate is None:
-        return Finding(
-            name, Status.BAD, f"the all-reduce of all {count} nodes failed: {measured.error}", hint=_REACH_HINT
-        )
-    return Finding(name, Status.OK, _times(measured), measured.rate / 1e6, "MB/s")
+        text = f"the all-reduce of all {count} nodes failed: {measured.error}"
+        return Finding(name, Status.BAD, text, hint=_REACH_HINT)
+    times = (f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items()))
+    return Finding(name, Status.OK, ", ".join(times), measured.rate / 1e6, "MB/s")
 
 
 _REACH_HINT = "check GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), host names and firewalls: ranks connect on any port"
@@ -187,11 +283,9 @@ def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> It
         own = [pair for pair in pairs if rank in pair]
         if len(own) > 1 and all(pair in failed for pair in own) and not set(own) <= named:
             named |= set(own)
-            who = "this node" if rank == me else names[rank]
-            status = Status.BAD if rank == me else Status.WARN
-            yield Finding(
-                "allreduce.node", status, f"{who} reached none of {len(own)}: {failed[own[0]]}", hint=_REACH_HINT
-            )
+            who, status = ("this node", Status.BAD) if rank == me else (names[rank], Status.WARN)
+            text = f"{who} reached none of {len(own)}: {failed[own[0]]}"
+            yield Finding("allreduce.node", status, text, hint=_REACH_HINT)
     for pair, error in failed.items():
         if pair not in named:
             status = Status.BAD if me in pair else Status.WARN
@@ -201,11 +295,6 @@ def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> It
 
 def _speed(rate: float) -> str:
     return f"{amount(rate / 1e6)} MB/s"
-
-
-def _times(measured: Measured) -> str:
-    parts = [f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items())]
-    return ", ".join(parts)
 
 
 # ---- reports
@@ -253,9 +342,11 @@ def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> lis
 
 
 def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> Iterator[Finding]:
-    known = [_by_kind(peer.report.values) for peer in others]
     for name, value in mine.report.values.items():
-        pools = [values[kind_of(name)] for values in known if kind_of(name) in values]
+        alike = [
+            [each for other, each in peer.report.values.items() if kind_of(other) == kind_of(name)] for peer in others
+        ]
+        pools = [pool for pool in alike if pool]
         if len(pools) >= limits.peers:
             reference, who = [each for pool in pools for each in pool], counted(len(pools), "other node")
         else:
@@ -272,13 +363,6 @@ def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> 
 def kind_of(name: str) -> str:
     """``name`` without the device number: devices of one kind are compared with each other."""
     return re.sub(r"cuda\d+", "cuda", name)
-
-
-def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
-    kinds: dict[str, list[float]] = {}
-    for name, value in values.items():
-        kinds.setdefault(kind_of(name), []).append(value)
-    return kinds
 
 
 def _compared(name: str, value: float, middle: float, who: str, limits: FitLimits) -> Finding:
@@ -313,9 +397,7 @@ def _versions(mine: Published, others: Sequence[Published]) -> Iterator[Finding]
 def _version(published: Published, what: str) -> str | None:
     """The version; only ``major.minor`` for torch."""
     text = published.report.versions.get(what)
-    if text is None or what != "torch":
-        return text
-    return ".".join(text.partition("+")[0].split(".")[:2])
+    return ".".join(text.partition("+")[0].split(".")[:2]) if text is not None and what == "torch" else text
 
 
 def agreed(versions: Sequence[tuple[int, str]]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,16 @@ from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, 
 from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.child import Child, ChildError, Doing
 from elastic_trainer.preflight.examination import Neighbor, reaching
-from elastic_trainer.preflight.finding import Finding, FitLimits, Status
-from elastic_trainer.preflight.judge import Measured, Pair, judge_pairs, judged_clocks, together_finding
+from elastic_trainer.preflight.judge import (
+    Finding,
+    FitLimits,
+    Measured,
+    Pair,
+    Status,
+    judge_pairs,
+    judged_clocks,
+    together_finding,
+)
 from elastic_trainer.store.api import KeyValue, Order, Put, RunKeys, Store, absent, created_at
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.wording import counted
@@ -70,20 +78,12 @@ def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
 def _measured(
     child: Child, meeting: Meeting, node: str, limits: FitLimits, deadline: Deadline, doing: Doing
 ) -> list[Finding]:
-    me, first = meeting.rank(node), meeting.members[0]
-    names = [member.node for member in meeting.members]
+    names, first = [member.node for member in meeting.members], meeting.members[0]
+    me = names.index(node)
     others = [each for each in meeting.members if each.node != node]
     found = [reaching("peers.connect", others, deadline)]
-    child.send(
-        {
-            "host": first.address,
-            "port": first.port,
-            "nonce": meeting.nonce,
-            "rank": me,
-            "names": names,
-            "limit_s": deadline.remaining_s(),
-        }
-    )
+    place = {"host": first.address, "port": first.port, "nonce": meeting.nonce}
+    child.send({**place, "rank": me, "names": names, "limit_s": deadline.remaining_s()})
     heard = Heard()
     try:
         for message in child.messages(deadline):
@@ -151,9 +151,6 @@ class Meeting:
     members: tuple[Neighbor, ...]
     nonce: str
 
-    def rank(self, node: str) -> int:
-        return next(rank for rank, member in enumerate(self.members) if member.node == node)
-
 
 @contextmanager
 def attended(
@@ -183,7 +180,10 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
             if not waiting or not deadline.expired:
                 raise
             raise _absent(waiting, mine.count, waited_s) from None  # the last pause took longer than planned
-        present = _read(items)
+        present: list[tuple[KeyValue, Attendance]] = []  # oldest first; what cannot be read is passed over
+        for item in items:
+            with suppress(DocumentError):
+                present.append((item, Attendance.decode(item.value, item.key)))
         if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
             return meeting
         taken = {member.node for _, each in present for member in each.members}
@@ -214,20 +214,7 @@ def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> Absen
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
 
 
-def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
-    """The readable keys, oldest first."""
-    present = []
-    for item in items:
-        try:
-            present.append((item, Attendance.decode(item.value, item.key)))
-        except DocumentError:
-            continue
-    return present
-
-
 def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
     """The decided meeting that has ``node`` as a member, if any. Pure."""
-    for each in present:
-        if any(member.node == node for member in each.members):
-            return Meeting(each.members, each.nonce)
-    return None
+    decided = (Meeting(each.members, each.nonce) for each in present)
+    return next((each for each in decided if node in {member.node for member in each.members}), None)

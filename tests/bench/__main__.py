@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,24 @@ from elastic_trainer.clock import SYSTEM, Deadline
 from tests.bench import goodput_model
 from tests.bench.page import Measured, block, page, with_block
 from tests.bench.report import note
-from tests.bench.themes import themes
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """One benchmark: its name and what it measures."""
+
+    name: str
+    summary: str
+
+
+def themes() -> list[Theme]:
+    """Every module beside this one that defines ``main``, found without importing any of them."""
+    found = []
+    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            found.append(Theme(path.stem, (ast.get_docstring(tree) or "").partition("\n")[0]))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +109,6 @@ def _callable_elsewhere(shape: Mapping[str, Any], torchft: Path | None) -> Mappi
 
 
 def _measure(name: str, words: Sequence[str], limit_s: float) -> Measured | str:
-    """Its report, or why there is none."""
     if limit_s <= 1.0:
         return "the time was over"
     note(f"== {name}, {limit_s:.0f} s at most")

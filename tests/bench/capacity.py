@@ -1,39 +1,49 @@
 """Capacity: what nodes cost etcd in keys, bytes, requests and memory, and what 10 to 10,000 of them need.
 
-The nodes are real members (capacity_nodes), each with a connection, lease, key and watch, without workers, all on this
-machine; what their agents would tell of 8 ranks each is written beside them. Bytes, keys and requests are counted, by
-etcd itself, so that a busy machine changes nothing; memory is etcd's own. How soon all agree after the last has joined
-is an upper bound, since they share the machine's cores. The plan for more nodes is computed (capacity_plan).
+The nodes are what agents have in restart mode (admission, lease, key, Member), each with a connection of its own, all
+in this process; their workers alone are missing, and what their agents would tell of 8 ranks each is written beside
+them. Bytes, keys and requests are counted, by etcd itself, so that a busy machine changes nothing; memory is etcd's
+own. How soon all agree after the last has joined is an upper bound, since they share the machine's cores. The plan for
+more nodes is computed (capacity_plan).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import logging
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
 
-from elastic_trainer.clock import Deadline, pause
+import structlog
+
+from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import COMPRESS_FROM, NodeRecord, NodeState, RoundDocument, RoundState, Spec
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.writes import JOURNAL_LENGTH
 from elastic_trainer.monitor.reading import RunFeed
-from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.settings import RendezvousOptions, StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, RunKeys, Store
+from elastic_trainer.store.session import REFRESHES_PER_TTL, LeaseSession
 from elastic_trainer.telemetry.families import FAMILIES
-from tests.bench.capacity_nodes import LOCAL_WORLD_SIZE
-from tests.bench.capacity_plan import NODES, Costs, costs, need
 from tests.bench.health import _series_of_node
-from tests.bench.health_store import health
+from tests.bench.health_store import RANKS, health
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
 
-ROOT = Path(__file__).parents[2]
-SIZES, QUICK_SIZES = (10, 100, 1000), (4, 12)
-NODES_PER_PROCESS = 128
+KEYS = RunKeys("/bench", "capacity")
+SIZES, QUICK_SIZES = (10, 100, 300), (4, 12)
+"""The round of the largest is compressed, that of the others is not."""
 LAST_CALL_S = 120.0
 """The first round is that of all nodes, however long this machine takes to start them."""
 WRITES_PER_NODE, LEAST_WRITES, QUICK_WRITES = 4, 1000, 100
@@ -41,14 +51,23 @@ SETTLE_S = 0.5
 """etcd brings what was written into its database ten times a second."""
 IDLE_S, QUICK_IDLE_S = 20.0, 3.0
 LIMIT_S = 300.0
+"""Nothing takes so long on a working machine."""
 TTL_S, QUICK_TTL_S = 30.0, 6.0
+STACK_BYTES, HANDS = 512 << 10, 64
 SERIES_OF_MONITOR = 134.0
 QUOTA_MIB = 8192.0
 
 
+def soon() -> Deadline:
+    return Deadline.after(LIMIT_S)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure each size, and compute the plan."""
     options = parse("capacity", __doc__, argv, repeats=1)
+    threading.stack_size(STACK_BYTES)  # some six threads a node
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    decode = RoundDocument.decode
+    RoundDocument.decode = lru_cache(4)(decode)  # type: ignore[method-assign]  # each real node has a core for it
     sizes = QUICK_SIZES if options.quick else SIZES
     measured = {size: measure(size, options) for size in sizes}
     cost = costs(fitted(measured))
@@ -65,10 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two.
-
-    The round of the largest is compressed, that of the others is not.
-    """
+    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two."""
     small, middle, large = min(measured), sorted(measured)[-2], max(measured)
     few, some, many = measured[small], measured[middle], measured[large]
     found = {name: value for name, value in many.items() if name in Costs.__dataclass_fields__}
@@ -88,106 +104,161 @@ def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-class Hosts:
-    """The processes with the nodes in them."""
+class SimulatedNode:
+    """One node: connected at once, part of the run after :meth:`begin`."""
 
-    def __init__(self, count: int, job: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-m", "tests.bench.capacity_nodes"]
-        pipe = subprocess.PIPE
-        self._processes = [
-            subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
-        ]
-        for process in self._processes:
-            self._send(process, job)
+    def __init__(self, name: str, store: Store, size: int, ttl_s: float, changed: threading.Condition) -> None:
+        self.name, self.store, self._size, self._ttl_s, self._changed = name, store, size, ttl_s, changed
+        store.range("/bench/", soon(), limit=1)
+        self.joined_at = self.agreed_at = 0.0
+        self.agreed: RoundDocument | None = None
+        self.error: str | None = None
+        self._gone = False
+        self._member: Member | None = None
+        self._moved = threading.Event()
 
-    def __enter__(self) -> Self:
-        return self
+    def begin(self) -> None:
+        """Join, and take part in every round from now on."""
+        threading.Thread(target=self._run, name=f"node-{self.name}", daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.communicate()
+    def leave(self) -> None:
+        """Go in an orderly way: the lease is revoked."""
+        self._gone = True
+        if self._member is not None:
+            self._member.leave()
+        self._moved.set()
+        self.store.close()
 
-    def ask(self, do: str, nodes: Sequence[str] = (), **more: Any) -> list[dict[str, Any]]:
-        """Give a command to all processes, each with its share of ``nodes``; their answers."""
-        for index, process in enumerate(self._processes):
-            mine = [name for name in nodes if int(name[1:]) % len(self._processes) == index]
-            self._send(process, {"do": do, "nodes": mine, **more})
-        return [self._answer(process) for process in self._processes]
+    def _run(self) -> None:
+        try:
+            admit(self.store, KEYS, Spec(min_nodes=1, max_nodes=self._size), reopen=False, deadline=soon())
+            session = LeaseSession(self.store, self._ttl_s, soon())
+            limits = Limits(1, self._size, last_call_s=LAST_CALL_S, last_call_limit_s=LIMIT_S)
+            member = self._member = Member(self.store, KEYS, self.name, session, limits, lambda error: None)
+            member.on_round(self._hear)
+            member.start(soon())
+            while not self._gone:
+                self._show(member)
+                self._take_part(member, member.await_round(LIMIT_S))
+        except ElasticTrainerError as error:
+            if not self._gone:
+                self.error = str(error)
+                self._notify()
 
-    @staticmethod
-    def _send(process: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(message) + "\n")
-        process.stdin.flush()
+    def _hear(self, document: RoundDocument) -> None:
+        if self.agreed is not None and is_over(self.agreed, document):
+            self._moved.set()
 
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-        line = process.stdout.readline() if process.stdout is not None else ""
-        if not line:
-            raise RuntimeError(f"a process of simulated nodes ended with {process.wait()}")
-        return dict(json.loads(line))
+    def _show(self, member: Member) -> None:
+        free_for = self.agreed.number + 1 if self.agreed is not None else 0
+        record = NodeRecord(
+            host=f"host-{self.name}.example.com",
+            address="127.0.0.1",
+            local_world_size=RANKS,
+            store_port=29500,
+            probe_port=0,
+            state=NodeState.READY,
+            life=1 if self.agreed is None else member.record().life + 1,
+            acknowledged=free_for,
+            reported=free_for,
+            planned=True,
+        )
+        member.announce(record, soon())
+        self.joined_at = self.joined_at or SYSTEM.monotonic()
+
+    def _take_part(self, member: Member, document: RoundDocument) -> None:
+        """Work until the round is over."""
+        self.agreed, self.agreed_at = document, SYSTEM.monotonic()
+        self._notify()
+        while not self._gone:
+            self._moved.clear()
+            newest = member.look().round
+            if newest is not None and is_over(document, newest):
+                return
+            self._moved.wait()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def is_over(mine: RoundDocument, seen: RoundDocument) -> bool:
+    """The handler's ``round_is_over``; importing that would import torch."""
+    over = seen.state in (RoundState.BROKEN, RoundState.DRAINING)
+    return seen.number > mine.number or (seen.number == mine.number and over)
 
 
 def measure(size: int, options: Options) -> dict[str, float]:
     """All figures of ``size`` nodes on an etcd of their own."""
-    with EtcdServer() as server:
-        job = {
-            "endpoint": server.endpoint,
-            "run": "capacity",
-            "min_nodes": 1,
-            "max_nodes": size,
-            "ttl_s": QUICK_TTL_S if options.quick else TTL_S,
-            "last_call_s": LAST_CALL_S,
-        }
-        store = connect(StoreSettings(endpoints=parse_endpoints(server.endpoint)))
-        try:
-            with Hosts(max(1, size // NODES_PER_PROCESS), job) as hosts:
-                return Scene(server, store, hosts, size, options.quick).play()
-        finally:
-            store.close()
+    with EtcdServer() as server, Scene(server, size, options.quick) as scene:
+        return scene.play()
 
 
 class Scene:
     """One etcd with ``size`` nodes, phase by phase."""
 
-    def __init__(self, server: EtcdServer, store: Store, hosts: Hosts, size: int, quick: bool) -> None:
-        self._server, self._store, self._hosts, self._size, self._quick = server, store, hosts, size, quick
-        self._keys = RunKeys("/bench", "capacity")
+    def __init__(self, server: EtcdServer, size: int, quick: bool) -> None:
+        self._server, self._size, self._quick = server, size, quick
+        self._settings = StoreSettings(endpoints=parse_endpoints(server.endpoint))
+        self._store = connect(self._settings)
+        self._feed = RunFeed(self._store, KEYS)
         self._names = [f"n{number:04d}" for number in range(size)]
-        self._feed = RunFeed(store, self._keys)
+        self._nodes: list[SimulatedNode] = []
+        self._news = threading.Condition()
+        self._hands = ThreadPoolExecutor(HANDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        list(self._hands.map(SimulatedNode.leave, self._nodes))
+        self._hands.shutdown()
+        self._store.close()
 
     def play(self) -> dict[str, float]:
-        """The figures."""
         found = self._joined() | self._idle() | self._written()
         found |= self._at_rest()
         return found | self._changed()
 
     def _joined(self) -> dict[str, float]:
         note(f"{self._size} nodes join")
-        self._hosts.ask("connect", self._names)
+        ttl_s = QUICK_TTL_S if self._quick else TTL_S
+        self._nodes = list(
+            self._hands.map(
+                lambda name: SimulatedNode(name, connect(self._settings), self._size, ttl_s, self._news), self._names
+            )
+        )
         before = self._counted()
-        self._hosts.ask("begin", self._names)
-        agreed_s = self._agreed(self._names, after=0)
+        for node in self._nodes:
+            node.begin()
+        agreed_s = self._agreed(after=0)
         spent = self._since(before)
         return {
             "join_to_agreement_s": agreed_s,
             "join_requests": (spent["requests"] - spent["keep_alives"]) / self._size,
         }
 
-    def _agreed(self, names: Sequence[str], after: int) -> float:
+    def _agreed(self, after: int) -> float:
         """Seconds from the last join until all take part in one round later than ``after``, with ranks in a row."""
-        told = [each for answer in self._hosts.ask("await", size=len(names), after=after) for each in answer["nodes"]]
-        errors = [each["error"] for each in told if each["error"]]
-        rounds = {(each["round"], each["nonce"], each["store"], each["nodes"]) for each in told}
-        ranks = sorted(int(each["first_rank"]) for each in told if each["first_rank"] is not None)
-        if errors or len(rounds) != 1 or ranks != [LOCAL_WORLD_SIZE * place for place in range(len(names))]:
-            raise RuntimeError(f"{len(names)} nodes did not agree in time: {len(rounds)} rounds, errors: {errors[:1]}")
-        return float(max(each["agreed_at"] for each in told) - max(each["joined_at"] for each in told))
+        nodes, size = self._nodes, len(self._nodes)
+
+        def together() -> bool:
+            rounds = [node.agreed for node in nodes]
+            there = all(each is not None and each.number > after and len(each.members) == size for each in rounds)
+            return there or any(node.error for node in nodes)
+
+        with self._news:
+            self._news.wait_for(together, LIMIT_S)
+        errors = [node.error for node in nodes if node.error]
+        rounds = [node.agreed for node in nodes if node.agreed is not None]
+        entries = [each.member(node.name) for each, node in zip(rounds, nodes, strict=False)]
+        ranks = sorted(entry.first_rank for entry in entries if entry is not None)
+        known = {(each.number, each.nonce, each.store, len(each.members)) for each in rounds}
+        if errors or len(known) != 1 or ranks != [RANKS * place for place in range(size)]:
+            raise RuntimeError(f"{size} nodes did not agree in time: {len(known)} rounds, errors: {errors[:1]}")
+        return max(node.agreed_at for node in nodes) - max(node.joined_at for node in nodes)
 
     def _idle(self) -> dict[str, float]:
-        """Keep-alives alone."""
         note(f"{self._size} nodes keep their leases")
         before = self._counted()
         pause(QUICK_IDLE_S if self._quick else IDLE_S)
@@ -199,7 +270,7 @@ class Scene:
         """Every node tells of its ranks, each in a request of its own; the monitor reads them once."""
         note(f"{self._size} nodes tell of their ranks")
         self._tell_health(1)
-        self._feed.read(Deadline.after(LIMIT_S))
+        self._feed.read(soon())
         pause(SETTLE_S)
         before = self._counted()
         times = max(WRITES_PER_NODE, (QUICK_WRITES if self._quick else LEAST_WRITES) // self._size)
@@ -208,7 +279,7 @@ class Scene:
         pause(SETTLE_S)
         spent, writes = self._since(before), float(times * self._size)
         before = self._counted()
-        self._feed.read(Deadline.after(LIMIT_S))
+        self._feed.read(soon())
         read = self._since(before)
         return {
             "health_request": spent["received"] / writes,
@@ -222,17 +293,17 @@ class Scene:
 
     def _tell_health(self, step: int) -> None:
         for number, name in enumerate(self._names):
-            put = Put(self._keys.node_health(name), health(number, step).encode())
-            self._store.transact([], [put], deadline=Deadline.after(LIMIT_S))
+            put = Put(KEYS.node_health(name), health(number, step).encode())
+            self._store.transact([], [put], deadline=soon())
 
     def _at_rest(self) -> dict[str, float]:
         """What is stored, and how large the database is once old versions are forgotten."""
-        found = self._store.range(self._keys.root, Deadline.after(LIMIT_S))
+        found = self._store.range(KEYS.root, soon())
         grown = self._counted()["database"]
         self._server.call("kv/compaction", revision=found.revision, physical=True)
         self._server.call("maintenance/defragment")
-        document = next(item for item in found.items if item.key == self._keys.round)
-        entry = next(item for item in found.items if item.key.startswith(self._keys.events))
+        document = next(item for item in found.items if item.key == KEYS.round)
+        entry = next(item for item in found.items if item.key.startswith(KEYS.events))
         members = RoundDocument.decode(document.value, document.key).members
         return {
             "keys": float(len(found.items)),
@@ -244,11 +315,10 @@ class Scene:
         }
 
     def _changed(self) -> dict[str, float]:
-        """One node leaves: what that sends, to everybody."""
         note(f"one of {self._size} nodes leaves")
         before = self._counted()
-        self._hosts.ask("leave", self._names[-1:])
-        self._agreed(self._names[:-1], after=1)
+        self._nodes.pop().leave()
+        self._agreed(after=1)
         spent = self._since(before)
         return {"change_sent_per_pair": spent["sent"] / self._size**2, "change_requests": spent["requests"]}
 
@@ -281,6 +351,147 @@ class Scene:
     def _since(self, before: Mapping[str, float]) -> dict[str, float]:
         now = self._counted()
         return {name: now[name] - value for name, value in before.items()}
+
+
+NODES = (10, 100, 1_000, 10_000)
+HOURS_KEPT = 2.0
+"""etcd compacts once an hour what is older than an hour: so much history lies in the database at most."""
+MEBI, KIBI = 1 << 20, 1 << 10
+SERIES_BYTES = 8 * KIBI
+"""An assumption, not measured: memory that Prometheus takes for one series that is being written."""
+SCRAPE_S = 15.0
+REQUEST_LIMIT = 1.5 * MEBI
+"""etcd refuses larger requests unless told otherwise (``--max-request-bytes``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one node, one write or one change costs: bytes, unless the name says otherwise."""
+
+    stored_per_node: float
+    """Keys and values of a node: presence, health, its places in the round and in one journal entry."""
+    keys_per_node: float
+    keys_per_run: float
+    health_request: float
+    """A health document on the wire."""
+    health_sent: float
+    """What etcd sends for it: an answer, and the document to the three nodes that follow the others."""
+    database_per_write: float
+    """What a health document adds to the database."""
+    disk_per_write: float
+    """What etcd writes to its disk for it, log and database."""
+    fsyncs_per_write: float
+    keep_alive_received: float
+    keep_alive_sent: float
+    monitor_read_per_node: float
+    """What etcd sends a monitor for a node that has written since the last look."""
+    round_per_node: float
+    """A node's place in the round document, where that is compressed."""
+    plain_round_per_node: float
+    journal_per_node: float
+    """A node's name in a journal entry."""
+    join_requests: float
+    """Requests of a node until it takes part, keep-alives apart."""
+    change_sent_per_pair: float
+    """What a change of the round sends, for each node and each place in it, where the document is compressed."""
+    plain_change_sent_per_pair: float
+    memory_base: float
+    memory_per_node: float
+    series_per_node: float
+    series_of_monitor: float
+
+
+def costs(figures: Mapping[str, Any]) -> Costs:
+    return Costs(**{field.name: float(figures[field.name]) for field in fields(Costs)})
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a run of ``nodes`` nodes with 8 ranks each needs. Rates are per second."""
+
+    nodes: int
+    health_writes: float
+    keep_alives: float
+    received: float
+    sent: float
+    disk: float
+    fsyncs: float
+    growth_per_hour: float
+    database: float
+    memory: float
+    journal: float
+    round_document: float
+    change_sent: float
+    series: float
+    prometheus_memory: float
+    samples: float
+
+
+def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
+    every_s = max(LEAST_INTERVAL_S, nodes / NODES_PER_SECOND)
+    writes = nodes / every_s + 1.0  # and the progress of the run, each second
+    keep_alives = nodes * REFRESHES_PER_TTL / RendezvousOptions().ttl
+    growth = writes * cost.database_per_write * 3600.0
+    journal = nodes * cost.journal_per_node * JOURNAL_LENGTH
+    series = nodes * cost.series_per_node + cost.series_of_monitor
+    plain = nodes * cost.plain_round_per_node
+    compressed = plain >= COMPRESS_FROM
+    return Need(
+        nodes=nodes,
+        health_writes=writes,
+        keep_alives=keep_alives,
+        received=writes * cost.health_request + keep_alives * cost.keep_alive_received,
+        sent=writes * (cost.health_sent + monitors * cost.monitor_read_per_node) + keep_alives * cost.keep_alive_sent,
+        disk=writes * cost.disk_per_write,
+        fsyncs=writes * cost.fsyncs_per_write,
+        growth_per_hour=growth,
+        database=nodes * cost.stored_per_node + journal + HOURS_KEPT * growth,
+        memory=cost.memory_base + nodes * cost.memory_per_node + journal + HOURS_KEPT * growth,
+        journal=journal,
+        round_document=nodes * cost.round_per_node if compressed else plain,
+        change_sent=nodes**2 * (cost.change_sent_per_pair if compressed else cost.plain_change_sent_per_pair),
+        series=series,
+        prometheus_memory=series * SERIES_BYTES,
+        samples=series / SCRAPE_S,
+    )
+
+
+ROWS: tuple[tuple[str, str, float], ...] = (
+    ("health writes, 1/s", "health_writes", 1.0),
+    ("keep-alives, 1/s", "keep_alives", 1.0),
+    ("etcd receives, KiB/s", "received", KIBI),
+    ("etcd sends, to nodes and one monitor, KiB/s", "sent", KIBI),
+    ("etcd writes to disk, KiB/s", "disk", KIBI),
+    ("fsyncs, 1/s", "fsyncs", 1.0),
+    ("database grows in an hour, MiB", "growth_per_hour", MEBI),
+    ("database with compaction after 1 h, at most, MiB", "database", MEBI),
+    ("memory of etcd with all of it, MiB", "memory", MEBI),
+    ("journal of 1,000 changes, MiB", "journal", MEBI),
+    ("round document, KiB", "round_document", KIBI),
+    ("etcd sends at a change of the round, MiB", "change_sent", MEBI),
+    ("Prometheus: series", "series", 1.0),
+    ("Prometheus: samples, 1/s", "samples", 1.0),
+    ("Prometheus: memory, MiB", "prometheus_memory", MEBI),
+)
+"""What the table shows: words, field, and the unit's size."""
+
+
+def table(cost: Costs, sizes: Sequence[int] = NODES) -> str:
+    needs = [need(size, cost) for size in sizes]
+    head = "| nodes, of 8 ranks each | " + " | ".join(f"{size:,}" for size in sizes) + " |"
+    rule = "|---|" + "---:|" * len(sizes)
+    rows = [
+        f"| {words} | " + " | ".join(figure(getattr(each, name) / unit) for each in needs) + " |"
+        for words, name, unit in ROWS
+    ]
+    return "\n".join([head, rule, *rows])
+
+
+def figure(value: float) -> str:
+    if value >= 100.0:
+        digits = len(str(int(value))) - 2
+        return f"{round(value, -digits):,.0f}"
+    return f"{value:.0f}" if value >= 10.0 else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,6 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (tokens, WIDTH)."""
         result: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
         return result
 
@@ -153,7 +152,6 @@ def _torch_save(place: Path, state: dict[str, Any]) -> Callable[[], bool]:
 
 
 def _dcp(directory: Path, state: dict[str, Any]) -> Callable[[], bool]:
-    """Into a fresh directory, synced."""
     shutil.rmtree(directory, ignore_errors=True)
     writer = FileSystemWriter(directory, sync_files=True)
     future = async_save(state, storage_writer=writer)

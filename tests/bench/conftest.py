@@ -11,6 +11,5 @@ from elastic_trainer.local.hosts import one_host
 
 @pytest.fixture(autouse=True)
 def loopback() -> Iterator[None]:
-    """All nodes on this process's host."""
     with one_host():
         yield

@@ -20,13 +20,16 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from heapq import heappop, heappush
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import StatisticsError
 from typing import Any
@@ -35,17 +38,35 @@ import pytest
 import structlog
 import torch
 
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.drills.harness import Harness, harness
+from elastic_trainer.drills.stage import IN_PLACE
 from elastic_trainer.jobs.digits import shipped_digits, split
 from elastic_trainer.jobs.mnist import as_tensors
 from elastic_trainer.local import timeline
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node, torchrun
+from elastic_trainer.local.etcd import EtcdServer, spawn
+from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.local.ledger import Commit, Line, LineKind, audit, lineage
-from tests.bench.calibration import Calibration, calibrate
+from tests.bench import goodput_job
 from tests.bench.goodput_job import CHECKPOINTS, DATA
-from tests.bench.goodput_peers import Peer, Span, Struck, Trial, peers, running
-from tests.bench.recovery_torchft import look
-from tests.bench.report import Must, Report, alternate, at_least, at_most, emit, median, note, parse
+from tests.bench.recovery import SHARED_STORE_OFF, TUNED
+from tests.bench.recovery_jobs import LIGHTHOUSE, MANAGER, Torchft, launched, lighthouse_command, look
+from tests.bench.report import (
+    Calibration,
+    Must,
+    Report,
+    alternate,
+    at_least,
+    at_most,
+    calibrate,
+    emit,
+    median,
+    note,
+    parse,
+)
 from tests.drills.cluster.schedule import STORM, Blow, Timed, poisson
-from tests.support.small_disk import mounted
+from tests.support.small_disk import fill, mounted
 
 LLAMA3_MEAN_S, LLAMA3_GPUS = 54 * 86_400 / 419, 16_384
 LENGTH_S, QUICK_LENGTH_S = 600.0, 14.0
@@ -59,7 +80,6 @@ QUICK_PEERS = ("in_place", "restart_warm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("goodput", __doc__, argv, repeats=1, extend=_own_options)
     extra, quick = options.extra, options.quick
     length_s = extra.length or (QUICK_LENGTH_S if quick else LENGTH_S)
@@ -164,19 +184,12 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def small_disk(place: Path) -> Iterator[Path | None]:
     """A disk that can be filled; None where that takes more rights than there are."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        yield None
-        return
-    manager = mounted(place / "disk", DISK_BYTES)
-    try:
-        disk = manager.__enter__()
-    except pytest.skip.Exception:
-        yield None
-        return
-    try:
+    with ExitStack() as stack:
+        disk = None
+        if os.geteuid() == 0 and shutil.which("mount") is not None:
+            with suppress(pytest.skip.Exception):
+                disk = stack.enter_context(mounted(place / "disk", DISK_BYTES))
         yield disk
-    finally:
-        manager.__exit__(None, None, None)
 
 
 def measured(trial: Trial, schedule: tuple[Timed, ...], length_s: float, calm_s: float, size: int) -> dict[str, Any]:
@@ -234,12 +247,10 @@ def judged(lines: Sequence[Line], done: Sequence[Struck], calm: Span, storm: Spa
 
 
 def within(commits: Sequence[Commit], span: Span) -> list[Commit]:
-    """Those from its beginning to its end."""
     return [commit for commit in commits if span[0] <= commit.t <= span[1]]
 
 
 def intervals(commits: Sequence[Commit]) -> list[float]:
-    """Seconds from one to the next."""
     return [later.t - earlier.t for earlier, later in pairwise(commits)]
 
 
@@ -258,35 +269,334 @@ def stalls(done: Sequence[Struck], times: Sequence[float], step_s: float, ended:
 
 
 def picture(trial: Trial, directory: Path, pictures: Path | None) -> None:
-    """Ranks and steps over time, if asked for."""
     if pictures is None:
         return
-    faults = [{"what": name_of(each), "node": each.node, "t": each.t, "recovery": None} for each in trial.done]
+    faults = []
+    for each in trial.done:
+        what = f"{each.node} started" if each.blow is Blow.JOIN else str(each.blow)  # a node that starts is no fault
+        faults.append({"what": what, "node": each.node, "t": each.t, "recovery": None})
     (directory / "summary.json").write_text(json.dumps({"faults": faults}))
     pictures.mkdir(parents=True, exist_ok=True)
     timeline.draw(directory, pictures / f"{trial.peer.name}.svg")
-
-
-def name_of(struck: Struck) -> str:
-    """As a picture has it: a node that starts is no fault."""
-    return f"{struck.node} started" if struck.blow is Blow.JOIN else str(struck.blow)
 
 
 def musts(found: dict[str, dict[str, Any]], chosen: dict[str, Peer], faults: int) -> list[Must]:
     """What the project promises, of the peers that were measured."""
     limits = {"in_place": 0.95, "restart_warm": 0.7}
     ours = {name: each for name, each in found.items() if chosen[name].ours}
-    return [
-        *(at_least(f"{name}: goodput", ours[name]["goodput"], limits[name]) for name in limits if name in ours),
-        *(
-            at_most(f"{name}: samples lost or repeated", each["samples_lost"] + each["samples_repeated"], 0)
-            for name, each in ours.items()
+    promised = [at_least(f"{name}: goodput", ours[name]["goodput"], limits[name]) for name in limits if name in ours]
+    for name, each in ours.items():
+        wrong = each["samples_lost"] + each["samples_repeated"]
+        promised.append(at_most(f"{name}: samples lost or repeated", wrong, 0))
+        promised.append(at_least(f"{name}: faults that happened", sum(each["faults"].values()), faults))
+    return promised
+
+
+NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
+REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
+MANY = {"failure_limit": "100000", "ttl": "3"}
+"""No number of failures ends the run: in a storm they are no sign of a poisoned batch."""
+RESTART = MANY | {"last_call": "1", "join_interval": "1", "stop_grace": "1"}
+WARM = RESTART | {"preload": "torch:torch._dynamo:elastic_trainer.worker.session"}
+"""A new node's first workers start warm too: by itself a node learns only from them what to import."""
+
+
+Span = tuple[float, float]
+"""From when until when, in monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A blow that really happened, when, and the node that it hit or started ("": none)."""
+
+    blow: Blow
+    node: str
+    t: float
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A way to run the job. ``ours``: with a session, whose samples must be exact."""
+
+    name: str
+    way: str
+    backend: str = "etcd3"
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    workers: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    python: Path | None = None
+    """Of torchft's environment."""
+
+    @property
+    def ours(self) -> bool:
+        return self.way == "session"
+
+    def as_json(self) -> dict[str, Any]:
+        shown = {"backend": self.backend, "rdzv_conf": dict(self.rendezvous), "workers": self.workers}
+        return shown | {"job": dict(self.options)}
+
+
+def peers(torchft_python: Path | None) -> dict[str, Peer]:
+    """All of them, by name; torchft where ``torchft_python`` names an environment with it."""
+    job = {"snapshot_every_s": "auto", "sharded": False}
+    found = [
+        Peer("in_place", "session", rendezvous=IN_PLACE | MANY, options=job),
+        Peer("in_place_sharded", "session", rendezvous=IN_PLACE | MANY, workers=2, options=job | {"sharded": True}),
+        Peer("restart_warm", "session", rendezvous=WARM, options=job | {"snapshot_every_s": 1.0}),
+        Peer(
+            "restart_cold", "session", rendezvous=RESTART | {"preload": "off"}, options=job | {"snapshot_every_s": 1.0}
         ),
-        *(
-            at_least(f"{name}: faults that happened", sum(each["faults"].values()), faults)
-            for name, each in ours.items()
-        ),
+        Peer("c10d", "plain", "c10d", TUNED, SHARED_STORE_OFF, options={"timeout_s": 10.0}),
     ]
+    if torchft_python is not None:
+        found.append(Peer("torchft", "torchft", "c10d", options={"manager": MANAGER}, python=torchft_python))
+    return {peer.name: peer for peer in found}
+
+
+class Cluster(LocalCluster):
+    """The nodes of ``peer``. The first one of a c10d job hosts its store, and a job of torchft has a lighthouse."""
+
+    def __init__(self, spec: ClusterSpec, peer: Peer, *, low: bool) -> None:
+        super().__init__(spec)
+        self._peer = peer
+        self._starter = ["nice", "-n", str(goodput_job.LOW_PRIORITY)] if low else []
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self.host: Node | None = None
+        """A node that the job cannot do without."""
+
+    def command(self, name: str) -> list[str]:
+        if self._peer.python is None:
+            return self._starter + torchrun(self.spec, name, first=not self.running)
+        return self._starter + launched(self._peer.python, self.spec)
+
+    def add(self) -> Node:
+        alone = not self.running
+        node = super().add()
+        if alone and self._peer.way == "plain":
+            self.host = node
+        return node
+
+    def serve(self) -> None:
+        if self._peer.python is None or self._lighthouse is not None:
+            return
+        column = Torchft("torchft", "torchft", python=self._peer.python, lighthouse=LIGHTHOUSE)
+        self.spec.directory.mkdir(parents=True, exist_ok=True)
+        with (self.spec.directory / "lighthouse.log").open("ab") as log:
+            self._lighthouse = spawn(lighthouse_command(column, self.spec.endpoint, LEAST), log)
+
+    def darken(self) -> bool:
+        if self._lighthouse is None:
+            return False
+        self._lighthouse.kill()
+        self._lighthouse.wait()
+        self._lighthouse = None
+        return True
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        super().stop(grace_s)
+        self.darken()
+
+
+@contextmanager
+def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, low: bool) -> Iterator[Trial]:
+    """The job of ``peer`` in ``directory``; its first nodes are starting. ``low``: nodes start at a low priority."""
+    options = {"step_s": step_s, "save_every_s": save_every_s, **peer.options}
+    spec = ClusterSpec(
+        run=f"goodput-{peer.name}",
+        directory=directory,
+        endpoint="",
+        entry=[str(Path(goodput_job.__file__)), peer.way, str(directory), json.dumps(options)],
+        min_nodes=LEAST,
+        max_nodes=MOST,
+        workers=peer.workers,
+        max_restarts=100_000,
+        backend=peer.backend,
+        options=peer.rendezvous,
+        environment={"OMP_NUM_THREADS": "1", **peer.environment},
+    )
+
+    def cluster(spec: ClusterSpec) -> LocalCluster:
+        if peer.python is not None:
+            options = json.loads(spec.entry[-1]) | {"lighthouse": f"http://{spec.endpoint}"}
+            spec = replace(spec, entry=[*spec.entry[:-1], json.dumps(options)])
+        return Cluster(spec, peer, low=low)
+
+    with harness(spec, cluster) as opened:
+        trial = Trial(peer, opened, directory)
+        trial.begin()
+        yield trial
+
+
+class Trial:
+    def __init__(self, peer: Peer, opened: Harness, directory: Path) -> None:
+        assert isinstance(opened.cluster, Cluster)
+        self.peer, self._harness, self._cluster = peer, opened, opened.cluster
+        self._disk = directory / goodput_job.CHECKPOINTS
+        self.lines: list[Line] = []
+        self.done: list[Struck] = []
+        self.helped: Counter[str] = Counter()
+        """How often the operator had to act beyond replacing nodes that were killed, or could not strike."""
+        self._repairs: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._killed: set[str] = set()
+        self._frozen: set[str] = set()
+        self._stepped_at = SYSTEM.monotonic()
+
+    def begin(self) -> None:
+        self._cluster.serve()
+        self._cluster.start(NODES)
+
+    def look(self) -> None:
+        new = self._harness.lines()
+        self.lines += new
+        if any(line.event is LineKind.STEP for line in new):
+            self._stepped_at = SYSTEM.monotonic()
+
+    def settle(self, steps: int) -> None:
+        """Wait until all nodes have made ``steps`` steps together."""
+        deadline, world = Deadline.after(START_LIMIT_S), NODES * self.peer.workers
+        while True:
+            self.look()
+            whole = Counter((line.node, line.local_rank) for line in self.lines if line.world == world and line.step)
+            if len(whole) >= world and min(whole.values()) >= steps:
+                return
+            if deadline.expired or not self._cluster.running:
+                logs = [node.log.read_text(errors="replace")[-1500:] for node in self._cluster.nodes]
+                raise RuntimeError(f"{self.peer.name} did not begin to train:\n" + "\n".join(logs))
+            pause(0.05)
+
+    def calm(self, length_s: float) -> Span:
+        began, deadline = SYSTEM.monotonic(), Deadline.after(length_s)
+        while not deadline.expired:
+            pause(0.2)
+        self.look()
+        return began, SYSTEM.monotonic()
+
+    def storm(self, schedule: tuple[Timed, ...], length_s: float) -> Span:
+        """Strike as scheduled; from when until when.
+
+        What cannot be done yet (no worker runs that could be killed) is tried again, also beyond the end, for as long
+        as a start may take; what remains is missing in ``done``. It returns when the job steps again: only then is it
+        known which steps the last fault has thrown away.
+        """
+        began, pending = SYSTEM.monotonic(), list(schedule)
+        self._stepped_at, looked, end = began, began, began + length_s
+        while (now := SYSTEM.monotonic()) < end + START_LIMIT_S:
+            if now >= end and not pending and self._stepped_at > end:
+                break
+            for blow in [each for each in pending if began + each.at_s <= now]:
+                pending.remove(blow)
+                t = SYSTEM.monotonic()
+                if (node := self._strike(blow)) is not None:
+                    self.done.append(Struck(blow.blow, node, t))
+                else:
+                    pending.append(replace(blow, at_s=t - began + RETRY_S))
+            while self._repairs and self._repairs[0][0] <= SYSTEM.monotonic():
+                heappop(self._repairs)[2]()
+            if now - looked >= RETRY_S:
+                self.look()
+                self._help()
+                looked = now
+            pause(0.02)
+        return began, end
+
+    def end(self) -> None:
+        self._cluster.stop()
+        self.look()
+
+    # ---- blows
+
+    def _later(self, seconds: float, repair: Callable[[], None]) -> None:
+        heappush(self._repairs, (SYSTEM.monotonic() + seconds, next(self._numbers), repair))
+
+    def _strike(self, blow: Timed) -> str | None:
+        """Do it; the node that it struck ("" for none), or None if that is not possible at this moment."""
+        match blow.blow:
+            case Blow.JOIN:
+                return self._cluster.add().name
+            case Blow.OUTAGE:
+                return self._outage(blow.lasts_s)
+            case Blow.FULL_DISK:
+                return self._fill(blow.lasts_s)
+        awake = [node for node in self._cluster.running if node.name not in self._frozen]
+        for node in (awake[(blow.pick + number) % len(awake)] for number in range(len(awake))):
+            if blow.blow is Blow.WORKER_KILL and node.kill_worker(blow.pick % self.peer.workers) is None:
+                continue
+            if blow.blow is Blow.NODE_KILL:
+                self._killed.add(node.name)
+                if node.kill() is None:
+                    continue
+                self._later(REPLACE_S, self._replace)
+            if blow.blow is Blow.FREEZE:
+                if len(awake) == 1 or not node.freeze():
+                    continue
+                self._frozen.add(node.name)
+                self._later(blow.lasts_s, lambda node=node: self._thaw(node))  # type: ignore[misc]
+            return node.name
+        return None
+
+    def _thaw(self, node: Node) -> None:
+        self._frozen.discard(node.name)
+        node.thaw()
+
+    def _replace(self) -> None:
+        if len(self._cluster.running) < NODES:
+            self._cluster.add()
+
+    def _outage(self, lasts_s: float) -> str | None:
+        """Of what nodes meet at, etcd or a lighthouse. A c10d job has it in one of its nodes, and is spared."""
+        if self._harness.meeting is None:
+            if self._cluster.darken():
+                self._later(lasts_s, self._cluster.serve)
+            else:
+                self.helped["outages of a service that it has not"] += 1
+            return ""
+        server = self._harness.meeting.etcd
+        assert isinstance(server, EtcdServer)
+        if not server.is_healthy():
+            return None  # the last outage goes on
+        server.kill()
+        assert not server.is_healthy(), "etcd answers although it was killed"
+        self._later(lasts_s, server.restart)
+        return ""
+
+    def _fill(self, lasts_s: float) -> str | None:
+        if (self._disk / "ballast").exists():
+            return None
+        self._later(lasts_s, fill(self._disk).unlink)
+        return ""
+
+    # ---- the operator
+
+    def _help(self) -> None:
+        """Replace nodes that have given up; start a job again that nothing else would bring back."""
+        cluster = self._cluster
+        for node in cluster.nodes:
+            if not node.running and node.name not in self._killed:
+                self._killed.add(node.name)
+                self.helped["nodes that gave up"] += 1
+                self._later(REPLACE_S, self._replace)
+        lost = cluster.host is not None and not cluster.host.running
+        if lost or SYSTEM.monotonic() - self._stepped_at > STUCK_S:
+            self.helped["whole restarts"] += 1
+            self._restart()
+
+    def _restart(self) -> None:
+        cluster, self._stepped_at = self._cluster, SYSTEM.monotonic()
+        for node in cluster.running:
+            self._killed.add(node.name)
+            node.kill()
+        self._frozen.clear()
+        cluster.host = None
+        if self.peer.way == "plain":
+            cluster.spec = replace(cluster.spec, endpoint=f"{HOST}:{free_ports(1)[0]}")
+        self._later(REPLACE_S, self._refill)
+
+    def _refill(self) -> None:
+        self._cluster.serve()
+        while len(self._cluster.running) < NODES:
+            self._cluster.add()
 
 
 if __name__ == "__main__":

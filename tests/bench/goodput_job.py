@@ -30,7 +30,6 @@ BATCH, WIDTH, ENDLESS, LEAST = 40, 256, 1_000_000, 2
 
 
 def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """The same in every process."""
     torch.manual_seed(0)
     layers = [nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
@@ -54,12 +53,10 @@ class Lines:
         self.write("opened")
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add a line."""
         known = {"node": self._node, "local_rank": self._local, "pid": os.getpid(), "t": time.monotonic()}
         self._file.write(json.dumps({"event": event, **known, **fields}) + "\n")
 
     def step(self, number: int, round_: int, rank: int, world: int, used: tuple[int, Tensor], loss: float) -> None:
-        """A step was committed."""
         place = {"step": number, "round": round_, "rank": rank, "world": world, "epoch": used[0]}
         self.write("step", **place, samples=used[1].tolist(), global_samples=BATCH, loss=loss)
 
@@ -71,11 +68,9 @@ class Saves:
         self._path, self._every_s, self._last = directory / CHECKPOINTS / "checkpoint.pt", every_s, time.monotonic()
 
     def newest(self) -> dict[str, Any] | None:
-        """What was saved last."""
         return torch.load(self._path) if self._path.exists() else None
 
     def due(self, state: dict[str, Any]) -> None:
-        """Save ``state`` if it is time."""
         if time.monotonic() - self._last < self._every_s:
             return
         self._last, half = time.monotonic(), self._path.with_suffix(f".{os.getpid()}")
@@ -88,7 +83,6 @@ class Saves:
 
 
 def session(directory: Path, options: dict[str, Any]) -> None:
-    """With this project's session, in any of its modes."""
     from elastic_trainer import Session
     from elastic_trainer.worker.steps.options import SavingOptions
 

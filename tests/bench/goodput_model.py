@@ -67,8 +67,6 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """All that is not a mode's own."""
-
     failures_per_node_s: float = 419 / (54 * DAY_S) / (16_384 / 8)
     """Llama 3 (arXiv:2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a node."""
     step_s: float = 1.0
@@ -129,7 +127,6 @@ def goodput(mode: Mode, nodes: float, rate: float = 1.0, given: Assumptions | No
 
 
 def extrapolated() -> dict[str, dict[str, dict[str, float]]]:
-    """By nodes, rate and mode."""
     return {
         str(nodes): {f"{rate:g}": {name: goodput(mode, nodes, rate) for name, mode in MODES.items()} for rate in RATES}
         for nodes in SIZES
@@ -137,7 +134,6 @@ def extrapolated() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def section() -> str:
-    """The model's part of the page."""
     known = Assumptions()
     rows = [
         (f"{int(nodes):,} nodes, failures x {rate}", [f"{each:.4f}" for each in by_mode.values()])
@@ -198,14 +194,12 @@ LINES = (("#1e8449", "-"), ("#2e86c1", "--"), ("#b7950b", "-"), (FAULT, "-"), (L
 
 
 def write(deploy: Path) -> None:
-    """Put section and picture there."""
     report = deploy / REPORT
     report.write_text(with_section(report.read_text(encoding="utf-8"), HEADING, section()), encoding="utf-8")
     draw(deploy / PICTURE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compute and report."""
     options = parse("goodput_model", __doc__, argv, repeats=1, extend=_own_options)
     if options.extra.write:
         write(DEPLOY)

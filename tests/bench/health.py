@@ -6,7 +6,6 @@ monitor is the real command in a process of its own. Bench, etcd and monitor sha
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
@@ -14,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 
@@ -53,7 +53,6 @@ PAGE_UPDATE_LIMIT_MS = 50.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = parse("health", __doc__, argv, repeats=5, quick_repeats=3)
     figures, musts = _monitor_side(options)
     of_nodes, node_musts = _node_side(options)
@@ -85,7 +84,6 @@ def _monitor_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
 
 
 def _watched(options: Options, run: SimulatedRun, process: psutil.Process, port: int) -> dict[str, Any]:
-    """What the monitor does while the nodes write."""
     _await_nodes(port, run.nodes)
     repeats = max(3, options.repeats)
     scrapes = [_timed(port, "/metrics") for _ in range(repeats)]
@@ -113,7 +111,6 @@ def _watched(options: Options, run: SimulatedRun, process: psutil.Process, port:
 
 @contextmanager
 def _monitor(endpoint: str) -> Iterator[tuple[psutil.Process, int]]:
-    """The command, on a free port."""
     words = ["monitor", "--endpoint", endpoint, "--listen", "127.0.0.1:0"]
     command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -127,13 +124,9 @@ def _monitor(endpoint: str) -> Iterator[tuple[psutil.Process, int]]:
 
 def _timed(port: int, path: str) -> tuple[float, bytes]:
     """Seconds from request to the last byte, and the content."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     began = SYSTEM.monotonic()
-    try:
-        connection.request("GET", path)
-        content = connection.getresponse().read()
-    finally:
-        connection.close()
+    with urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT_S) as answer:
+        content = answer.read()
     return SYSTEM.monotonic() - began, content
 
 
@@ -149,11 +142,8 @@ def _await_nodes(port: int, nodes: int) -> None:
 
 def _update_s(run: SimulatedRun, port: int, step: int) -> float:
     """Seconds from a write to the store until a listener has the snapshot with it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     deadline = Deadline.after(LIMIT_S)
-    try:
-        connection.request("GET", f"/api/runs/{RUN}/stream")
-        stream = connection.getresponse()
+    with urlopen(f"http://127.0.0.1:{port}/api/runs/{RUN}/stream", timeout=LIMIT_S) as stream:
         while not stream.readline().startswith(b"data: "):
             pass
         began = SYSTEM.monotonic()
@@ -162,8 +152,6 @@ def _update_s(run: SimulatedRun, port: int, step: int) -> float:
             line = stream.readline()
             if line.startswith(b"data: ") and json.loads(line.removeprefix(b"data: "))["step"] == step:
                 return SYSTEM.monotonic() - began
-    finally:
-        connection.close()
     return math.inf
 
 
@@ -250,7 +238,8 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
             collector = NodeCollector(RUN, "n0", pages.look, pages.nonfinite, pages.counters, None)
-            scrapes = _scrapes(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector), 20)
+            with closing(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector)) as endpoint:
+                scrapes = [_timed(endpoint.port, "/metrics") for _ in range(20)]
         finally:
             pages.close()
     scrape_ms = 1000 * median([seconds for seconds, _ in scrapes])
@@ -268,20 +257,11 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
 
 
 def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
-    """The page of one worker, which is this process."""
     writer = PageWriter.create(directory / f"{local_rank}-{os.getpid()}.page")
     writer.note({"pid": os.getpid(), "start": start_of("self"), "local_rank": local_rank, "device": "cpu"})
     pulse = Heartbeat(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
     writer.beat(pulse)
     return writer, pulse
-
-
-def _scrapes(endpoint: NodeEndpoint, times: int) -> list[tuple[float, bytes]]:
-    """Seconds and content of each."""
-    try:
-        return [_timed(endpoint.port, "/metrics") for _ in range(times)]
-    finally:
-        endpoint.close()
 
 
 def _beat_us(writer: PageWriter, pulse: Heartbeat, beats: int) -> float:
@@ -293,7 +273,6 @@ def _beat_us(writer: PageWriter, pulse: Heartbeat, beats: int) -> float:
 
 
 def _commit_us(steps: int) -> float:
-    """All that a step tells, the page included."""
     tracker = HeartbeatReporter()
     began = SYSTEM.monotonic()
     for step in range(1, steps + 1):

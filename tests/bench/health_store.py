@@ -38,12 +38,10 @@ LIMIT_S = 120.0
 
 
 def name(number: int) -> str:
-    """As a Kubernetes pod's."""
     return f"trainer-{number:05d}"
 
 
 def counters(number: int) -> dict[str, float]:
-    """All that a node can have counted."""
     hists: dict[str, tuple[float, ...]] = {"save_s": SAVE_BUCKETS, "load_s": SAVE_BUCKETS}
     hists |= {f"recovery_s.{kind}": RECOVERY_BUCKETS for kind in ("failure", "planned", "start")}
     told = {f"seconds.{phase}": 1000.0 + number + position for position, phase in enumerate(PHASES)}
@@ -57,7 +55,6 @@ def counters(number: int) -> dict[str, float]:
 
 
 def health(number: int, step: int) -> NodeHealth:
-    """What node ``number`` tells at ``step``."""
     ranks = tuple(
         RankHealth(
             rank=RANKS * number + local,
@@ -111,7 +108,6 @@ class SimulatedRun:
         self._store.close()
 
     def tell_progress(self, step: int) -> None:
-        """What rank 0's node writes each second."""
         progress = Progress(round=JOURNAL, step=step, epoch=1, samples=64 * step, loss=1.0, step_time_s=0.25)
         self._write([Put(self._keys.progress, progress.encode().strip())])
 

@@ -33,7 +33,6 @@ ETCD_LIMIT_MB, PAGE_LIMIT_MS = 50.0, 100.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
     options = parse("history", __doc__, argv, repeats=9, quick_repeats=3)
     count = QUICK_INCIDENTS if options.quick else INCIDENTS
     with EtcdServer(arguments=("--unsafe-no-fsync",)) as etcd:

@@ -55,7 +55,6 @@ def block(text: str) -> str:
 
 
 def with_block(text: str, new: str) -> str:
-    """``text`` with this in place of its block."""
     head, begun, rest = text.partition(BEGIN)
     return f"{head}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}" if begun else text
 
@@ -69,7 +68,6 @@ def with_section(text: str, heading: str, section: str) -> str:
 
 
 def _goodput(figures: Mapping[str, Any]) -> list[str]:
-    """Peers side by side: the block, and details."""
     storm, found = figures["storm"], {name: each for name, each in figures["found"].items() if "failed" not in each}
     head, first = ["", *(name.replace("_", " ") for name in found)], 4
     rows: list[tuple[str, list[str]]] = [
@@ -106,7 +104,6 @@ def _number(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """In Markdown."""
     lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -21,27 +21,14 @@ import structlog
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.local.etcd import EtcdServer
-from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
-from tests.bench.recovery_torchft import look, peers
-from tests.bench.report import (
-    Must,
-    Report,
-    alternate,
-    at_least,
-    at_most,
-    at_most_time,
-    emit,
-    median,
-    note,
-    parse,
-)
+from tests.bench.recovery_jobs import TWIN, Column, Cost, Job, join, kill_node, kill_worker, look, peers, start
+from tests.bench.report import Must, Report, alternate, at_least, at_most, at_most_time, emit, median, note, parse
 
 TTL_S = 3.0
 LAST_CALL_S = 1.0
 ROWS = ("start_below_max", "node_join", "worker_kill", "node_kill")
 SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 IN_PLACE = {"recovery": "in_place", "join_interval": "0.5"}
-SESSION = Path(__file__).with_name("recovery_session.py")
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KILLS = {"etcd3_restart": 50, "etcd3_in_place": 100, "c10d_default": 5, "torchft_tuned": 50}
 """Workers killed in a row, by column."""
@@ -54,14 +41,13 @@ def columns(endpoint: str) -> dict[str, Column]:
     restart = {"ttl": f"{TTL_S:g}", "last_call": f"{LAST_CALL_S:g}", "join_interval": "1"}
     chosen = [
         Column("etcd3_restart", "etcd3", endpoint, restart),
-        Column("etcd3_in_place", "etcd3", endpoint, restart | IN_PLACE, script=SESSION, in_place=True),
+        Column("etcd3_in_place", "etcd3", endpoint, restart | IN_PLACE, script=(TWIN, "session"), in_place=True),
         Column("c10d_tuned", "c10d", options=TUNED, environment=SHARED_STORE_OFF),
     ]
     return {column.name: column for column in chosen}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("recovery", __doc__, argv, repeats=3, quick_repeats=1, extend=_own_options)
     torchft_python: Path | None = options.extra.torchft_python
     torchft = look(torchft_python)
@@ -116,7 +102,6 @@ def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
 
 
 def _afresh(row: str, column: Column, place: Path, limit_s: float) -> Cost:
-    """One row on a job of its own."""
     with column.job(place) as job:
         begun = start(job, 2 if row == "node_join" else 3, limit_s)
         if not begun.recovered:
@@ -154,7 +139,6 @@ def kill_series(column: Column, place: Path, kills: int, limit_s: float, world: 
 
 
 def _as_json(costs: Sequence[Cost]) -> dict[str, Any]:
-    """For the report."""
     told: dict[str, Any] = {
         "seconds": [cost.seconds for cost in costs],
         "median_s": median(cost.seconds for cost in costs),
@@ -173,13 +157,13 @@ Rows = Mapping[str, Mapping[str, Sequence[Cost]]]
 
 
 def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list[Must]:
-    """What the project promises of restart mode."""
 
     def middle(row: str, column: str, name: str = "seconds") -> float:
         return float(median(getattr(cost, name) for cost in rows[row][column]))
 
     def over_c10d(row: str, name: str = "seconds") -> float:
-        return _over(middle(row, "etcd3_restart", name), middle(row, "c10d_tuned", name))
+        mine, peer = middle(row, "etcd3_restart", name), middle(row, "c10d_tuned", name)
+        return mine / peer if math.isfinite(mine) else math.inf  # a peer that never recovered makes any time good
 
     promised: list[Must] = []
     if "c10d_tuned" in rows["node_join"]:
@@ -202,7 +186,6 @@ def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list
 
 
 def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
-    """What the project promises of recovery in place."""
     limits = {"worker_kill": 0.2, "node_kill": 0.5}
     found = {row: [cost.seconds for cost in rows[row]["etcd3_in_place"]] for row in limits}
     kills = series["etcd3_in_place"]
@@ -218,13 +201,6 @@ def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
         ),
         at_least("in place: worker kills in a row that recovered", sum(c.recovered for c in kills), len(kills)),
     ]
-
-
-def _over(mine: float, peer: float) -> float:
-    """Their ratio; a peer that never recovered makes any finite time good."""
-    if math.isinf(mine):
-        return math.inf
-    return mine / peer
 
 
 if __name__ == "__main__":

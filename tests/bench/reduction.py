@@ -2,20 +2,34 @@
 
 Both run in the same processes and take turns, at two and at four ranks, with a network of few operations for each
 parameter (all is communication) and with a convolutional one.
+
+``job RESULT MODEL WIDTH MICRO ALTERNATIONS STEPS`` is the job: both loops accumulate over the same eight micro-batches
+of MICRO samples, and rank 0 writes what each block of steps took.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.report import Report, at_most, emit, median, note, parse
-from tests.bench.turns import taken
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-JOB = Path(__file__).with_name("reduction_job.py")
+from elastic_trainer import Session
+from elastic_trainer.variables import ENV_LEDGER_DIR
+from tests.bench.report import Report, at_most, emit, median, parse, repeated, taken
+from tests.bench.step_overhead import ENDLESS, block
+
 LIMIT_S = 400.0
 
 
@@ -35,20 +49,16 @@ QUICK = {"cnn": Shape("cnn", 4, 4, 2, 2)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("reduction", __doc__, argv, repeats=3)
     shapes, worlds = (QUICK, (2,)) if options.quick else (SHAPES, (2, 4))
     figures: dict[str, Any] = {}
     musts = []
     for world in worlds:
         for name, shape in shapes.items():
-            repeats = []
-            for repeat in range(options.repeats):
-                note(f"{name} at {world} ranks: {repeat + 1} of {options.repeats}")
-                repeats.append(compared(trained(world, shape)))
-            found = {key: median([each[key] for each in repeats]) for key in repeats[0]}
-            figures[f"{name}, {world} ranks"] = {**found, "repeats": repeats}
-            musts.append(at_most(f"{name}, {world} ranks: times as long as DDP", found["ratio"], 1.3))
+            where = f"{name}, {world} ranks"
+            found = repeated(options, where, lambda _, world=world, shape=shape: compared(trained(world, shape)))  # type: ignore[misc]
+            figures[where] = found
+            musts.append(at_most(f"{where}: times as long as DDP", found["ratio"], 1.3))
     return emit(Report(options, figures, musts))
 
 
@@ -62,10 +72,86 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
 
 
 def trained(world: int, shape: Shape) -> dict[str, list[float]]:
-    """Run one job to its end; what its rank 0 wrote."""
     numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
-    return taken(JOB, world, shape.kind, *numbers, limit_s=LIMIT_S)
+    return taken(Path(__file__), world, shape.kind, *numbers, limit_s=LIMIT_S)
+
+
+# ---- the job
+
+MICRO_BATCHES, SIDE, CLASSES, SAMPLES, WARM_UP = 8, 16, 10, 4096, 3
+
+
+def build(kind: str, width: int) -> nn.Module:
+    """``mlp``: few operations for each parameter; ``cnn``: many, with BatchNorm."""
+    torch.manual_seed(1)
+    if kind == "mlp":
+        layers = [nn.Flatten(), nn.Linear(SIDE * SIDE, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+    blocks = [nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    for _ in range(2):
+        blocks += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def tree_steps(session: Session, model: nn.Module, data: TensorDataset, micro: int) -> Iterator[None]:
+    optimizer = adamw(model)
+    wrapped = session.wrap(model, optimizer=optimizer, reduction="tree")
+    for batch in session.batches(data, global_batch_size=MICRO_BATCHES * micro, micro_batch_size=micro, epochs=ENDLESS):
+        with session.step() as step:
+            for part in step.micro_batches(batch):
+                step.backward(cross_entropy(wrapped(part.x), part.y))
+            optimizer.step()
+        yield
+
+
+def ddp_steps(session: Session, model: nn.Module, data: TensorDataset, micro: int) -> Iterator[None]:
+    """Each turn is one step of a hand-written loop with gradient accumulation."""
+    optimizer, own = adamw(model), MICRO_BATCHES // session.world_size
+    wrapped = DistributedDataParallel(model)
+    x, y = data.tensors
+    for epoch in range(ENDLESS):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        for first in range(0, len(order) - MICRO_BATCHES * micro + 1, MICRO_BATCHES * micro):
+            optimizer.zero_grad(set_to_none=True)
+            for number in range(own):
+                begin = first + (session.rank * own + number) * micro
+                ids = order[begin : begin + micro]
+                with wrapped.no_sync() if number < own - 1 else nullcontext():
+                    loss = cross_entropy(wrapped(x[ids]), y[ids]) / own
+                    loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield
+
+
+def train(result: Path, kind: str, width: int, micro: int, alternations: int, count: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 1, SIDE, SIDE, generator=generator),
+        torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
+    )
+    with Session(device="cpu") as session:
+        model = build(kind, width)
+        twin = deepcopy(model)
+        loops = {"tree": tree_steps(session, model, data, micro)}
+        block(loops["tree"], WARM_UP)
+        loops["ddp"] = ddp_steps(session, twin, data, micro)
+        block(loops["ddp"], WARM_UP)
+        taken: dict[str, list[float]] = {name: [] for name in loops}
+        for turn in range(alternations):
+            for name in ("tree", "ddp") if turn % 2 else ("ddp", "tree"):
+                taken[name].append(block(loops[name], count)[0])
+        if session.is_rank0:
+            result.write_text(json.dumps(taken))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["job"]:
+        train(Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:8]))
+    else:
+        sys.exit(main())

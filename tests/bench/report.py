@@ -18,31 +18,136 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median as median  # benchmarks take it from here
 from typing import Any, TextIO, TypeVar
 
-from elastic_trainer.local import agents
-from tests.bench.calibration import Calibration, calibrate, typical
-from tests.bench.machine import machine, versions
+import numpy as np
 
-__all__ = [
-    "Must",
-    "Options",
-    "Report",
-    "alternate",
-    "at_least",
-    "at_most",
-    "at_most_time",
-    "emit",
-    "median",
-    "note",
-    "parse",
-    "ratio",
-]
+from elastic_trainer.local import agents
+from tests.support.requirements import find
+
+REFERENCE_SUM_US = 100.0
+"""``sum(range(10_000))`` on the machine for which promises in seconds are made."""
+ROUNDS = 51
+MEGABYTE = 1_000_000
+SIDE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Microseconds of ``sum(range(10_000))``, of a copy of 1 MB, and of the product of two small float32 matrices."""
+
+    sum_us: float
+    memcpy_us: float
+    product_us: float
+
+    @property
+    def scale(self) -> float:
+        """How much longer than on the reference machine the interpreter's work takes here."""
+        return self.sum_us / REFERENCE_SUM_US
+
+    def as_json(self) -> dict[str, float]:
+        return {**asdict(self), "scale": self.scale}
+
+
+def calibrate(rounds: int = ROUNDS) -> Calibration:
+    """Medians of ``rounds`` measurements of each; takes some 30 ms."""
+    source, target = memoryview(bytes(MEGABYTE)), memoryview(bytearray(MEGABYTE))
+    factor = np.ones((SIDE, SIDE), np.float32)
+    product = np.empty_like(factor)
+
+    def copy() -> None:
+        target[:] = source
+
+    work: tuple[Callable[[], object], ...] = (
+        lambda: sum(range(10_000)),
+        copy,
+        lambda: np.matmul(factor, factor, out=product),
+    )
+    taken = [[_us(each) for each in work] for _ in range(rounds)]
+    return Calibration(*map(median, zip(*taken, strict=True)))
+
+
+def typical(calibrations: Iterable[Calibration]) -> Calibration:
+    """The median of each figure: the speed over the whole of a benchmark, when it was taken now and then."""
+    return Calibration(*map(median, zip(*map(astuple, calibrations), strict=True)))
+
+
+def _us(work: Callable[[], object]) -> float:
+    began = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - began) / 1000
+
+
+DISTRIBUTIONS = ("elastic-trainer", "torch", "numpy", "etcd3", "grpcio", "protobuf", "safetensors", "xxhash")
+
+STEADY = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+"""Environment in which loops are compared: glibc gives memory back to the system in some processes at each step and in
+others never, by how their heap happens to lie. That is 12 % of a step of 60 ms, and says nothing about the loops."""
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores (all, and those open to this process), memory in GiB, system, load, GPUs if torch sees any."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load_1m": round(os.getloadavg()[0], 2),
+        "gpus": _gpus(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the distributions that matter here and are installed, and of etcd."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    etcd = _etcd()
+    return found | ({"etcd": etcd} if etcd else {})
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")  # a benchmark that never loaded torch used no GPU either
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _etcd() -> str | None:
+    path = find("etcd")
+    if path is None:
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    return said.partition("\n")[0].removeprefix("etcd Version:").strip()
+
 
 Measured = TypeVar("Measured")
 
@@ -112,6 +217,15 @@ def alternate(variants: Mapping[str, Callable[[], Measured]], repeats: int) -> d
     return results
 
 
+def repeated(options: Options, name: str, act: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of each figure that ``act(number)`` gives over the repeats, and under ``repeats`` all of them."""
+    found = []
+    for number in range(options.repeats):
+        note(f"{name}: {number + 1} of {options.repeats}")
+        found.append(act(number))
+    return {key: median([each[key] for each in found]) for key in found[0]} | {"repeats": found}
+
+
 def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
     """Median of ``mine`` over the median of ``peer``; infinite where the peer's is 0."""
     base = median(peer)
@@ -158,7 +272,6 @@ def at_most_time(name: str, value: float, limit: float, *, timers: float = 0.0) 
 
 
 def at_least(name: str, value: float, limit: float) -> Must:
-    """A must that ``value`` keeps by reaching ``limit``."""
     return Must(name, float(value), float(limit), upper=False)
 
 
@@ -178,11 +291,9 @@ class Report:
 
     @property
     def calibration(self) -> Calibration:
-        """How fast the machine was while the benchmark ran."""
         return typical([self.options.calibration, *self.calibrations])
 
     def kept(self) -> list[Must]:
-        """The musts as they are on this machine."""
         return [must.at(self.calibration.scale) for must in self.musts]
 
     def as_json(self) -> dict[str, Any]:
@@ -229,3 +340,26 @@ def emit(report: Report, out: TextIO | None = None) -> int:
 def note(text: str) -> None:
     """Tell whoever watches how far the benchmark is (stderr, so that stdout ends with the report)."""
     print(text, file=sys.stderr, flush=True)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def taken(job: Path, world: int, *words: object, limit_s: float) -> dict[str, list[float]]:
+    """Run ``job RESULT words...`` on ``world`` ranks to its end; the seconds of each block, by loop."""
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
+        result = Path(place, "result.json")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        done = subprocess.run(
+            [*launcher, str(job), "job", str(result), *map(str, words)],
+            cwd=ROOT,
+            env={**os.environ, **STEADY, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        if done.returncode or not result.exists():
+            raise RuntimeError(f"the job did not end well:\n{done.stderr[-3000:]}")
+        found: dict[str, list[float]] = json.loads(result.read_text())
+        return found

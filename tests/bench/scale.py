@@ -70,7 +70,6 @@ class Scale(World):
         self._links: dict[int, str] = {}
 
     def add(self) -> str:
-        """One more node."""
         name = f"gpu-{len(self.agents):05d}"
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         self._links[id(node.link)] = name
@@ -94,7 +93,6 @@ class Scale(World):
         return all(place and place[0] is not None and place[0].nonce == current.nonce for place in places)
 
     def whole(self) -> bool:
-        """Whether all living nodes that may take part do."""
         current = self.round
         return current is not None and self.formed_after(0) and len(current.members) == self.living
 
@@ -137,7 +135,6 @@ def healed(control: Control, mine: object, generation: int, patient: Any, *what:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("scale", __doc__, argv, repeats=1)
     sizes = QUICK_SIZES if options.quick else SIZES
     figures = {str(size): measured(size) for size in sizes}
@@ -154,7 +151,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(size: int) -> dict[str, dict[str, float]]:
-    """The phases of a run of ``size`` nodes."""
     world = Scale(size)
     names = [world.add() for _ in range(size)]
     struck = [world.agents[name] for name in names]

@@ -52,7 +52,6 @@ class Severed:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("sever", __doc__, argv, repeats=1, extend=_own_options)
     cycles = options.extra.cycles or (QUICK_CYCLES if options.quick else CYCLES)
     found: dict[str, Severed] = {}
@@ -100,7 +99,6 @@ class Notes:
         self.rounds: list[dict[str, Any]] = []
 
     def reach(self, count: int) -> bool:
-        """Whether ``count`` rounds have been noted."""
         if self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._read)
@@ -120,7 +118,6 @@ class Trial:
         self.result = Severed()
 
     def form(self) -> None:
-        """All three into the next round, and at work there."""
         number = self._lead.form(self.workers)
         for worker in self.workers:
             self._lead.wait(lambda worker=worker: self.notes[worker.name].reach(number), f"{worker.name} at work")  # type: ignore[misc]
@@ -157,7 +154,6 @@ class Trial:
 
 
 def sever(lead: Lead, cycles: int, megabytes: float, bucket_mb: float) -> Severed:
-    """Freeze and free, ``cycles`` times."""
     chance, trial = random.Random(1), Trial(lead, megabytes, bucket_mb)
     trial.form()
     for cycle in range(cycles):

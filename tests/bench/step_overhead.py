@@ -3,29 +3,51 @@
 Once with steps of about 20 ms on two ranks, where the whole difference counts; once alone with a tiny model, where the
 main thread's processor time shows what the session itself takes outside collectives; and once with an audit in each
 step, of which a hundredth is the cost of one in a hundred steps.
+
+``job RESULT WIDTH BATCH ALTERNATIONS STEPS AUDIT_EVERY`` is the job: rank 0 writes what each block of steps took.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from elastic_trainer import Session
 from elastic_trainer.clock import Deadline
 from elastic_trainer.drills.stage import IN_PLACE
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdServer
-from tests.bench.calibration import Calibration, calibrate
-from tests.bench.machine import STEADY
-from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
+from elastic_trainer.variables import ENV_LEDGER_DIR
+from elastic_trainer.worker.steps.options import CheckOptions
+from tests.bench.report import (
+    STEADY,
+    Calibration,
+    Report,
+    at_most,
+    at_most_time,
+    calibrate,
+    emit,
+    median,
+    parse,
+    repeated,
+)
 
 ROOT = Path(__file__).parents[2]
-JOB = Path(__file__).with_name("step_overhead_job.py")
 LIMIT_S = 300.0
 
 
@@ -52,7 +74,6 @@ MODES = {"restart": {}, "in_place": IN_PLACE}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("step_overhead", __doc__, argv, repeats=3)
     shapes = QUICK if options.quick else SHAPES
     figures: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
@@ -61,7 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mode, name in product(MODES, shapes):
             if name == "audited" and mode != "restart":
                 continue  # the same passes
-            figures[mode][name] = measured(options, Path(place), etcd, mode, name, shapes[name])
+
+            def once(repeat: int, mode: str = mode, name: str = name) -> dict[str, float]:
+                directory = Path(place, f"{mode}-{name.replace(' ', '')}-{repeat}")
+                return compared(trained(directory, etcd.endpoint, mode, shapes[name]))
+
+            figures[mode][name] = repeated(options, f"{mode}, {name}", once)
             calibrations.append(calibrate())
     audited = figures["restart"]["audited"]["longer_by_percent"] - figures["restart"]["20 ms"]["longer_by_percent"]
     musts = [at_most("an audit in 100 steps: longer by, % of a 20 ms step", audited / 100.0, 1.5)]
@@ -73,16 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
         ]
     return emit(Report(options, figures, musts, calibrations=calibrations))
-
-
-def measured(options: Options, place: Path, etcd: EtcdServer, mode: str, name: str, shape: Shape) -> dict[str, Any]:
-    """Medians over the repeats; each repeat's figures are medians over its blocks."""
-    repeats = []
-    for repeat in range(options.repeats):
-        note(f"{mode}, {name}: {repeat + 1} of {options.repeats}")
-        directory = place / f"{mode}-{name.replace(' ', '')}-{repeat}"
-        repeats.append(compared(trained(directory, etcd.endpoint, mode, shape)))
-    return {key: median([each[key] for each in repeats]) for key in repeats[0]} | {"repeats": repeats}
 
 
 def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:
@@ -104,9 +120,8 @@ def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:
 
 
 def trained(
-    directory: Path, endpoint: str, mode: str, shape: Shape, *, job: Path = JOB, workers: int = 1
+    directory: Path, endpoint: str, mode: str, shape: Shape, *, job: Path = Path(__file__), workers: int = 1
 ) -> dict[str, list[list[float]]]:
-    """Run one ``job`` to its end; what its rank 0 wrote."""
     directory.mkdir()
     result = directory / "result.json"
     numbers = (shape.width, shape.batch, shape.alternations, shape.steps, shape.audit_every)
@@ -114,7 +129,7 @@ def trained(
         run=directory.name,
         directory=directory,
         endpoint=endpoint,
-        entry=[str(job), str(result), *map(str, numbers)],
+        entry=[str(job), "job", str(result), *map(str, numbers)],
         min_nodes=shape.nodes,
         max_nodes=shape.nodes,
         workers=workers,
@@ -130,5 +145,88 @@ def trained(
     return taken
 
 
+# ---- the job
+
+FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10
+ENDLESS = 1_000_000
+
+
+def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network whose step takes about ``width`` squared."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def session_steps(session: Session, model: nn.Module, optimizer: Any, data: Any, batch: int) -> Iterator[None]:
+    for part in session.batches(data, global_batch_size=batch * session.world_size, epochs=ENDLESS):
+        with session.step() as step:
+            step.backward(cross_entropy(model(part.x), part.y))
+            optimizer.step()
+        yield
+
+
+def bare_steps(session: Session, model: nn.Module, optimizer: Any, data: TensorDataset, batch: int) -> Iterator[None]:
+    """Each turn is one step of a hand-written loop, which draws its samples in the cheapest way there is."""
+    x, y = data.tensors
+    for epoch in range(ENDLESS):
+        mine = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        mine = mine[session.rank :: session.world_size]
+        for first in range(0, len(mine) - batch + 1, batch):
+            ids = mine[first : first + batch]
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(x[ids]), y[ids]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield
+
+
+def block(steps: Iterator[None], count: int) -> tuple[float, float]:
+    """Seconds by the clock and of this thread's processor time for each of ``count`` steps."""
+    wall, used = time.perf_counter(), time.thread_time()
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - wall) / count, (time.thread_time() - used) / count
+
+
+def in_turn(loops: dict[str, Iterator[None]], alternations: int, count: int) -> dict[str, list[tuple[float, float]]]:
+    """What each block of ``count`` steps took, by loop; each loop comes first as often as the others."""
+    names = list(loops)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(alternations):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            taken[name].append(block(loops[name], count))
+    return taken
+
+
+def train(result: Path, width: int, batch: int, alternations: int, count: int, audit_every: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    )
+    with Session(device="cpu", checks=CheckOptions(audit_every=audit_every or None)) as session:
+        model, optimizer = build(width)
+        twins = deepcopy(model), deepcopy(model)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        loops: dict[str, Iterator[None]] = {"session": session_steps(session, wrapped, optimizer, data, batch)}
+        for name, twin in zip(("bare", "bare again"), twins, strict=True):
+            bare = DistributedDataParallel(twin) if session.world_size > 1 else twin
+            loops[name] = bare_steps(
+                session, bare, torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9), data, batch
+            )
+        for steps in loops.values():
+            block(steps, WARM_UP)
+        taken = in_turn(loops, alternations, count)
+        if session.is_rank0:
+            result.write_text(json.dumps(taken))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["job"]:
+        train(Path(sys.argv[2]), *map(int, sys.argv[3:8]))
+    else:
+        sys.exit(main())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.report import Must, Report, at_least, at_most, emit, median, note, parse
+from tests.bench.report import Must, Report, at_least, at_most, emit, parse, repeated
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
@@ -35,7 +35,6 @@ class Promise:
     overrides: tuple[str, ...] = ()
 
     def must(self, name: str, value: float) -> Must:
-        """Whether the promise was kept."""
         return (at_most if self.lower_is_better else at_least)(name, value, self.value)
 
 
@@ -50,17 +49,12 @@ QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=SMAL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     options = parse("tasks", __doc__, argv, repeats=1)
     figures: dict[str, Any] = {}
     musts = []
     for promise in QUICK if options.quick else PROMISES:
-        repeats = []
-        for repeat in range(options.repeats):
-            note(f"{promise.task}: {repeat + 1} of {options.repeats}")
-            repeats.append({**alone(promise), **struck(promise)})
-        typical = {key: median([each[key] for each in repeats]) for key in repeats[0]}
-        figures[promise.task] = {"metric": promise.metric, **typical, "repeats": repeats}
+        typical = repeated(options, promise.task, lambda _, each=promise: {**alone(each), **struck(each)})  # type: ignore[misc]
+        figures[promise.task] = {"metric": promise.metric, **typical}
         hows = ("alone", "with faults")
         musts += [promise.must(f"{promise.task}: {promise.metric} {how}", typical[how]) for how in hows]
         musts.append(at_most(f"{promise.task}: steps made twice", typical["steps made twice"], 0))
@@ -68,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def alone(promise: Promise) -> dict[str, float]:
-    """The task on one process."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
         command = [sys.executable, "-m", "elastic_trainer.training", promise.task, f"checkpoint.directory={place}/run"]
         done = _ran([*command, *promise.overrides])

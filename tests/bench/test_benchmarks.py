@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bench.__main__ import Theme, themes
 from tests.bench.page import BEGIN, END
-from tests.bench.themes import Theme, themes
 from tests.integration.training.launch import ran
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_trainer import errors
 from elastic_trainer.model import PreflightMode, RecoveryMode
-from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S, FitLimits
+from elastic_trainer.preflight.judge import NODE_CHECKS_S, PEERS_WAIT_S, FitLimits
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
 from elastic_trainer.worker.steps.options import STOP_TIMEOUT_S
 from tests.support.manifests import Container, Manifest, container

@@ -18,21 +18,17 @@ RUNBOOK_URL = "https://github.com/elastic-trainer/elastic_trainer/blob/main/depl
 
 
 def load(path: Path) -> Any:
-    """The content of a YAML file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def rules(name: str) -> list[dict[str, Any]]:
-    """All rules of ``rules.yml`` or ``alerts.yml``."""
     return [rule for group in load(PROMETHEUS / name)["groups"] for rule in group["rules"]]
 
 
 def recorded() -> frozenset[str]:
-    """The names of all recording rules."""
     return frozenset(rule["record"] for rule in rules("rules.yml"))
 
 
 def asked_in(template: str) -> Iterator[str]:
-    """The expressions that an annotation asks for."""
     for found in re.finditer(r'printf "((?:[^"\\]|\\.)*)"[^}]*\| query', template):
         yield found[1].replace("%s", "x")

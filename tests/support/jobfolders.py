@@ -24,7 +24,6 @@ def command(name: str) -> list[str]:
 
 
 def write() -> None:
-    """Write all of them."""
     os.chdir(ROOT)
     for name in COMMANDS:
         words = command(name)

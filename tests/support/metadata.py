@@ -50,7 +50,6 @@ class MetadataServer:
             self._notices = times
 
     def answer(self, path: str, headers: Any) -> tuple[int, str]:
-        """Status and text of a GET."""
         if path == "/latest/meta-data/spot/instance-action":
             if headers.get("X-aws-ec2-metadata-token") != TOKEN:
                 return 401, ""

@@ -33,7 +33,6 @@ def _groups(source: str) -> list[str]:
 
 
 def main() -> None:
-    """Renew the file."""
     FILE.write_text(text(), encoding="utf-8")
 
 

@@ -22,16 +22,13 @@ class Unit:
     settings: tuple[tuple[str, str, str], ...]
 
     def all(self, key: str) -> list[str]:
-        """Every value of ``key``, in order."""
         return [value for _, name, value in self.settings if name == key]
 
     def one(self, key: str) -> str:
-        """The only value of ``key``."""
         (value,) = self.all(key)
         return value
 
     def seconds(self, key: str) -> float:
-        """A length of time."""
         found = re.fullmatch(r"([\d.]+) ?([a-z]*)", self.one(key))
         assert found is not None, self.one(key)
         return float(found[1]) * _SECONDS[found[2]]
@@ -52,7 +49,6 @@ class Unit:
 
 
 def unit(path: Path) -> Unit:
-    """Read a unit file."""
     section, found = "", []
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", ";"))]
     for line in re.sub(r"\\\n\s*", " ", "\n".join(kept)).splitlines():
@@ -65,6 +61,5 @@ def unit(path: Path) -> Unit:
 
 
 def environment_file(path: Path) -> dict[str, str]:
-    """Read an environment file: NAME=VALUE lines."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return {name: value for name, _, value in (line.partition("=") for line in lines)}

@@ -26,7 +26,7 @@ from elastic_trainer.membership.member import Member
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, report_of, round_trip
 from elastic_trainer.preflight.examination import Subject, examine
-from elastic_trainer.preflight.finding import NODE_CHECKS_S, PEERS_WAIT_S, Finding, FitLimits, Status, bad, sentence
+from elastic_trainer.preflight.judge import NODE_CHECKS_S, PEERS_WAIT_S, Finding, FitLimits, Status, bad, sentence
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.telemetry.logs import logger

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.containers.engine import Composed, Engine, say, started
+from tests.drills.containers.fleet import Composed, Engine, say, started
 from tests.support.deployment import DEPLOY, ROOT, load
 from tests.support.requirements import find, needs, outside
 from tests.support.waiting import eventually
@@ -117,7 +117,6 @@ def wheels(engine: Engine, base: str, clone: Path, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def image(engine: Engine, clone: Path, base: str, wheels: str) -> str:
-    """Our own, by the Dockerfile."""
     build(engine, clone, wheels, OWN)
     return OWN
 

@@ -9,7 +9,6 @@ from elastic_trainer.jobs.main import main
 
 
 def collect(asked: Path) -> None:
-    """32 MB ten times a second."""
     hoard: list[bytearray] = []
     while not asked.exists():
         pause(0.1)

@@ -16,8 +16,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.drills.measure import sample_problems
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.containers import hoarding
-from tests.drills.containers.engine import Composed, say
-from tests.drills.containers.fleet import ALL, FOLDER, SAMPLES, Fleet, digits
+from tests.drills.containers.fleet import ALL, FOLDER, SAMPLES, Composed, Fleet, digits, say
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,7 @@ def test_compose_starts_what_watches(composed: Composed) -> None:
 def test_a_container_that_is_killed_costs_no_committed_step(fleet: Fleet) -> None:
     """The others go on in the same processes; started again, it joins."""
     before = fleet.settled(*ALL)
-    moment = fleet.kill("n2")
-    fleet.aftermath(before, "docker kill n2", moment.asked, "n2")
+    fleet.aftermath(before, "docker kill n2", fleet.kill("n2"), "n2")
     fleet.engine.docker("start", "n2")
     after = fleet.settled(*ALL)
     assert after.pids["n2"] != before.pids["n2"]
@@ -139,7 +137,6 @@ def test_what_watches_has_seen_all_nodes(fleet: Fleet) -> None:
 
 
 def _scraped(composed: Composed, run: str) -> list[Any]:
-    """The nodes of ``run`` that Prometheus reaches now."""
     query = f"http://127.0.0.1:9090/api/v1/query?query=up{{run=%22{run}%22}}==1"
     return list(json.loads(composed.asked(query))["data"]["result"])
 
@@ -171,7 +168,7 @@ def test_a_run_grows_from_one_node_and_again_after_it_was_down_to_one(composed: 
         fleet.settled("n0")
         fleet.start("n1", "n2")
         before = fleet.settled(*ALL)
-        t = fleet.kill("n1").asked
+        t = fleet.kill("n1")
         fleet.kill("n2")
         fleet.aftermath(before, "docker kill of n1 and n2", t, "n1", "n2")
         fleet.settled("n0")

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_trainer import __version__
 from tests.drills.containers.conftest import BASE, OWN, PYTHON, build
-from tests.drills.containers.engine import Engine, say
+from tests.drills.containers.fleet import Engine, say
 from tests.support.dockerfile import copied
 
 UID = 10001
@@ -35,14 +35,12 @@ class Image:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a registry and a cluster read."""
         return dict(self.engine.inspect(OWN)["Config"])
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return self.engine.ran("run", "--rm", *HARDENED, OWN, *command)
 
     def said(self, *command: str) -> str:
-        """What ``command`` wrote; it must succeed."""
         ran = self.run(*command)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout

@@ -19,8 +19,6 @@ STEP_S = 1.2
 
 
 class PacedMnist(Mnist):
-    """See the module."""
-
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         if not HURRY.exists():
             pause(STEP_S)

@@ -13,8 +13,7 @@ from elastic_trainer.local.ledger import LedgerTail, Line, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster
-from tests.support.kubelet.jobs import Condition
-from tests.support.kubelet.pods import PodStatus
+from tests.support.kubelet.pods import Condition, PodStatus
 from tests.support.manifests import Manifest, named
 from tests.support.requirements import needs
 
@@ -25,19 +24,16 @@ LEDGER = "/checkpoints/ledger"
 
 
 def rendered() -> list[Manifest]:
-    """The objects of the dev overlay."""
     needs("dumb-init", "the init of the image")
     return manifests.rendered("overlays/dev")
 
 
 def change_job_file(documents: list[Manifest], changes: Mapping[str, Any]) -> None:
-    """Other values in the job's own YAML."""
     data = named(documents, "ConfigMap", JOB)["data"]
     data["job.yaml"] = yaml.safe_dump(yaml.safe_load(data["job.yaml"]) | dict(changes))
 
 
 def add_options(documents: list[Manifest], **options: str) -> None:
-    """More of ``--rdzv-conf``."""
     words = named(documents, "Job", JOB)["spec"]["template"]["spec"]["containers"][0]["command"]
     at = next(number for number, word in enumerate(words) if word.startswith("--rdzv-conf="))
     words[at] += "".join(f",{name}={value}" for name, value in options.items())
@@ -60,38 +56,31 @@ class Scene:
         self.lines: list[Line] = []
 
     def start(self, documents: list[Manifest]) -> None:
-        """Apply everything, with a ledger for the job."""
         named(documents, "ConfigMap", "elastic-trainer")["data"][ENV_LEDGER_DIR] = LEDGER
         self.cluster.apply(documents)
 
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-        """See Cluster.wait_for."""
         self.cluster.wait_for(condition, what, limit_s)
 
     # ---- pods
 
     def living(self) -> list[PodStatus]:
-        """The job's pods that have not ended, by index."""
         return self.cluster.living(OWNER)
 
     def scale(self, size: int) -> None:
-        """As ``kubectl patch`` does it."""
         self.cluster.scale(JOB, size)
 
     def await_end(self, name: str) -> PodStatus:
-        """Wait until a pod has ended; how it did."""
         self.wait_for(lambda: not self.cluster.pod(name).living, f"{name} does not end")
         return self.cluster.pod(name)
 
     def await_over(self) -> Condition | None:
-        """Wait until the Job is Complete or Failed."""
         self.wait_for(lambda: self.cluster.job(JOB).condition is not None, "the Job is never over")
         return self.cluster.job(JOB).condition
 
     # ---- steps
 
     def steps(self) -> list[Line]:
-        """All steps so far."""
         self.lines += self._tail.read()
         return [line for line in self.lines if line.event is LineKind.STEP]
 
@@ -118,16 +107,13 @@ class Scene:
     # ---- what a person in a pod sees
 
     def asked(self, pod: str, *words: str) -> str:
-        """What a command in a pod prints."""
         done = self.cluster.execute(pod, *words)
         assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def fetched(self, pod: str, url: str) -> str:
-        """What an address answers to a pod."""
         script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
         return self.asked(pod, "python", "-c", script, url)
 
     def happenings(self, pod: str) -> list[dict[str, Any]]:
-        """``elastic-trainer events``."""
         return [json.loads(line) for line in self.asked(pod, "elastic-trainer", "events", JOB, "--json").splitlines()]

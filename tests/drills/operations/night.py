@@ -58,7 +58,7 @@ with Session(seed=1) as session:
             optimizer.step()
 """
 """A script with a Session, whose local rank 2 is slow while a file is there."""
-SAVES = (
+SAVES = [
     "-m",
     "elastic_trainer.drills.job",
     "--directory",
@@ -69,7 +69,7 @@ SAVES = (
     "1",
     "--width",
     "64",
-)
+]
 
 NO_DISKS: Mapping[Path, int] = {}
 
@@ -91,7 +91,6 @@ class Plan:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def cluster(self, directory: Path, endpoint: str) -> LocalCluster:
-        """Its nodes, none of which is started."""
         directory.mkdir(exist_ok=True)
         (directory / "script.py").write_text(self.script)
         return LocalCluster(
@@ -110,8 +109,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """See the module."""
-
     runs: Mapping[str, LocalCluster]
     watch: Watch
     screens: Sequence[Overview]
@@ -121,7 +118,6 @@ class Night:
 
     @property
     def minute_s(self) -> float:
-        """Seconds of a minute of the rules."""
         return 60.0 * SCALE * self.slower
 
     def shows(self, sick: Mapping[str, str], healthy: Mapping[str, str]) -> None:
@@ -173,13 +169,11 @@ class Night:
         )
 
     def pages(self, status: str = "firing") -> Counter[Page]:
-        """What woke somebody."""
         return Counter(
             {(name, run): times for (to, name, run), times in self.messages(status).items() if to == "on-call"}
         )
 
     def reopen(self, run: str) -> None:
-        """Start a node that lets a closed run go on."""
         self.runs[run].spec = replace(self.runs[run].spec, options={**self.runs[run].spec.options, "reopen": "true"})
         self.runs[run].start(1)
 
@@ -189,7 +183,6 @@ class Night:
         assert self.pages(status) == Counter(expected), self._mail()
 
     def summaries(self) -> dict[Page, str]:
-        """What each page said."""
         return {
             (short(each), each.labels.get("run", "")): each.annotations["summary"]
             for each in self._mail()
@@ -207,7 +200,6 @@ class Night:
 
 
 def short(message: Message) -> str:
-    """The name of the alert without what all begin with."""
     return message.name.removeprefix("ElasticTrainer")
 
 

@@ -1,22 +1,223 @@
-"""A night in which much goes wrong at once: exactly the right pages come, each once, and each is resolved.
-
-Real nodes, etcd, monitor, Prometheus and Alertmanager, with the shipped rules and routes; a minute of the rules takes
-three seconds, and more on a loaded machine. ``OPERATIONS_NIGHT=1`` adds the runs that need a Session: a full disk, a
-slow rank, a worker that dies.
-"""
+"""Runs with real Prometheus, Alertmanager and browsers: a night of faults, why workers died, and how nodes leave."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_trainer.cli.main import main
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.hosts import one_host
+from tests.drills.endings.job import Job
 from tests.drills.operations.night import SAVES, STEPS, Night, Plan, night
+from tests.support.requirements import needs, needs_root
+from tests.support.running import Running
+from tests.support.small_disk import mounted
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+LIMIT_BYTES = 1 << 30
+EATS = "import time; time.sleep(3); eaten = b'x' * (4 << 30)"
+FILLS = """
+import sys, time
+from elastic_trainer import Session
+with Session():
+    with open(sys.argv[1], "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+"""
+# A container's own /dev, with the file that Kubernetes mounts into it: $1 is a folder, $2 that file, $3 a cgroup.
+CONTAINER = """
+mount -t tmpfs dev "$1"
+for each in null zero full random urandom; do touch "$1/$each"; mount --bind "/dev/$each" "$1/$each"; done
+mkdir "$1/shm"; mount --rbind /dev/shm "$1/shm"; ln -s /proc/self/fd "$1/fd"
+touch "$1/termination-log"; mount --bind "$2" "$1/termination-log"
+mount --rbind "$1" /dev
+echo $$ > "$3/cgroup.procs"
+shift 3
+exec "$@"
+"""
+
+
+class Contained(Running):
+    """Nodes in a container with a limit of memory; their last words go to ``said``."""
+
+    def __init__(self, spec: ClusterSpec, group: Path) -> None:
+        super().__init__(spec)
+        self._group, self.said = group, spec.directory / "termination-log"
+        self.said.touch()
+
+    def command(self, name: str) -> list[str]:
+        dev = self.spec.directory / "dev"
+        dev.mkdir()
+        enter = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", CONTAINER, "sh"]
+        return [*enter, str(dev), str(self.said), str(self._group), *super().command(name)]
+
+
+@contextmanager
+def limited(name: str) -> Iterator[Path]:
+    """A cgroup of ours with a limit; skips the test where the machine has none that we may make."""
+    needs_root("making a cgroup")
+    version_1 = (MEMORY / "memory.limit_in_bytes").exists()
+    group = (MEMORY if version_1 else MEMORY.parent) / name
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(LIMIT_BYTES))
+        with suppress(OSError):  # without swap there is nothing to limit
+            (group / ("memory.memsw.limit_in_bytes" if version_1 else "memory.swap.max")).write_text(
+                str(LIMIT_BYTES if version_1 else 0)
+            )
+    except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"this machine lets us make no cgroup with a limit of memory: {error}")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def spec(directory: Path, endpoint: str, run: str, script: str, *arguments: str) -> ClusterSpec:
+    directory.mkdir(exist_ok=True)
+    (directory / "script.py").write_text(script)
+    entry = [str(directory / "script.py"), *arguments]
+    return ClusterSpec(run, directory, endpoint, entry, 1, 1, max_restarts=0, options={"last_call": "0.5"})
+
+
+def told(run: str, endpoint: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str]]:
+    """The status of the run, and the reasons of its incidents."""
+    found = []
+    for words in (("status", run, "--json"), ("events", run, "--json")):
+        capsys.readouterr()
+        assert main([*words, "--endpoint", endpoint]) == 0
+        found.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    return found[0][0], [each["reason"] for each in found[1] if each["type"] == "incident"]
+
+
+@pytest.mark.timeout(300)
+def test_a_kill_for_memory_is_called_so(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker uses up the memory of its container, and the kernel kills it: status, events and the pod's termination
+    message say that it was for memory, and whose."""
+    needs("unshare", "a container's own /dev")
+    with limited(run_id) as group, Contained(spec(tmp_path / "job", etcd_endpoint, run_id, EATS), group) as job:
+        job.start(1)
+        assert job.exit_code(job.node("n0")) == 1
+        how = "worker 0 (rank 0) was killed by SIGKILL, because its cgroup was out of memory"
+        status, reasons = told(run_id, etcd_endpoint, capsys)
+        assert status["state"] == "abandoned", job.describe()
+        assert how in status["departure"]["reason"]
+        assert any(how in reason for reason in reasons), reasons
+        assert job.said.read_text() == status["departure"]["reason"]
+
+
+@pytest.mark.timeout(300)
+def test_a_full_disk_is_called_so(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker writes until its disk is full: its exception and what it means are in status and events. The command for
+    logs finds where its node wrote, by the rank, although the node is gone."""
+    with one_host(), mounted(tmp_path / "disk", 4 << 20) as disk:  # logs of other hosts are not at hand
+        job_spec = spec(tmp_path / "job", etcd_endpoint, run_id, FILLS, str(disk / "file"))
+        with Running(job_spec) as job:
+            job.start(1)
+            assert job.exit_code(job.node("n0")) == 1
+            assert (disk / "file").stat().st_size >= 3 << 20
+            how = "ended with exit code 1: OSError: [Errno 28] No space left on device"
+            status, reasons = told(run_id, etcd_endpoint, capsys)
+            assert how in status["departure"]["reason"], job.describe()
+            assert main(["logs", run_id, "--rank", "0", "--since", "1h", "--endpoint", etcd_endpoint]) == 0
+            assert "OSError: [Errno 28] No space left on device" in capsys.readouterr().out
+            assert "(the disk is full)" in status["departure"]["reason"]
+            assert any(how in reason for reason in reasons), reasons
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_scaled_to_zero_is_stopped_and_comes_back(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM to all nodes is no fault. Started again it goes on where it was; killed, it is gathering, not stopped;
+    and a node that waits in vain says that it gave up, with its exit code."""
+
+    def status(command: str = "status") -> list[dict[str, Any]]:
+        capsys.readouterr()
+        assert main([command, run_id, "--endpoint", etcd_endpoint, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    def state() -> str:
+        return str(status()[0]["state"])
+
+    options = {"join_timeout": "20", "ttl": "4"}
+    with Job(tmp_path, etcd_endpoint, run_id, most=2, options=options) as job:
+        job.start(2)
+        first = job.await_world("n0", "n1", count=5)
+        stood = job.newest()
+        for name in ("n0", "n1"):
+            job.node(name).terminate()
+        assert [job.exit_code(job.node(name)) for name in ("n0", "n1")] == [EXIT_LEFT, EXIT_LEFT]
+        assert state() == "stopped"
+        (stopped,) = [each for each in status("events") if each.get("kind") == "run_stopped"]
+        assert stopped["reason"] == "the last node left on request: SIGTERM"
+
+        job.start(2)
+        job.await_world("n2", "n3", after=first)
+        assert state() == "training"
+        assert job.newest() > stood
+        for name in ("n2", "n3"):
+            job.node(name).kill()
+        job.wait_for(lambda: state() == "gathering", "killed nodes are not missed")
+
+        job.start(1)
+        assert job.exit_code(job.node("n4")) == 1
+        assert state() == "abandoned"
+        (gave_up,) = [each for each in status("events") if each.get("kind") == "node_gave_up"]
+        assert gave_up["reason"].startswith("node n4 gave up: fewer than 2 nodes were ready within 20 s")
+        assert gave_up["reason"].endswith("(exit code 1)")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_whose_only_node_is_killed_records_it_when_another_comes(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody was left to break the round: its document is as it was, and the next node closes what is missing."""
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=1) as job:
+        (first,) = job.start(1)
+        number = job.await_world("n0")
+        assert first.kill() is not None
+        before = job.document()
+        assert (before.number, before.state.value) == (number, "active")
+        (second,) = job.start(1)
+        following = job.await_world("n1", after=number)
+        second.terminate()
+        job.exit_code(second)
+        job.start(1)
+        job.await_world("n2", after=following)
+
+        def incidents() -> list[tuple[str, int, str, list[str], bool]]:
+            capsys.readouterr()
+            assert main(["events", run_id, "--endpoint", etcd_endpoint, "--json"]) == 0
+            lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            mine = [line for line in lines if line["type"] == "incident"]
+            return [(each["kind"], each["round"], each["reason"], each["nodes"], each["open"]) for each in mine]
+
+        expected = [
+            ("round", number, f"all nodes of round {number} were lost", ["n0"], False),
+            ("run_stopped", following, "the last node left on request: SIGTERM", ["n1"], False),
+        ]
+        job.wait_for(lambda: len(incidents()) >= len(expected), "the lost round is not recorded")
+        job.await_steps(20)
+        assert incidents() == expected
+
 
 LONG = os.environ.get("OPERATIONS_NIGHT", "") not in ("", "0")
 PLANS = (
@@ -130,18 +331,15 @@ def morning(night: Night) -> None:
 
 
 def training(runs: set[str]) -> dict[str, str]:
-    """Runs and their state, in the order of the list."""
     return dict.fromkeys(sorted(runs), "Training")
 
 
 def mark(night: Night, run: str, name: str, *, there: bool = True) -> None:
-    """A file that the script of ``run`` looks for."""
     file = night.runs[run].spec.directory / name
     file.touch() if there else file.unlink()
 
 
 def fill(night: Night, *, there: bool = True) -> None:
-    """The disk of the run that saves."""
     rest = night.runs["disk"].spec.directory / "checkpoints" / "rest"
     if not there:
         rest.unlink()

@@ -29,7 +29,6 @@ on_a_cluster = pytest.mark.skipif(
 
 
 def kubectl(*words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """kubectl's answer; ``text`` is its standard input."""
     program = needs("kubectl", "it asks the API server")
     command = [program, *words]
     with outside():
@@ -60,7 +59,6 @@ def refusals(objects: Sequence[Manifest], namespace: str) -> list[str]:
 
 
 def run_of(*words: str) -> list[Manifest]:
-    """What ``elastic-trainer k8s render`` prints."""
     return objects_of(asked("--name", "kube-test", "--image", "elastic-trainer:latest", *words, "--", SCRIPT))
 
 

@@ -47,7 +47,6 @@ def make(*words: str | Path, code: int = 0) -> str:
 
 
 def files(directory: Path, name: str = "client") -> dict[str, Path]:
-    """What a client is given."""
     return {"ca_cert": directory / "ca.crt", "cert": directory / f"{name}.crt", "key": directory / f"{name}.key"}
 
 
@@ -233,29 +232,7 @@ def test_an_expired_certificate_of_etcd_is_told(tmp_path: Path, etcd_binary: str
 
 def _expire(directory: Path, target: Path, name: str = "client") -> None:
     """A certificate for the key of ``name`` that ended yesterday."""
-    base = [
-        "openssl",
-        "req",
-        "-new",
-        "-key",
-        directory / f"{name}.key",
-        "-subj",
-        f"/CN={name}",
-        "-out",
-        directory / "r",
-    ]
     (directory / "e").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-    sign = [
-        "openssl",
-        "x509",
-        "-req",
-        "-in",
-        directory / "r",
-        "-CA",
-        directory / "ca.crt",
-        "-CAkey",
-        directory / "ca.key",
-    ]
-    sign += ["-set_serial", "7", "-days", "-1", "-extfile", directory / "e", "-out", target]
-    for command in (base, sign):
-        subprocess.run([str(word) for word in command], check=True, capture_output=True, timeout=60)
+    ca = "-CA ca.crt -CAkey ca.key -set_serial 7 -days -1 -extfile e"
+    for words in (f"req -new -key {name}.key -subj /CN={name} -out r", f"x509 -req -in r {ca} -out {target}"):
+        subprocess.run(["openssl", *words.split()], cwd=directory, check=True, capture_output=True, timeout=60)

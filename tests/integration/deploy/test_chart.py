@@ -20,7 +20,6 @@ LEAST = {"image": "elastic-trainer:latest", "args": ["/app/train.py"], "minNodes
 
 
 def made(values: dict[str, Any], directory: Path, namespace: str = "team") -> list[Manifest]:
-    """The objects of a release."""
     (directory / "values.json").write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     done = helm("template", "gpt", CHART, "--namespace", namespace, "--values", directory / "values.json")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The Dockerfile keeps its promises: pinned, small, not root, explained; its process 1 passes signals and codes on."""
+"""The Dockerfile and compose.yaml: pinned, small, not root, explained, in one piece with what they start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from elastic_trainer.cli import health
 from elastic_trainer.cli.main import COMMANDS
 from elastic_trainer.monitor.serve import DEFAULT_PORT
 from tests.integration.worker.launch import LIMIT_S, finished, plain, run, started, tail
-from tests.support.deployment import ROOT
+from tests.support.deployment import DEPLOY, PROMETHEUS, ROOT, load
 from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
 from tests.support.requirements import needs, needs_root
 from tests.support.waiting import eventually
@@ -135,7 +136,6 @@ print("the orphan is gone")
 
 
 def contained(*command: str) -> list[str]:
-    """``command`` as the image runs it."""
     needs_root("makes a namespace of processes")
     unshare = needs("unshare", "makes a namespace of processes (Debian: util-linux)")
     program, *options = words(values("ENTRYPOINT")[0])
@@ -175,3 +175,63 @@ def test_orphans_of_a_worker_are_waited_for(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
     run(contained(*torchrun), log)
     assert "the orphan is gone" in log.read_text()
+
+
+COMPOSE: dict[str, Any] = load(DEPLOY / "compose.yaml")
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OWN = "elastic-trainer:latest"
+
+
+def binds(service: dict[str, Any]) -> list[dict[str, Any]]:
+    return [mount for mount in service.get("volumes", ()) if mount["type"] == "bind"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_pinned_watched_and_closed(name: str) -> None:
+    """A version for each image, a health check, a restart, and ports for this machine alone unless asked."""
+    service = SERVICES[name]
+    assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]) or service["image"] == OWN
+    assert ("build" in service) == (service["image"] == OWN)
+    assert service["healthcheck"]["test"][0] == "CMD"
+    assert service["restart"] == "unless-stopped"
+    for port in service["ports"]:
+        assert re.fullmatch(r"\$\{[A-Z]+_BIND:-127\.0\.0\.1\}:(\d+):\1", port)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_is_mounted_exists_and_cannot_be_written(name: str) -> None:
+    """Configuration comes from this folder, read-only."""
+    for mount in binds(SERVICES[name]):
+        assert (DEPLOY / mount["source"]).exists(), mount
+        assert mount["read_only"] is True
+
+
+def test_services_find_each_other_by_name() -> None:
+    """Names and ports in the configuration files are those of the services."""
+    config = load(PROMETHEUS / "prometheus.yml")
+    targets = [
+        *config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"],
+        *config["scrape_configs"][0]["static_configs"][0]["targets"],
+        *re.findall(r"//([^/]+)/", config["scrape_configs"][1]["http_sd_configs"][0]["url"]),
+    ]
+    for target in targets:
+        host, port = target.split(":")
+        assert SERVICES[host]["ports"][0].endswith(f":{port}")
+    depends = {other for service in SERVICES.values() for other in service.get("depends_on", ())}
+    assert depends <= set(SERVICES)
+
+
+def test_secrets_are_files_that_git_does_not_keep() -> None:
+    """No password stands in the file or in the environment, and what is put into ``secrets`` is never committed."""
+    settings = {name: str(value) for each in SERVICES.values() for name, value in each.get("environment", {}).items()}
+    spoken = [name for name in settings if re.search("PASSWORD|TOKEN|SECRET|KEY", name)]
+    assert [
+        name for name in spoken if not (name.endswith("__FILE") and settings[name].startswith("/run/secrets/"))
+    ] == []
+    assert spoken
+    assert all(Path(secret["file"]).parts[0] == "secrets" for secret in COMPOSE["secrets"].values())
+    assert "\n*\n" in (DEPLOY / "secrets/.gitignore").read_text(encoding="utf-8")
+    receivers = (DEPLOY / "alertmanager/alertmanager.yml").read_text(encoding="utf-8")
+    mounted = [mount["target"] for mount in binds(SERVICES["alertmanager"])]
+    for path in re.findall(r"_file: (\S+)", receivers):
+        assert str(Path(path).parent) in mounted

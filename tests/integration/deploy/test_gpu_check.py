@@ -24,7 +24,6 @@ ENDS = "import json, pathlib, sys; pathlib.Path({!r}).write_text(json.dumps({}))
 
 
 def loaded(name: str) -> ModuleType:
-    """A file of deploy/gpu, which is no package."""
     spec = importlib.util.spec_from_file_location(f"gpu_{name}", DEPLOY / "gpu" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, Costs, costs, need, table
+from tests.bench.capacity import NODES, REQUEST_LIMIT, Costs, costs, need, table
 from tests.support.commands import understand
 from tests.support.deployment import DEPLOY
 from tests.support.units import SYSTEMD, unit
@@ -24,7 +24,6 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
 def lines(page: Path) -> list[str]:
-    """The lines of all fenced blocks."""
     return [
         line for block in re.findall(r"^```\w*\n(.*?)^```$", TEXTS[page], re.M | re.S) for line in block.splitlines()
     ]

@@ -35,13 +35,11 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(*words: str) -> KubernetesRun:
-    """The run that a command line describes."""
     parser, _ = whole_parser(["k8s"])
     return values(parser.parse_args(["k8s", "render", *words]))
 
 
 def objects_of(run: KubernetesRun) -> list[Manifest]:
-    """What is printed for it."""
     return list(yaml.safe_load_all(rendering.stream(run)))
 
 

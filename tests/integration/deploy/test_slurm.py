@@ -44,7 +44,6 @@ SCONTROL = """#!/bin/sh
 
 
 def directives() -> dict[str, str]:
-    """The options that sbatch reads."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", TEXT, re.MULTILINE)
     return dict(found)
 
@@ -130,7 +129,6 @@ class Played:
         return self._batch.wait(LIMIT_S)
 
     def kill(self) -> None:
-        """End whatever is left."""
         if self._batch.poll() is None:
             os.killpg(self._batch.pid, signal.SIGKILL)
         self._batch.wait()

@@ -31,7 +31,6 @@ RUN = environment_file(SYSTEMD / "run.env.example")
 
 
 def node_words() -> list[str]:
-    """What a node of run mnist-1 is started with."""
     return NODE.words(RUN, instance="mnist-1", host="worker-7")
 
 
@@ -170,7 +169,6 @@ def start(run: str, directory: Path, changes: dict[str, str]) -> subprocess.Pope
 
 
 def steps(directory: Path) -> bool:
-    """Whether the job has made steps."""
     log = directory / "saved" / "steps.jsonl"
     return log.exists() and log.stat().st_size > 0
 

@@ -54,7 +54,6 @@ def built(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the repository of the package."""
     source = tmp_path_factory.mktemp("published") / "source"
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "elastic_trainer", source / "elastic_trainer", ignore=unwanted)
@@ -65,7 +64,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    """Built from the source archive."""
     with tarfile.open(built("build_sdist", source, source.parent)) as archive:
         archive.extractall(source.parent / "unpacked", filter="data")
     (unpacked,) = (source.parent / "unpacked").iterdir()
@@ -128,7 +126,6 @@ def run_in(fresh: Environment, command: str, directory: Path, endpoint: str = ""
 
 
 def readme_commands() -> list[str]:
-    """In blocks and within sentences, each once."""
     readme = ROOT / "README.md"
     sentences = re.sub(r"^```.*?^```$", "", readme.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     within = re.findall(r"`((?:make|pip|python|torchrun|elastic-trainer) [^`]+)`", sentences)
@@ -136,7 +133,6 @@ def readme_commands() -> list[str]:
 
 
 def commands_of(page: Path) -> list[str]:
-    """The lines of its blocks for a shell."""
     shell = [block.text.replace("\\\n", " ") for block in blocks(page) if block.language == "sh"]
     return [" ".join(line.split()) for text in shell for line in text.splitlines()]
 

@@ -50,7 +50,6 @@ def stage(directory: Path) -> Iterator[None]:
 
 
 def play(page: Path) -> None:
-    """Do what ``page`` says, in the present directory."""
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in blocks(page):
         if block.file is not None:

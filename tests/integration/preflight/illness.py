@@ -8,11 +8,10 @@ import sys
 import threading
 
 from elastic_trainer.preflight.child import Messages
-from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.judge import Finding, Status
 
 
 def main(how: str) -> int:
-    """Say what works, then fail as asked."""
     messages = Messages(100.0)
     print("a library says hello")
     os.system("echo and one of its children too")

@@ -1,25 +1,145 @@
-"""``elastic-trainer doctor``: against real etcd, alone and with others."""
+"""The command, its checks in processes of their own, and how nodes meet to measure their network."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import structlog
 
 from elastic_trainer.cli.main import main
-from elastic_trainer.clock import SYSTEM
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.hosts import free_ports
+from elastic_trainer.preflight.child import Child, findings_of
+from elastic_trainer.preflight.comparison import report_of
+from elastic_trainer.preflight.examination import Neighbor
+from elastic_trainer.preflight.judge import Finding, FitLimits, Published, Status, bad, judge, judge_pairs, sentence
+from elastic_trainer.preflight.together import AbsentError, Attendance, Heard, Meeting, attended, found, port_of
+from elastic_trainer.store.api import RunKeys
 from tests.support.guarded import guard
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
+ILL = "tests.integration.preflight.illness"
 LIMIT_S = 200.0
+
+
+def ill(how: str) -> tuple[list[Finding], list[str], dict[str, str]]:
+    said, versions = list[str](), dict[str, str]()
+    return findings_of("check", ILL, [how], Deadline.after(LIMIT_S), said.append, versions), said, versions
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_a_check_that_ends_well_tells_all() -> None:
+    """What libraries print in between does no harm."""
+    found, said, versions = ill("nothing")
+    assert [(finding.name, finding.status) for finding in found] == [("first", Status.OK)]
+    assert said == ["doing nothing"]
+    assert versions == {"torch": "2.13.0"}
+
+
+def test_a_check_that_hangs_is_killed_and_named() -> None:
+    """What it had found before counts; nothing is left of it."""
+    clock, before, begun = ManualClock(), {each.pid for each in children()}, SYSTEM.monotonic()
+    deadline = Deadline.after(LIMIT_S, clock)
+    found = findings_of("check", ILL, ["hang"], deadline, lambda _: clock.advance(LIMIT_S), {})
+    assert SYSTEM.monotonic() - begun < 60.0
+    assert [finding.status for finding in found] == [Status.OK, Status.BAD]
+    assert re.search(r"no answer in [\d.]+ s while doing hang", found[1].text), found[1].text
+    assert {each.pid for each in children()} <= before
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "exited (exit code 1) while doing raise: RuntimeError: CUDA error: uncorrectable ECC error"),
+        ("die", "exited (killed by SIGSEGV) while doing die"),
+    ],
+)
+def test_a_check_that_crashes_is_named_with_its_last_words(how: str, text: str) -> None:
+    """The exception, or the signal."""
+    found, _, _ = ill(how)
+    assert (found[-1].name, found[-1].status) == ("check", Status.BAD)
+    assert text in found[-1].text
+
+
+# ---- real measurements
+
+
+def measured(node: str) -> Published:
+    versions: dict[str, str] = {}
+    module = "elastic_trainer.preflight.compute"
+    found = findings_of("compute", module, [f"{LIMIT_S}"], Deadline.after(LIMIT_S), lambda _: None, versions)
+    assert [finding for finding in found if finding.status is not Status.OK] == []
+    return Published(report_of(node, "127.0.0.1", found, versions, 0.0), 1, 1)
+
+
+def faster(measured: Published, node: str, times: float) -> Published:
+    """A node like ``measured`` that is so many times as fast."""
+    values = {name: value * times for name, value in measured.report.values.items()}
+    return Published(measured.report.model_copy(update={"node": node, "values": values}), 1, 1)
+
+
+def test_a_machine_that_is_slower_than_the_others_is_unfit() -> None:
+    """It measures memory and matrices for real. The others are made of that: a second measurement would tell how busy
+    this machine is by then."""
+    slow = measured("slow")
+    assert set(slow.report.values) == {"memory.cpu", "matmul.cpu.fp32"}
+    assert slow.report.versions["torch"]
+    good = [faster(slow, "a", 4.0), faster(slow, "b", 5.0)]
+    verdict = judge(slow, good, FitLimits())
+    assert "matmul.cpu.fp32" in sentence(bad(verdict))
+    assert "of the median of 2 other nodes" in sentence(bad(verdict))
+    assert not bad(judge(good[0], [good[1], slow], FitLimits()))
+    assert not bad(judge(slow, [faster(slow, "a", 1.2), faster(slow, "b", 0.9)], FitLimits()))
+
+
+# ---- all-reduces
+
+
+def part(rank: int, port: int, limit_s: float) -> dict[str, Any]:
+    place = {"host": "127.0.0.1", "port": port, "nonce": "n", "rank": rank}
+    return {**place, "names": ["a", "b", "c"], "limit_s": limit_s, "wait_s": 4.0}
+
+
+def test_a_node_that_dies_before_it_measures_is_named_by_the_others() -> None:
+    """They measure each other, and wait for it once."""
+    deadline = Deadline.after(LIMIT_S)
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(Child("elastic_trainer.preflight.collective", [f"{LIMIT_S}", "127.0.0.1"]))
+            for _ in range(3)
+        ]
+        ports = [port_of(child, deadline, lambda _: None) for child in started]
+        started[2].end()
+        for rank, child in enumerate(started[:2]):
+            child.send(part(rank, ports[0], LIMIT_S))
+        for rank, child in enumerate(started[:2]):
+            heard = Heard()
+            for message in child.messages(deadline):
+                heard.take(message)
+            assert (heard.pairs[0, 1].rate or 0) > 0
+            assert "c did not join" in heard.pairs[0, 2].error
+            assert "c did not join" in heard.all.error
+            found = {finding.name: finding for finding in judge_pairs(["a", "b", "c"], rank, heard.pairs, FitLimits())}
+            assert "c reached none of 2" in found["allreduce.node"].text
+
+
 QUICK = ["doctor", "--no-compute", "--json"]
 
 
@@ -31,11 +151,9 @@ class Said:
     values: dict[str, Any]
 
     def finding(self, name: str) -> dict[str, Any]:
-        """The first finding called ``name``."""
         return next(each for each in self.values["findings"] if each["name"] == name)
 
     def has(self, name: str) -> bool:
-        """Whether there is one."""
         return any(each["name"] == name for each in self.values["findings"])
 
 
@@ -53,13 +171,11 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> Said:
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    """In a process of its own."""
     call = [sys.executable, "-m", "elastic_trainer.cli.main", *QUICK, *words]
     return subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def outcome(process: subprocess.Popen[str]) -> Said:
-    """Of such a process."""
     out, error = process.communicate(timeout=LIMIT_S)
     assert "Traceback" not in error, error
     return Said(process.returncode, json.loads(out))
@@ -120,14 +236,6 @@ def test_credentials_are_those_of_rdzv_conf(own_etcd: EtcdServer, capsys: pytest
     assert let_in.code == 0, let_in.values
     assert "etcd 3." in let_in.finding("etcd")["text"]
     assert "secret" not in json.dumps(let_in.values)
-
-
-def test_an_unusable_directory_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the reason."""
-    said = doctor(capsys, "--checkpoint-dir", "/proc/checkpoints")
-    assert said.code == 1
-    assert said.values["fit"] is False
-    assert "cannot be written" in said.finding("disk")["text"]
 
 
 def test_too_little_space_is_exit_code_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -198,3 +306,125 @@ def test_a_doctor_compares_itself_with_earlier_ones(
     third = doctor(capsys, *words, "--rdzv-conf", "node_id=c,preflight_ratio=0.001")
     assert "of the median of 2 other nodes" in third.finding("peers.disk.write")["text"]
     assert third.finding("run.clock")["status"] == "ok"
+
+
+KEYS = RunKeys("/p", "run")
+
+
+def place(name: str) -> Neighbor:
+    return Neighbor(name, "127.0.0.1", 1)
+
+
+def silent(_: str) -> None:
+    """Nobody looks on."""
+
+
+class Ticking(ManualClock):
+    """Half a second later each time somebody hears what is done."""
+
+    def tick(self, _: str) -> None:
+        self.advance(0.5)
+
+
+def test_all_get_the_same_list_and_leave_nothing() -> None:
+    """The ranks are one order for all; after the meeting no key is left."""
+    backend, together = MemoryBackend(), threading.Barrier(3)
+
+    def attend(name: str) -> Meeting:
+        store = MemoryStore(backend)
+        with attended(store, KEYS, place(name), 3, Deadline.after(LIMIT_S), silent) as meeting:
+            together.wait(LIMIT_S)
+            return meeting
+
+    with ThreadPoolExecutor(3) as pool:
+        meetings = list(pool.map(attend, "abc"))
+    assert meetings[0] == meetings[1] == meetings[2]
+    assert sorted(member.node for member in meetings[0].members) == ["a", "b", "c"]
+    assert MemoryStore(backend).range(KEYS.preflight, Deadline.after(1.0)).items == ()
+
+
+class Slow(MemoryStore):
+    """Answers the first look, and is asked for the second one when no time is left."""
+
+    looks = 0
+
+    def range(self, prefix: str, deadline: Deadline, **options: Any) -> Any:
+        self.looks += 1
+        if self.looks > 1:
+            assert isinstance(deadline.clock, ManualClock)
+            deadline.clock.advance(deadline.remaining_s())
+            raise StoreUnavailableError("no time was left to ask etcd")
+        return super().range(prefix, deadline, **options)
+
+
+@pytest.mark.parametrize(("store", "limit_s"), [(MemoryStore, 0.5), (Slow, 1.0)])
+def test_a_missing_node_is_told_with_those_that_came(store: type[MemoryStore], limit_s: float) -> None:
+    """After the time that was given, in one sentence. On a busy machine a pause ends when the time is over: that etcd
+    could not be asked then is no news."""
+    clock = Ticking()
+    with (
+        pytest.raises(AbsentError, match=r"1 of 3 nodes joined within [\d.]+ s: a \(start the same command"),
+        attended(store(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(limit_s, clock), clock.tick),
+    ):
+        pytest.fail("the meeting took place")
+
+
+def test_nodes_that_expect_different_numbers_are_told() -> None:
+    """They would wait for ever, or one would be left over. The first may have left when the second looks."""
+    backend, clock, waits = MemoryBackend(), ManualClock(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+
+        def attend(name: str, count: int) -> str:
+            limit = Deadline.after(2.0, clock)
+            try:
+                with attended(MemoryStore(backend), KEYS, place(name), count, limit, lambda _: waits.set()):
+                    return "met"
+            except (ConfigError, AbsentError) as error:
+                return str(error)
+
+        first = pool.submit(attend, "a", 3)
+        assert waits.wait(LIMIT_S)
+        told = {pool.submit(attend, "b", 2).result(LIMIT_S)}
+        clock.advance(2.0)
+        told.add(first.result(LIMIT_S))
+    assert "met" not in told
+    assert any("use the same --peers everywhere" in text for text in told)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    """Two nodes of one name could not be told apart."""
+    backend = MemoryBackend()
+    store = MemoryStore(backend)
+    ready, done, clock = threading.Event(), threading.Event(), ManualClock()
+
+    def first() -> None:
+        def seen(_: str) -> None:
+            ready.set()
+            done.wait(LIMIT_S)
+            clock.advance(1.0)
+
+        with (
+            pytest.raises(AbsentError),
+            attended(MemoryStore(backend), KEYS, place("a"), 2, Deadline.after(1.0, clock), seen),
+        ):
+            pytest.fail("the meeting took place")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert ready.wait(LIMIT_S)
+    try:
+        with (
+            pytest.raises(ConfigError, match="another node has the name 'a'"),
+            attended(store, KEYS, place("a"), 2, Deadline.after(LIMIT_S), silent),
+        ):
+            pytest.fail("the meeting took place")
+    finally:
+        done.set()
+        thread.join(LIMIT_S)
+
+
+def test_a_meeting_is_that_of_its_members() -> None:
+    """Who comes later is in none yet."""
+    decided = Attendance(place=place("a"), count=2, members=(place("a"), place("b")), nonce="x")
+    assert found("b", [decided]) == Meeting(decided.members, "x")
+    assert found("c", [decided, Attendance(place=place("c"), count=2)]) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from elastic_trainer.preflight.examination import (
     shared_memory,
     usable_cores,
 )
-from elastic_trainer.preflight.finding import GIB, MIB, Finding, FitLimits, Status
+from elastic_trainer.preflight.judge import MIB, Finding, FitLimits, Status
 from tests.support.small_disk import fill, mounted, run
 
 LIMITS = FitLimits()
@@ -39,7 +38,6 @@ def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB."""
     with mounted(tmp_path / "disk", SMALL) as path:
         yield path
 
@@ -179,19 +177,6 @@ def test_a_machine_without_the_driver_is_skipped(monkeypatch: pytest.MonkeyPatch
     assert [finding.status for finding in gpu.gpus(Deadline.after(5.0), {})] == [Status.SKIPPED]
 
 
-def test_a_driver_that_hangs_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its tool gets no longer than the deadline."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nexec sleep 100\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    begun = SYSTEM.monotonic()
-    (found,) = gpu.gpus(Deadline.after(1.0), {})
-    assert found.status is Status.BAD
-    assert re.search(r"no answer in [\d.]+ s", found.text), found.text
-    assert SYSTEM.monotonic() - begun < 50.0
-
-
 # ---- network
 
 
@@ -241,11 +226,6 @@ def test_other_nodes_are_asked() -> None:
         assert reaching("x", silent[:1], soon).status is Status.WARN
         assert reaching("x", silent, soon).status is Status.BAD
         assert reaching("x", [], soon).status is Status.SKIPPED
-
-
-def test_limits_are_in_bytes() -> None:
-    """A GiB is what people write for disks here."""
-    assert GIB == 1024 * MIB
 
 
 def test_a_driver_tool_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

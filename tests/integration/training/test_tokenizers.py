@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from elastic_trainer.errors import DataError
 from elastic_trainer.jobs.corpus import TextOptions, load_corpus
 from elastic_trainer.jobs.texts import END_OF_TEXT, UNKNOWN, Bytes, Chars, Gpt2Bpe
-from tests.unit.jobs.test_corpus import text_of
+from tests.unit.jobs.test_gpt import text_of
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]
 

@@ -26,8 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd import find_binary
 from elastic_trainer.local.hosts import Segment
-from tests.support.kubelet.jobs import JobState
-from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, Pod, PodStatus, Process, Surroundings
+from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, JobState, Pod, PodStatus, Process, Surroundings
 from tests.support.manifests import Manifest
 from tests.support.requirements import missing, needs, needs_hosts
 
@@ -48,7 +47,6 @@ def check_possible() -> None:
 
 
 def owner(thing: Manifest) -> str:
-    """The name of a controller among all."""
     return f"{thing['kind']}/{thing['metadata']['name']}"
 
 
@@ -111,13 +109,11 @@ class Cluster:
                 raise ConfigError(f"pod {name} has no process")
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """The processes of a pod."""
         with self._lock:
             process = self._pods[name].process
         return processes.tree(process.pid) if process is not None and process.pid is not None else []
 
     def execute(self, name: str, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a command in a pod, as ``kubectl exec`` does."""
         with self._lock:
             inside, environment = self._process(name).inside(words)
         return subprocess.run(
@@ -139,31 +135,25 @@ class Cluster:
         return [status for status in found if owner in ("", status.owner)]
 
     def living(self, owner: str) -> list[PodStatus]:
-        """Its pods that have not ended, by index."""
         return sorted((pod for pod in self.pods(owner) if pod.living), key=lambda pod: pod.index)
 
     def pod(self, name: str) -> PodStatus:
-        """One pod, also one that is gone."""
         with self._lock:
             return self._pods[name].status() if name in self._pods else self._past[name]
 
     def all_pods(self, owner: str) -> list[PodStatus]:
-        """Its pods of all times."""
         with self._lock:
             past = [status for status in self._past.values() if status.owner == owner]
         return past + self.pods(owner)
 
     def job(self, name: str) -> JobState:
-        """A Job."""
         with self._lock:
             return self._jobs[name]
 
     def log(self, name: str) -> str:
-        """What a pod has printed."""
         return self._logs[name].read_text(encoding="utf-8", errors="replace")
 
     def claim(self, name: str) -> Path:
-        """The directory of a PersistentVolumeClaim."""
         return self.directory / "claims" / name
 
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float) -> None:
@@ -263,7 +253,6 @@ class Cluster:
 
 
 def _names(service: Manifest, hostname: str) -> list[str]:
-    """By which names a pod of it is found, ready or not."""
     name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
     own = [name, *([f"{hostname}.{name}"] if service["spec"].get("clusterIP") == "None" else [])]
     return [each + suffix for each in own for suffix in ("", f".{namespace}", f".{namespace}.svc")]

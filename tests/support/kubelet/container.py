@@ -35,7 +35,6 @@ def _checked(result: int, what: str) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
     words = [word.encode() or None for word in (source, target, kind)]
     _checked(_LIBRARY.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {source} at {target}")
 
@@ -90,7 +89,6 @@ def _devices(root: str) -> None:
 
 
 def become(description: dict[str, Any]) -> NoReturn:
-    """Be the container's process 1."""
     socket.sethostname(description["hostname"])
     build(description["root"], description)
     os.chroot(description["root"])
@@ -102,7 +100,6 @@ def become(description: dict[str, Any]) -> NoReturn:
 
 
 def _dies_with_parent() -> None:
-    """Die with the parent."""
     _checked(_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 

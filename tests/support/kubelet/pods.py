@@ -1,10 +1,4 @@
-"""One pod from start to end: started, probed, restarted, asked to leave, killed after its grace period.
-
-*Runs in* the node's thread; statuses are values that any thread may read.
-*Owns* the pod's directory, network and container.
-*Fails by* ConfigError where a cluster would leave the pod waiting for ever.
-*Invariant*: SIGTERM goes to process 1 once, SIGKILL to everything when the grace period is over.
-"""
+"""A pod on the stand-in: its image, container, probes and volumes, and what a Job makes of how its pods end."""
 
 from __future__ import annotations
 
@@ -13,19 +7,153 @@ import http.client
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import elastic_trainer
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.local.etcd import find_binary
 from tests.support import manifests
 from tests.support.kubelet import container
-from tests.support.kubelet.images import HOME, image
 from tests.support.manifests import Manifest
+
+UID = 10001
+"""The user that the Dockerfile makes."""
+HOME = "/home/trainer"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
+_SETTINGS = ("/etc/ssl", "/etc/alternatives", "/etc/ld.so.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """``trees``: what is seen where (source by target), read-only. ``unreadable``: a path that the image's user could
+    not read on this machine, if there is one."""
+
+    environment: Mapping[str, str]
+    directory: str
+    trees: Mapping[str, str]
+    links: Mapping[str, str]
+    unreadable: str
+
+
+@cache
+def image(reference: str) -> Image:
+    """What stands for the image ``reference``: for ours this virtual environment, and this checkout's package in it."""
+    name = reference.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    links = {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)}
+    if name == "etcd":
+        binary = Path(find_binary())
+        trees = _outermost(links, []) | {"/usr/local/bin": str(binary.parent)}  # where the image has it
+        return Image({"PATH": "/usr/local/bin:/usr/bin:/bin"}, "/", trees, links, _unreadable([binary.parent, binary]))
+    if name != "elastic-trainer":
+        raise ConfigError(f"nothing on this machine stands for the image {reference!r}")
+    checkout = Path(elastic_trainer.__file__).parents[1]
+    places = [Path(sys.prefix), Path(sys.base_prefix), checkout]
+    environment = {
+        "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PYTHONPATH": str(checkout),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": HOME,
+    }
+    packages = [Path(path) for path in sys.path if path.startswith(sys.prefix) and path.endswith("site-packages")]
+    needed = [*places, Path(sys.executable).resolve(), checkout / "elastic_trainer" / "__init__.py", *packages]
+    return Image(environment, HOME, _outermost(links, places), links, _unreadable(needed))
+
+
+def _outermost(links: Iterable[str], more: Iterable[Path]) -> dict[str, str]:
+    """The system's directories and ``more``; where one lies in another, the outer one will do."""
+    wanted = (*_SYSTEM, *_SETTINGS, "/sys", *map(str, more))
+    found = [path for path in wanted if path not in links and os.path.exists(path)]
+    return {
+        path: path for path in found if not any(path != other and Path(path).is_relative_to(other) for other in found)
+    }
+
+
+def _unreadable(paths: Iterable[Path]) -> str:
+    """The first of ``paths`` that not everybody may read; what lies above them does not matter."""
+    for path in paths:
+        mode = path.stat().st_mode
+        if not mode & stat.S_IROTH or (path.is_dir() and not mode & stat.S_IXOTH):
+            return str(path)
+    return ""
+
+
+class Condition(StrEnum):
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass
+class JobState:
+    """What a Job remembers. ``condition`` comes when the last pod has gone after the ``verdict``."""
+
+    condition: Condition | None = None
+    verdict: Condition | None = None
+    reason: str = ""
+    succeeded: set[int] = field(default_factory=set)
+    failures: dict[int, int] = field(default_factory=dict)
+    """Failures that count, by index."""
+    failed: set[int] = field(default_factory=set)
+    """Indexes that have failed for good."""
+    counted: set[str] = field(default_factory=set)
+    ended_at: dict[int, float] = field(default_factory=dict)
+
+    def look(
+        self, spec: dict[str, Any], pods: Sequence[PodStatus], now: float, delay_s: float
+    ) -> tuple[list[int], list[str]]:
+        """The indexes that need a pod now, ``delay_s`` after the last one's failure, and the pods that are to go."""
+        if self.condition is not None:
+            return [], []
+        for pod in pods:
+            if pod.phase in ENDED and pod.name not in self.counted:
+                self.counted.add(pod.name)
+                if pod.index < spec["completions"]:  # else it was scaled down: neither a failure nor a success
+                    self._count(spec, pod, now)
+        self.failed = {index for index, count in self.failures.items() if count > spec["backoffLimitPerIndex"]}
+        if len(self.succeeded) >= spec["successPolicy"]["rules"][0]["succeededCount"]:
+            self._decide(Condition.COMPLETE, "SuccessPolicy")
+        if len(self.failed) > spec["maxFailedIndexes"]:
+            self._decide(Condition.FAILED, "MaxFailedIndexesExceeded")
+        living = [pod for pod in pods if pod.living]
+        unwanted = [pod.name for pod in living if self.verdict or pod.index >= spec["completions"]]
+        if self.verdict is not None:
+            self.condition = None if living else self.verdict
+            return [], unwanted
+        taken = {pod.index for pod in living} | self.succeeded | self.failed
+        free = [index for index in range(spec["completions"]) if index not in taken]
+        return [index for index in free if now >= self.ended_at.get(index, -delay_s) + delay_s], unwanted
+
+    def _decide(self, verdict: Condition, reason: str) -> None:
+        if self.verdict is None:
+            self.verdict, self.reason = verdict, reason
+
+    def _count(self, spec: dict[str, Any], pod: PodStatus, now: float) -> None:
+        if pod.phase is Phase.SUCCEEDED:
+            self.succeeded.add(pod.index)
+            return
+        self.ended_at[pod.index] = now
+        actions = (rule["action"] for rule in spec["podFailurePolicy"]["rules"] if _matches(rule, pod))
+        action = next(actions, "Count")
+        if action == "Count":
+            self.failures[pod.index] = self.failures.get(pod.index, 0) + 1
+        elif action == "FailJob":
+            self._decide(Condition.FAILED, f"PodFailurePolicy: pod {pod.name} exit code {pod.exit_code}")
+
+
+def _matches(rule: dict[str, Any], pod: PodStatus) -> bool:
+    if "onExitCodes" in rule:
+        return pod.exit_code in rule["onExitCodes"]["values"]
+    return any(each["type"] in pod.conditions for each in rule["onPodConditions"])
+
 
 BACKOFF_S = 10.0
 """How long a container that ended again waits for its next start; the first one follows at once."""
@@ -34,8 +162,6 @@ DISRUPTED = "DisruptionTarget"
 
 
 class Phase(StrEnum):
-    """How far a pod is."""
-
     PENDING = "Pending"
     RUNNING = "Running"
     SUCCEEDED = "Succeeded"
@@ -85,7 +211,6 @@ class PodStatus:
 
     @property
     def living(self) -> bool:
-        """Whether it has not ended."""
         return self.phase not in ENDED
 
 
@@ -142,7 +267,6 @@ class Prober:
             self._answers[kind] = f"{type(error).__name__}: {error}"
 
     def _complaint(self, probe: Manifest) -> str:
-        """What is wrong; empty if nothing is."""
         limit_s = probe["timeoutSeconds"]
         if "exec" in probe:
             words, environment = self._process.inside(probe["exec"]["command"])
@@ -235,7 +359,6 @@ class Process:
         return [*enter, "--", "setpriv", *self._privileges, *words], self._environment
 
     def end(self) -> None:
-        """End it at once, and all that it started."""
         self._launcher.kill()  # the container ends with it
         self._launcher.wait()
 
@@ -276,8 +399,6 @@ def _owned(place: Path, group: int, mode: int) -> Path:
 
 
 class Pod:
-    """See the module."""
-
     def __init__(self, identity: Identity, spec: Manifest, around: Surroundings) -> None:
         self.identity, self.spec, self._around = identity, spec, around
         self.phase = Phase.PENDING
@@ -330,7 +451,6 @@ class Pod:
         )
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
         if self.phase in ENDED:
             return
         if self.process is None:
@@ -349,7 +469,6 @@ class Pod:
                 self._press(self.process, now)
 
     def _press(self, process: Process, now: float) -> None:
-        """Ask it to end, and end it when it had its time."""
         if self._asked_at is None:
             self._asked_at = now if process.send(signal.SIGTERM) else None
         elif not self._killed and now >= self._asked_at + self.spec["terminationGracePeriodSeconds"]:

@@ -1,22 +1,311 @@
-"""Images in class folders: the network and the task."""
+"""Images in class folders: files, what a network sees of them, the network and the task."""
 
 from __future__ import annotations
 
+import errno
+import pickle
+import random
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
 from elastic_trainer.data.sampler import Batch, Fetcher
-from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.data.seeds import SampleSeeds
+from elastic_trainer.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    ConfigError,
+    DataError,
+    ElasticTrainerError,
+    SampleError,
+    StorageReadError,
+)
+from elastic_trainer.jobs import digits as digit_images
 from elastic_trainer.jobs.config import CosineConfig, MultiStepConfig, load_job
-from elastic_trainer.jobs.imagefolder import Bottleneck, ImageClasses, ResNet, ResNetOptions, hits_among
+from elastic_trainer.jobs.digits import Digits
+from elastic_trainer.jobs.imagefolder import (
+    Bottleneck,
+    CentralView,
+    ImageClasses,
+    ImageFolder,
+    RandomView,
+    ResNet,
+    ResNetOptions,
+    as_bytes,
+    check_same_classes,
+    image_files,
+    jittered,
+    normalized,
+    random_box,
+    read_image,
+)
 from elastic_trainer.jobs.pillow import Image
 from elastic_trainer.jobs.task import decay_groups
+from elastic_trainer.settings import cache_directory
+
+
+def folders(root: Path, **classes: int) -> Path:
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 6), (number, 0, 0)).save(root / name / f"{number}.png")
+    return root
+
+
+def test_classes_are_the_sorted_names_of_folders(tmp_path: Path) -> None:
+    folders(tmp_path, dog=2, cat=1, **{".hidden": 1})
+    (tmp_path / "README").touch()
+    (tmp_path / "dog" / "notes.txt").touch()
+    files = image_files(tmp_path)
+    assert files.classes == ("cat", "dog")
+    assert list(zip(files.paths, files.labels, strict=True)) == [("cat/0.png", 0), ("dog/0.png", 1), ("dog/1.png", 1)]
+    sample, label = ImageFolder(files, as_bytes, deterministic=True)[2]
+    assert (tuple(sample.shape), int(sample[0, 0, 0]), label) == ((3, 6, 8), 1, 1)
+
+
+def test_fewer_files_are_spread_over_all_classes(tmp_path: Path) -> None:
+    files = image_files(folders(tmp_path, a=6, b=2, c=4))
+    assert [files.thinned(6).labels.count(label) for label in range(3)] == [3, 1, 2]
+    assert files.thinned(None) is files.thinned(100) is files
+
+
+@pytest.mark.parametrize(
+    ("classes", "complaint"),
+    [
+        (None, "No such file or directory"),
+        ({}, "holds no class folders"),
+        ({"a": 1, "b": 0}, "b: a class without images"),
+    ],
+)
+def test_folders_that_hold_no_data_are_named(tmp_path: Path, classes: dict[str, int] | None, complaint: str) -> None:
+    root = tmp_path / "images"
+    if classes is not None:
+        root.mkdir()
+        folders(root, **classes)
+    with pytest.raises(DataError, match=complaint) as caught:
+        image_files(root)
+    one_sentence(caught.value, root)
+
+
+def one_sentence(error: ElasticTrainerError, path: Path) -> None:
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
+    assert error.hint
+    assert error.exit_code == EXIT_CONFIG
+
+
+def test_training_and_test_classes_must_be_the_same(tmp_path: Path) -> None:
+    full, part = image_files(folders(tmp_path / "x", a=1, b=1, c=1)), image_files(folders(tmp_path / "y", b=1))
+    for pair in ((full, part), (part, full)):
+        with pytest.raises(DataError, match=r"y lacks classes 'a', 'c' of .*x") as caught:
+            check_same_classes(*pair)
+        one_sentence(caught.value, tmp_path / "y")
+    check_same_classes(full, full)
+
+
+def test_a_corrupt_image_is_named_by_its_path(tmp_path: Path) -> None:
+    """Cut off anywhere, empty, or something else; also when the error comes from a data worker process."""
+    folders(tmp_path, a=0)
+    path = tmp_path / "a" / "0.png"
+    noise = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 16, 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(SampleError) as caught:
+            read_image(path)
+        one_sentence(pickle.loads(pickle.dumps(caught.value)), path)
+    path.write_text("not an image")
+    with pytest.raises(SampleError, match="not an image"):
+        read_image(path)
+    path.unlink()
+    with pytest.raises(SampleError, match="No such file"):
+        read_image(path)
+
+
+def test_a_storage_that_fails_is_no_mistake_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code is one that is tried again: a file server that hesitates must not end a job for good."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(StorageReadError, match="Input/output error") as caught:
+        read_image(tmp_path / "a.png")
+    assert caught.value.exit_code == EXIT_FAILURE
+    assert SampleError.exit_code == EXIT_CONFIG
+
+
+def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
+    for mode in ("L", "LA", "RGBA", "P", "1"):
+        path = tmp_path / f"{mode}.png"
+        Image.new(mode, (3, 2)).save(path)
+        assert read_image(path).mode == "RGB"
+
+
+def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is refused before anything is read."""
+    for name in [name for name in sys.modules if name == "PIL" or name.startswith("PIL.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "elastic_trainer.jobs.pillow")
+    with pytest.raises(DataError, match=r"pip install elastic-trainer\[examples\]") as caught:
+        __import__("elastic_trainer.jobs.pillow")
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def few_digits() -> Digits:
+    labels = (np.arange(1020) % 10).astype(np.uint8)
+    return Digits(np.repeat(labels, 784).reshape(-1, 28, 28), labels)
+
+
+def test_digits_become_class_folders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels arrive unchanged, and a second call finds what the first one wrote."""
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    root = digit_images.digit_images(tmp_path)
+    train, test = image_files(root / "train"), image_files(root / "test")
+    assert (len(train), len(test), train.classes) == (20, 1000, tuple("0123456789"))
+    sample, label = ImageFolder(train, as_bytes, deterministic=True)[-1]
+    assert (torch.unique(sample).tolist(), label) == ([9], 9)
+    monkeypatch.setattr(digit_images, "shipped_digits", None)
+    assert digit_images.digit_images(tmp_path) == root
+
+
+def test_several_processes_may_write_the_digits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All find them missing, all write, one is first: each gets the whole of it, and nothing else is left."""
+    found: list[int] = []
+    others = iter(range(2))
+
+    def make() -> None:
+        found.append(len(image_files(digit_images.digit_images(tmp_path) / "test")))
+
+    def meanwhile() -> Digits:
+        if next(others, None) is not None:
+            make()
+        return few_digits()
+
+    monkeypatch.setattr(digit_images, "shipped_digits", meanwhile)
+    make()
+    assert found == [1000] * 3
+    assert [path.name for path in tmp_path.iterdir()] == [digit_images.NAME]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    (tmp_path / "file").touch()
+    with pytest.raises(ElasticTrainerError, match=r"cannot be written.*data\.cache"):
+        digit_images.digit_images(tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "damaged"])
+def test_the_users_own_cache_is_no_reason_to_fail(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits are written to a temporary directory where it cannot be written, or holds a file without a byte."""
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if fault == "unwritable" else tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if fault == "unwritable":
+        (tmp_path / "file").touch()
+    else:
+        (digit_images.digit_images() / "train" / "0" / "0000.png").write_bytes(b"")
+    root = digit_images.digit_images()
+    assert root.parent.name.startswith("elastic-trainer-digit-images-1-")
+    assert len(image_files(root / "test")) == 1000
+
+
+def test_the_cache_follows_the_xdg_variable(tmp_path: Path) -> None:
+    """An absolute one; else it is in the home directory."""
+    assert cache_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "elastic_trainer"
+    at_home = Path("~/.cache/elastic_trainer").expanduser()
+    assert cache_directory({}) == cache_directory({"XDG_CACHE_HOME": "relative"}) == at_home
+
+
+def test_folders_may_be_links(tmp_path: Path) -> None:
+    folders(tmp_path / "real", a=2)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a").symlink_to(tmp_path / "real" / "a")
+    assert len(image_files(tmp_path / "root")) == 2
+    shutil.rmtree(tmp_path / "real")
+    with pytest.raises(DataError, match="holds no class folders"):
+        image_files(tmp_path / "root")
+
+
+def picture(width: int = 40, height: int = 30) -> Image.Image:
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def test_a_sample_is_seen_alike_wherever_it_is_drawn_and_otherwise_in_another_epoch() -> None:
+    view = RandomView(16, jitter=(0.4, 0.4, 0.4))
+    seeds = SampleSeeds(3)
+
+    def drawn(epoch: int, number: int) -> torch.Tensor:
+        seeds.sample(epoch, number)
+        return view(picture())
+
+    first = drawn(1, 5)
+    others = [drawn(1, 6), drawn(2, 5)]
+    assert first.shape == (3, 16, 16)
+    assert first.dtype is torch.uint8
+    assert torch.equal(drawn(1, 5), first)
+    assert not any(torch.equal(other, first) for other in others)
+
+
+@given(
+    width=st.integers(1, 500),
+    height=st.integers(1, 500),
+    least=st.floats(0.01, 1.0),
+    ratio=st.floats(0.1, 1.0),
+    seed=st.integers(0, 99),
+)
+def test_a_random_part_lies_within_the_image(width: int, height: int, least: float, ratio: float, seed: int) -> None:
+    random.seed(seed)
+    left, top, right, bottom = random_box(width, height, (least, 1.0), (ratio, 1 / ratio))
+    assert 0 <= left < right <= width + 1e-9
+    assert 0 <= top < bottom <= height + 1e-9
+
+
+def test_flips_are_as_frequent_as_asked() -> None:
+    whole = {"size": 30, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
+    square = picture(30, 30)
+    plain = as_bytes(square)
+    assert torch.equal(RandomView(**whole, flip=0.0)(square), plain)  # type: ignore[arg-type]
+    assert torch.equal(RandomView(**whole, flip=1.0)(square), plain.flip(2))  # type: ignore[arg-type]
+
+
+def test_jitter_changes_colours_only_where_asked() -> None:
+    """None leaves the image itself; brightness moves by at most its part."""
+    image = Image.new("RGB", (4, 4), (100, 100, 100))
+    assert jittered(image, (0.0, 0.0, 0.0)) is image
+    random.seed(0)
+    seen = {int(as_bytes(jittered(image, (0.5, 0.0, 0.0))).max()) for _ in range(50)}
+    assert min(seen) >= 50
+    assert max(seen) <= 150
+    assert len(seen) > 10
+
+
+def test_tests_see_the_middle() -> None:
+    """The shorter side becomes `resize`, and the square in the middle of it is cut out."""
+    array = np.zeros((20, 40, 3), dtype=np.uint8)
+    array[5:15, 15:25] = 255
+    seen = CentralView(size=10, resize=20)(Image.fromarray(array))
+    assert seen.shape == (3, 10, 10)
+    assert int(seen.min()) == 255
+
+
+def test_bytes_are_normalized_by_colour() -> None:
+    """White is 1 before the mean is taken off."""
+    image = torch.tensor([255, 0, 51], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert normalized(image, (0.5, 0.5, 0.0), (0.5, 0.25, 0.1)).flatten().tolist() == pytest.approx([1.0, -2.0, 2.0])
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])
@@ -29,16 +318,8 @@ def test_parameters_are_those_of_the_published_networks(depth: Any, parameters: 
 def test_parameters_are_named_as_torchvision_names_them() -> None:
     with torch.device("meta"):
         names = set(ResNet(1000, ResNetOptions(depth=50)).state_dict())
-    assert {
-        "conv1.weight",
-        "bn1.running_mean",
-        "layer1.0.downsample.0.weight",
-        "layer1.0.downsample.1.num_batches_tracked",
-        "layer3.5.conv2.weight",
-        "layer4.2.bn3.bias",
-        "fc.weight",
-        "fc.bias",
-    } <= names
+    block = {"layer1.0.downsample.0.weight", "layer1.0.downsample.1.num_batches_tracked", "layer3.5.conv2.weight"}
+    assert {"conv1.weight", "bn1.running_mean", "layer4.2.bn3.bias", "fc.weight", "fc.bias"} | block <= names
     assert {name.split(".")[0] for name in names} == {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
 
 
@@ -106,15 +387,10 @@ def test_metrics_are_sums_and_counts_that_add_up(tmp_path: Path) -> None:
         assert count == 12
         assert sum(float(part[name][0]) for part in parts) == pytest.approx(float(total))
     assert int(whole["top1"][0]) == int((scores.argmax(1) == batch.y).sum())
+    assert int(whole["top2"][0]) == int((scores.argsort(descending=True)[:, :2] == batch.y[:, None]).sum())
     loss = functional.cross_entropy(scores, batch.y)
     assert float(whole["loss"][0]) / 12 == pytest.approx(float(loss))
     assert float(smoothed) == pytest.approx(float(functional.cross_entropy(scores, batch.y, label_smoothing=0.1)))
-
-
-def test_hits_among_the_best_guesses() -> None:
-    scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    labels = torch.tensor([0, 1, 2])
-    assert [int(hits_among(scores, labels, count)) for count in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_norms_and_biases_do_not_decay_unless_asked(tmp_path: Path) -> None:

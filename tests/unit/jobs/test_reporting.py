@@ -1,20 +1,25 @@
-"""What one sees of a run, and what it leaves to look at: lines, a bar, ``steps.jsonl`` and its curves."""
+"""What one sees of a run, and what it leaves to look at: its files, lines, a bar, curves, loggers."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.checkpoint.retention import BestMode
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, ConfigError, StorageError
+from elastic_trainer.jobs import loggers
 from elastic_trainer.jobs.config import LoggingConfig
 from elastic_trainer.jobs.curves import curves_of, read_curves
-from elastic_trainer.jobs.files import STEPS_FILE
+from elastic_trainer.jobs.files import HISTORY_FILE, STEPS_FILE, History
+from elastic_trainer.jobs.loggers import Background, Loggers, Opening, TrackedRun, check_loggers, register_logger
 from elastic_trainer.jobs.reporting import (
     Lines,
     ProgressMoment,
@@ -30,6 +35,143 @@ from elastic_trainer.telemetry import logs
 from tests.support.memory_store import ManualClock
 
 
+def _history(*accuracies: float) -> History:
+    history = History()
+    for number, accuracy in enumerate(accuracies, start=1):
+        history.observe(1.0 / number, 10)
+        history.add(step=10 * number, epoch=number, samples=0, lr=0.1, metrics={"accuracy": accuracy})
+    return history
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / HISTORY_FILE).read_text().splitlines()]
+
+
+def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> None:
+    history = History()
+    history.observe(1.0, 30)
+    history.observe(4.0, 10)
+    first = history.add(2, 1, 0, 0.1, {"accuracy": 0.5})
+    second = history.add(2, 1, 0, 0.1, {"accuracy": 0.5})
+    assert first.train_loss == 1.75
+    assert second.train_loss is None
+
+
+@pytest.mark.parametrize("how", ["settle", "state_dict", "add", "await_loss"])
+def test_what_is_awaited_is_counted_once_and_before_it_would_be_missed(how: str) -> None:
+    history = History()
+    history.await_loss(lambda: history.observe(2.0, 10))
+    acts: dict[str, Callable[[], object]] = {
+        "settle": history.settle,
+        "state_dict": history.state_dict,
+        "add": lambda: history.add(1, 0, 10, 0.1, {}),
+        "await_loss": lambda: history.await_loss(lambda: None),
+    }
+    acts[how]()
+    kept = history.records[0].train_loss if how == "add" else history.state_dict()["loss_sum"]
+    assert kept == (2.0 if how == "add" else 20.0)
+    assert history.state_dict()["loss_sum"] == (0.0 if how == "add" else 20.0)
+
+
+def test_what_is_awaited_of_a_state_that_is_given_up_is_not_counted() -> None:
+    """The step that it was about may not be part of the state that comes."""
+    history, peer = History(), History()
+    peer.observe(1.0, 5)
+    history.await_loss(lambda: history.observe(2.0, 10))
+    history.load_state_dict(peer.state_dict())
+    assert history.state_dict() == peer.state_dict()
+
+
+def test_state_survives_json_exactly() -> None:
+    """What a checkpoint keeps rebuilds the same history, the sums under way included."""
+    history = _history(0.1, 0.2)
+    history.observe(1 / 3, 7)
+    copy = History()
+    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert copy.records == history.records
+    assert copy.add(30, 3, 0, 0.1, {}) == history.add(30, 3, 0, 0.1, {})
+
+
+def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
+    """What comes later is measured by what there is, also after the state has travelled."""
+    history = _history(0.1, 0.9, 0.5)
+    steps = [record.step for record in history.records]
+    history.settled(steps[0], saved=True)
+    history.settled(steps[1], saved=False)
+    assert history.saved_step == steps[1]
+    copy = History()
+    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    kept, best = copy.best("accuracy", BestMode.MAX, kept=True), copy.best("accuracy", BestMode.MAX)
+    assert (kept and kept.step, best and best.step) == (steps[2], steps[1])
+
+
+def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
+    history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)
+    best, worst = history.best("accuracy", BestMode.MAX), history.best("accuracy", BestMode.MIN)
+    assert best is not None
+    assert best.step == 20
+    assert worst is not None
+    assert worst.step == 50
+    assert history.best("loss", BestMode.MAX) is None
+
+
+def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
+    """New records are appended; lines that are there already stay byte for byte."""
+    history = _history(0.1)
+    history.write(tmp_path, {"world_size": 3})
+    before = (tmp_path / HISTORY_FILE).read_bytes()
+    history.add(20, 2, 0, 0.05, {"accuracy": 0.2})
+    history.write(tmp_path, {"world_size": 2})
+    history.write(tmp_path, {"world_size": 9})
+    assert (tmp_path / HISTORY_FILE).read_bytes().startswith(before)
+    assert [(line["step"], line["metrics"]["accuracy"], line["world_size"]) for line in _lines(tmp_path)] == [
+        (10, 0.1, 3),
+        (20, 0.2, 2),
+    ]
+
+
+def test_lines_of_steps_that_were_rolled_back_go(tmp_path: Path) -> None:
+    """A run that resumes before its last evaluations replaces their lines and keeps the older ones."""
+    _history(0.1, 0.2, 0.3).write(tmp_path, {"attempt": 1})
+    resumed = _history(0.1)
+    resumed.add(20, 2, 0, 0.1, {"accuracy": 0.25})
+    resumed.write(tmp_path, {"attempt": 2})
+    assert [(line["step"], line["metrics"]["accuracy"], line["attempt"]) for line in _lines(tmp_path)] == [
+        (10, 0.1, 1),
+        (20, 0.25, 2),
+    ]
+
+
+@pytest.mark.parametrize("damage", ["", '{"step": 1', "null\n", "[]\n", "\xff\n", '{"step": 10}\n'])
+def test_a_torn_or_foreign_file_is_rebuilt_from_the_state(tmp_path: Path, damage: str) -> None:
+    """Whatever is in the file, after a write it says what the state says; a line cut off after its last character
+    would swallow the next one."""
+    path, history = tmp_path / HISTORY_FILE, _history(0.1, 0.2)
+    path.write_text(damage, encoding="latin-1")
+    for _ in range(2):
+        history.write(tmp_path, {})
+        assert [line["step"] for line in _lines(tmp_path)] == [10, 20]
+        path.write_text(path.read_text().splitlines()[0])
+
+
+def test_values_that_json_cannot_say_are_null_and_still_recognised(tmp_path: Path) -> None:
+    """The file stays readable for every JSON parser, and its lines are kept when the same state writes again."""
+    history = _history(float("nan"), float("inf"))
+    history.write(tmp_path, {"attempt": 1})
+    history.write(tmp_path, {"attempt": 2})
+    text = (tmp_path / HISTORY_FILE).read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert [(line["metrics"], line["attempt"]) for line in _lines(tmp_path)] == [({"accuracy": None}, 1)] * 2
+
+
+def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_FILE).mkdir()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written") as caught:
+        _history(0.1).write(tmp_path, {})
+    assert caught.value.exit_code == EXIT_CANNOT_WRITE
+
+
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     stream = io.StringIO()
@@ -39,7 +181,7 @@ def log() -> Iterator[io.StringIO]:
 
 
 def _moment(step: int) -> ProgressMoment:
-    return ProgressMoment(step=step, steps=100, epoch=1, world_size=3, round=4)
+    return moment(step, 3, 4)
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:
@@ -99,6 +241,8 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     """In 80 columns nothing is cut, and nothing is shown before there is a loss."""
     monkeypatch.setenv("COLUMNS", "80")
     stream, before = io.StringIO(), sys.stderr
+    progress(LoggingConfig(progress="bar"), stream).close()  # it had nothing to show
+    assert (stream.getvalue(), sys.stderr is before) == ("", True)
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
@@ -111,14 +255,6 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     for part in ("epoch", "41/100", "ETA", "loss 0.2500", "123,456 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
         assert part in shown
     assert "…" not in shown
-
-
-def test_a_bar_that_had_nothing_to_show_leaves_no_trace() -> None:
-    stream, before = io.StringIO(), sys.stderr
-    bar = progress(LoggingConfig(progress="bar"), stream)
-    bar.close()
-    assert stream.getvalue() == ""
-    assert sys.stderr is before
 
 
 def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
@@ -138,13 +274,7 @@ def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> Non
     log.evaluated(moment(20), {"accuracy": 0.9, "loss": float("inf")})
     first, loss, lost, evaluation = written(tmp_path)
     assert [first[key] for key in ("kind", "step", "reason", "world_size")] == ["round", 0, "2 nodes are present", 2]
-    assert (loss["kind"], loss["step"], loss["epoch"], loss["loss"], loss["samples_per_s"]) == (
-        "loss",
-        10,
-        1,
-        0.5,
-        123.5,
-    )
+    assert [loss[key] for key in ("kind", "step", "epoch", "loss", "samples_per_s")] == ["loss", 10, 1, 0.5, 123.5]
     assert lost["loss"] is None
     assert evaluation["metrics"] == {"accuracy": 0.9, "loss": None}
     assert all(isinstance(each["wall"], float) for each in written(tmp_path))
@@ -157,21 +287,13 @@ def test_a_line_that_was_torn_is_ended_and_passed_over(tmp_path: Path) -> None:
     assert read_curves(tmp_path).losses == {10: 0.5, 20: 0.25}
 
 
-@pytest.fixture
-def said() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
-    logs.configure(stream, json=True)
-    yield stream
-    logs.configure()
-
-
-def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.StringIO) -> None:
-    log = StepLog(tmp_path)
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, log: io.StringIO) -> None:
+    steps = StepLog(tmp_path)
     (tmp_path / STEPS_FILE).mkdir()
-    log.loss(moment(1), 1.0, 1.0, 1.0)
-    log.loss(moment(2), 1.0, 1.0, 1.0)
-    assert said.getvalue().count("steps.not_written") == 1
-    assert "directory" in said.getvalue()
+    steps.loss(moment(1), 1.0, 1.0, 1.0)
+    steps.loss(moment(2), 1.0, 1.0, 1.0)
+    assert log.getvalue().count("steps.not_written") == 1
+    assert "directory" in log.getvalue()
 
 
 def lines(*records: dict[str, Any]) -> list[str]:
@@ -224,39 +346,18 @@ def test_the_number_of_ranks_is_in_the_order_of_the_steps() -> None:
 
 def test_changes_are_beginnings_plans_or_faults() -> None:
     """The beginning is none; joins and departures were planned, the rest are faults."""
-    curves = curves_of(
-        lines(
-            change(0, 1, 2, "2 nodes are present"),
-            change(5, 2, 3, "node c joins"),
-            change(9, 3, 2, "node b was lost"),
-            change(12, 4, 1, "node a leaves"),
-        )
-    )
-    assert [(each.begins, each.planned) for each in curves.changes] == [
-        (True, True),
-        (False, True),
-        (False, False),
-        (False, True),
-    ]
+    told = ((0, 2, "2 nodes are present"), (5, 3, "node c joins"), (9, 2, "node b was lost"), (12, 1, "node a leaves"))
+    curves = curves_of(lines(*(change(step, n, world, why) for n, (step, world, why) in enumerate(told, 1))))
+    assert [each.begins for each in curves.changes] == [True, False, False, False]
+    assert [each.planned for each in curves.changes] == [True, True, False, True]
     assert curves.changes[2].label == "round 3: node b was lost (3 to 2 ranks)"
     assert curves.worlds == {0: 2, 5: 3, 9: 2, 12: 1}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"kind": "loss"}',
-        '{"kind": "round", "step": 1, "world_size": 2, "round": null}',
-        '{"step": "7", "kind": "loss"}',
-        "[" * 9999,
-    ],
-)
-def test_what_is_no_line_is_passed_over(line: str) -> None:
-    assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}
+def test_what_is_no_line_is_passed_over() -> None:
+    odd = [loss(1, 9.0) | {"step": "7"}, {"kind": "loss"}, {"kind": "round", "step": 1, "world_size": 2, "round": None}]
+    for line in ("", "{", "[]", "null", *lines(*odd), "[" * 9999):
+        assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}, line
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
@@ -286,3 +387,118 @@ def test_only_rank_0_reports_and_each_round_once(tmp_path: Path) -> None:
         ("evaluation", 21),
     ]
     assert not reporter.wants_exhibits
+
+
+class Recorder:
+    """Keeps what it gets, once ``gate`` lets it; fails where that is None."""
+
+    def __init__(self, gate: Event | None) -> None:
+        self.gate, self.got = gate, list[tuple[Any, ...]]()
+
+    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        if self.gate is None:
+            raise ConnectionError("no route to the tracker")
+        assert self.gate.wait(60)
+        self.got.append((group, dict(values), step))
+
+    def exhibits(self, exhibits: Exhibits, step: int) -> None:
+        self.got.append(("exhibits", step))
+
+    def close(self, finished: bool) -> None:
+        self.got.append(("closed", finished))
+
+
+def opened() -> Event:
+    gate = Event()
+    gate.set()
+    return gate
+
+
+@pytest.fixture(autouse=True)
+def own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "_KINDS", dict(loggers._KINDS))
+
+
+def test_a_registered_logger_gets_what_is_reported(tmp_path: Path) -> None:
+    """In order, from the thread of its own, with the job's configuration when it is opened."""
+    seen, recorder = list[Opening](), Recorder(opened())
+
+    def make(opening: Opening) -> Recorder:
+        seen.append(opening)
+        return recorder
+
+    register_logger("mine", make)
+    reporter = Reporter(LoggingConfig(progress="none", loggers=("mine",)), tmp_path, {"seed": 1})
+    moment = ProgressMoment(step=10, steps=20, epoch=1, world_size=2, round=3)
+    reporter.lead(True, moment, "begins")
+    reporter.looked(moment, 0.5, None)
+    reporter.evaluated(moment, {"accuracy": 0.75}, Exhibits(texts={"sample": "To be"}))
+    reporter.close(finished=True)
+    assert seen == [Opening(tmp_path, 10, {"seed": 1})]
+    assert recorder.got == [
+        ("train", {"loss": 0.5, "world size": 2.0, "round": 3.0}, 10),
+        ("test", {"accuracy": 0.75}, 10),
+        ("exhibits", 10),
+        ("closed", True),
+    ]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_logger_that_fails_is_given_up_with_one_warning(background: bool, tmp_path: Path) -> None:
+    """While it is used, or while it is opened; the others go on."""
+    whole = Recorder(opened())
+    register_logger("failing", lambda opening: Recorder(None), background=background)
+    register_logger("whole", lambda opening: whole, background=False)
+
+    with capture_logs() as told:
+        group = Loggers(["failing", "whole"], Opening(tmp_path, 0))
+        for step in (1, 2):
+            group.scalars("train", {"loss": 0.5}, step)
+        group.close(True)
+    assert [(line["event"], line["logger"], line["error"]) for line in told] == [
+        ("logger.given_up", "failing", "no route to the tracker")
+    ]
+    assert [each[-1] for each in whole.got] == [1, 2, True]
+
+
+def test_a_tracker_that_hangs_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points are dropped when too many wait, the end has a time limit, and the next logger waits for the last one."""
+    monkeypatch.setattr(loggers, "_WAITING", 2)
+    gate = Event()
+    hanging, next_one = Recorder(gate), Recorder(opened())
+    with capture_logs() as told:
+        logger = Background("slow", lambda opening: hanging, Opening(tmp_path, 0), close_s=0.05)
+        for step in range(9):
+            logger.scalars("train", {"loss": 0.5}, step)
+        logger.close(True)
+        after = Background("slow", lambda opening: next_one, Opening(tmp_path, 9))
+        after.scalars("train", {"loss": 0.5}, 9)
+        assert next_one.got == []
+        gate.set()
+        after.close(True)
+    assert [line["event"] for line in told] == ["logger.behind", "logger.unfinished"]
+    steps = [each[2] for each in hanging.got if each[0] == "train"]
+    assert steps[:2] == [0, 1]
+    assert steps == sorted(steps)
+    assert len(steps) <= 3
+    assert [each[-1] for each in next_one.got] == [9, True]
+
+
+def test_steps_of_a_tracked_run_only_rise(tmp_path: Path) -> None:
+    """Also those of a life that fell back to a checkpoint, or of another rank 0."""
+    first = TrackedRun(tmp_path, "tracker")
+    assert first.id is None
+    first.begin("r1")
+    assert [first.advance("train", step) for step in (10, 20)] == [True, True]
+    again = TrackedRun(tmp_path, "tracker")
+    assert again.id == "r1"
+    assert [again.advance("train", step) for step in (10, 20, 30)] == [False, False, True]
+    assert again.advance("test", 20)
+
+
+def test_mistakes_are_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no logger 'wandbb' .*use one of mlflow, tensorboard, wandb"):
+        check_loggers(["wandbb"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tensorboard is not installed .*elastic-trainer\[tensorboard\]"):
+        check_loggers(["tensorboard"])

@@ -16,7 +16,7 @@ from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.comparison import published
 from elastic_trainer.preflight.examination import Examination, Subject
-from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.judge import Finding, Status
 from elastic_trainer.settings import RendezvousOptions, rendezvous_options
 from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryBackend, MemoryStore
