@@ -24,7 +24,8 @@ from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, HostNetwork, OwnName
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.cluster.clocks import MovedClocks
 from tests.drills.cluster.undisturbed import undisturbed
-from tests.integration.training.launch import LIMIT_S, environment
+from tests.integration.training.launch import LIMIT_S
+from tests.integration.worker.launch import environment
 from tests.support.requirements import here, needs
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root, pytest.mark.usefixtures("etcd_binary")]

@@ -532,7 +532,7 @@ def test_a_longer_run_follows_its_longer_schedule_and_says_so(tmp_path: Path) ->
         ("training.config", "jobs.config", "JobConfig"),
         ("training.loading", "jobs.config", "load_job"),
         ("training.loggers", "jobs.loggers", "register_logger"),
-        ("training.sharding", "checkpoint.tensors", "whole"),
+        ("training.sharding", "checkpoint.codec", "whole"),
         ("training.trainer", "jobs.trainer", "Trainer"),
         ("tasks.vision.digits", "jobs.digits", "Digits"),
         ("tasks.language.corpus", "jobs.corpus", "load_corpus"),
