@@ -366,10 +366,11 @@ def _what_was_lost(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     if gone and current.state is RoundState.BROKEN:
         return _lost(gone), Cause.NODE_LOST
     cause = current.cause
-    failed = {node.id for member, node in members if node.record.life > member.life}
-    failed -= {node.id for node in ready if node.record.planned}
-    if (new := starting | failed) and cause in (Cause.CONTACT_LOST, Cause.NODE_LOST):  # others noticed before its agent
-        hung = any(node.id in new and node.record.ended_by is Cause.WORKER_HUNG for _, node in members)
+    later = {node.id: node.record for member, node in members if node.record.life > member.life}
+    failed = starting | (later.keys() - {node.id for node in ready if node.record.planned})
+    failed -= {name for name, record in later.items() if record.ended_by is None}  # whose agent has begun them anew
+    if failed and cause in (Cause.CONTACT_LOST, Cause.NODE_LOST):  # others noticed before its agent
+        hung = any(node.id in failed and node.record.ended_by is Cause.WORKER_HUNG for _, node in members)
         cause = Cause.WORKER_HUNG if hung else Cause.WORKER_LOST
     return _lost(gone) if gone else current.reason, cause
 
@@ -565,7 +566,7 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
     place = max(known, key=lambda each: each.step, default=None)
-    failed = int(current.worker_failed or bool(ended))
+    failed = int(current.worker_failed or any(node.record.ended_by for node in ended))  # else they were begun anew
     if place is not None and (current.last_step is None or place.step > current.last_step):
         return FailureBudget(place.step, failed, 0, place)
     fewest = carried(current).fewest

@@ -471,6 +471,8 @@ class ChannelLink(AgentLink):
 
 
 NEWCOMER = -1
+MOST_MET = 8
+"""Rounds that a rank tells others to have met in."""
 
 
 class CallReplay:
@@ -600,7 +602,8 @@ class InPlaceRecovery(Recovery):
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
         self._met: tuple[str, ...] = ()
-        """The nonces of the two newest rounds whose ranks have stood at one place of the script with this one."""
+        """The nonces of the rounds that have met with this rank where it is in the script, and of the one before; the
+        newest first."""
         self._met_at = (0, 0, 0)
         """Where that was, in the newest of them."""
         self._change_due = self._evaluates = False
@@ -800,29 +803,33 @@ class InPlaceRecovery(Recovery):
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(control, healed.done)
-        self._met, self._met_at = (self._link.nonce, *self._met[:1]), self._script_position
+        self._met = (self._link.nonce, *self._rounds_met)[:MOST_MET]
+        self._met_at = self._script_position
         if healed.source is None:
             self._valid = False
             state.resume(group, self._unfit(torn=healed.torn))
-            self._valid = True
+            self._valid, self._met_at = True, self._script_position
         else:
             state.take_part(group, healed.generation, healed.notes if behind else None)
         state.agree_on_batch(control)
         self._given_up = None
 
     def _check_call(self, control: Control) -> None:
-        """RoundBrokenError on all ranks if one is behind a step or in the middle of a call, and another has not met it
-        there: the round was decided on before all was known. The next one is of those who can go on from there.
+        """RoundBrokenError on all ranks if one is in the middle of a call, or behind the step that all go on from, and
+        another has not met it there: the round was decided on before all was known. The next one is of those who can go
+        on from there. Who is behind an earlier step is healed to another place of the script instead.
 
-        A round may end while its ranks come to one state: then some have met in it, and others in the one before. Who
+        Rounds may end while their ranks come to one state: then some have met in them, and others in one before. Who
         shares none with the rank that is furthest is left behind.
         """
         met = [zlib.crc32(each.encode()) for each in self._rounds_met]
-        rows = control.gather([self._joinable, *self._script_position, *met, *[0] * (2 - len(met))])
-        counts = [row[3] for row in rows]
-        mets = [set(row[4:]) - {0} for row in rows]
-        parted = not all(row[0] for row in rows) and (not set.intersection(*mets) or max(counts) - min(counts) > 1)
-        first = max(range(len(rows)), key=lambda rank: rows[rank][1:4])
+        stands = [self._valid, *self._script_position]
+        rows = control.gather([self._joinable, self._calls.inside, *stands, *met, *[0] * (MOST_MET - len(met))])
+        mets = [set(row[6:]) - {0} for row in rows]
+        first = max(range(len(rows)), key=lambda rank: rows[rank][2:6])
+        bound = [row for row in rows if not row[0] and (row[1] or row[2:5] == rows[first][2:5])]
+        counts = [row[5] for row in rows]
+        parted = bool(bound) and (not set.intersection(*mets) or max(counts) - min(counts) > 1)
         self._left_behind = parted and not self._joinable and mets[first].isdisjoint(mets[control.rank])
         if parted:
             raise RoundBrokenError("some ranks are behind a step or in a call, and the others are not there")

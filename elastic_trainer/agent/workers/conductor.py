@@ -660,7 +660,7 @@ class Conductor:
     def _begin_anew(self, why: str) -> None:
         self.outbox.note("workers.restarted", node=self._node, place=self._place, reason=why)
         strikes = self._backoff
-        self._end_life(why)
+        self._end_life(why, None)
         self._backoff = strikes
 
     def _offer(self, life: int) -> None:
@@ -673,8 +673,8 @@ class Conductor:
         self._life.joins_at = 0.0
         self._offer(self._life.number)
 
-    def _end_life(self, cause: str, kind: Cause = Cause.WORKER_LOST) -> None:
-        """The workers of this life have ended, or are ordered to exit."""
+    def _end_life(self, cause: str, kind: Cause | None = Cause.WORKER_LOST) -> None:
+        """The workers of this life have ended, or are ordered to exit; ``kind`` None: not because they failed."""
         life, current = self._life, self._document
         self._read_progress(life)
         life.ended = True
@@ -690,7 +690,9 @@ class Conductor:
             return
         self._acknowledged = max(self._acknowledged, current.last_number + 1)
         reason = f"node {self._node} left the round: {cause}"
-        failure = RoundFailure(current.last_number, reason, worker_failed=True, cause=kind)
+        failure = RoundFailure(
+            current.last_number, reason, worker_failed=kind is not None, cause=kind or Cause.CONTACT_LOST
+        )
         self.outbox.add(BreakRound(failure, self._record(NodeState.WARMING, planned=False, cause=cause)))
 
     def _read_progress(self, life: Life) -> None:
@@ -850,9 +852,11 @@ class Conductor:
         if worker.life != self._life.number or self._life.ended:
             return
         if isinstance(message, Ready):
+            closed = self._document is not None and self._document.state is RoundState.CLOSED
+            if message.left_behind and not closed:  # before its record is shown: a round with this life would break
+                self._begin_anew("the others have gone on from where its script is")
+                return
             self._ready(worker, message)
-            if message.left_behind:
-                self.restart_workers("the others have gone on from where its script is")
             if self._document is not None:
                 self.see(self._document)
         elif isinstance(message, Failed):

@@ -153,11 +153,13 @@ def test_what_the_next_round_says_of_the_end(cause: Cause) -> None:
 @pytest.mark.parametrize("first", [Cause.CONTACT_LOST, Cause.NODE_LOST])
 @pytest.mark.parametrize("state", [NodeState.WARMING, NodeState.READY])
 def test_a_worker_that_failed_was_the_cause_if_others_noticed_first(first: Cause, state: NodeState) -> None:
-    """Its node starts it again, or has done so. Not one that lost its lease and came back: its key is another."""
-    scene = over(cause=first).show(back("a", 1), back("c", 3), back("b", 2, planned=False, state=state))
-    assert scene.forms().cause is Cause.WORKER_LOST
-    scene.show(back("b", 2, planned=False, state=state, ended_by=Cause.WORKER_HUNG))
-    assert scene.forms().cause is Cause.WORKER_HUNG
+    """Its node starts it again, or has done so. Not one that lost its lease and came back: its key is another; nor one
+    whose agent has begun its workers anew."""
+    scene = over(cause=first).show(back("a", 1), back("c", 3))
+    for ended_by in (Cause.WORKER_LOST, Cause.WORKER_HUNG):
+        scene.show(back("b", 2, planned=False, state=state, ended_by=ended_by))
+        assert scene.forms().cause is ended_by
+    assert scene.show(back("b", 2, planned=False, state=state)).forms().cause is first
     assert scene.show(node("b", 90, life=2, planned=False)).forms().cause is first
 
 

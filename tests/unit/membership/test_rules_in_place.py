@@ -49,6 +49,7 @@ def acknowledged(name: str, created: int, number: int, **record: Any) -> NodeVie
 def ended(name: str, created: int, number: int, life: int = 2, **record: Any) -> NodeView:
     """A node whose workers have died in round ``number`` and are being started again."""
     values: dict[str, Any] = {"state": NodeState.WARMING, "life": life, "acknowledged": number + 1, "planned": False}
+    values["ended_by"] = Cause.WORKER_LOST
     return node(name, created, mod=100 + created, **(values | {"cause": "its worker 0 was lost"} | record))
 
 

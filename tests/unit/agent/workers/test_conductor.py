@@ -195,6 +195,18 @@ def test_a_member_left_behind_in_a_call_begins_anew_and_one_between_two_steps_wa
     assert stage.notebook.breaks == []
 
 
+def test_a_worker_that_was_left_behind_begins_anew_before_anybody_counts_on_it(stage: Stage) -> None:
+    """It says so itself, where ranks compare what they have met. Its record never says that it is ready, and the run
+    counts no failure."""
+    worker = stage.working()
+    stage.see(1, RoundState.BROKEN)
+    records = len(stage.notebook.records)
+    worker.say(Ready(number=2, joinable=False, left_behind=True))
+    assert worker.one(Exit).reason == "the others have gone on from where its script is"
+    assert {(each.state, each.ended_by) for each in stage.notebook.records[records:]} == {(NodeState.WARMING, None)}
+    assert not any(each.failure.worker_failed for each in stage.notebook.breaks)
+
+
 @pytest.mark.parametrize("page", [None, (1, 43)])
 def test_the_end_of_a_life_leaves_word_of_how_far_it_came(stage: Stage, page: tuple[int, int] | None) -> None:
     """Where nobody survives, the count of failures at one place rests on it. Reports come at a bounded rate: the page
