@@ -26,7 +26,7 @@ from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.settings import as_json
 from elastic_trainer.telemetry.logs import logger
 
-CHANNEL_VERSION = 3
+CHANNEL_VERSION = 4
 LONGEST_LINE = 1 << 20
 
 
