@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -469,9 +469,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str | None:
     return f"did you mean '{close[0]}'?" if close else None
 
 
-def listed(items: Sequence[str], most: int = 5) -> str:
+def listed(items: Sequence[str], most: int = 5, show: Callable[[str], str] = reprlib.repr) -> str:
     """The first of them in quotes, and how many more there are."""
-    return ", ".join(map(reprlib.repr, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+    return ", ".join(map(show, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def as_yaml(config: JobConfig) -> str:

@@ -171,7 +171,7 @@ def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
     for one, other in ((train, test), (test, train)):
         lacking = [name for name in one.classes if name not in other.classes]
         if lacking:
-            what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking)}"
+            what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking, show=repr)}"
             raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
 
 

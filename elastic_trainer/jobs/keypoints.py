@@ -20,6 +20,7 @@ or devices. The names of the points belong to the identity of the run, since the
 from __future__ import annotations
 
 import colorsys
+import json
 import math
 import os
 import random
@@ -377,21 +378,23 @@ def _labelled(thing: CocoAnnotation) -> bool:
 def read_annotations(path: Path) -> CocoFile:
     """What is in the file; DataError for what is no COCO file with key points."""
     try:
-        return CocoFile.model_validate_json(path.read_bytes())
+        return CocoFile.model_validate(json.loads(path.read_bytes()))  # which knows UTF-16 and byte-order marks
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}", hint="set data.annotations to a COCO file") from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-        if first["type"] == "json_invalid":
-            what = f"not valid JSON: {first['ctx']['error']}"
-        elif not place:
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+        if not where:
             what = f"a {type(first['input']).__name__} instead of an object"
         elif first["type"] == "missing":
-            what = f"{place if '[' in place else repr(place)} is missing"
+            what = f"{where if '[' in where else repr(where)} is missing"
         else:
-            what = f"{place} is wrong: {first['msg']}"
-        raise DataError(f"{path}: {what}", hint="give a COCO annotation file with key points") from error
+            what = f"{where} is wrong: {first['msg']}"
+        hint = "correct the file" if "[" in where else "give a COCO annotation file with key points"
+        raise DataError(f"{path}: {what}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        hint = "give a COCO annotation file with key points"
+        raise DataError(f"{path}: not valid JSON: {error}", hint=hint) from error
 
 
 def _category(path: Path, categories: Sequence[CocoCategory], wanted: str | None) -> CocoCategory:
