@@ -131,7 +131,8 @@ def node_site(collector: Collector, access: Access, not_ready: Callable[[], str 
     """A node's answers. ``not_ready()`` says why the node is not in a round; None if it is."""
 
     def answer(request: Request) -> Answer:
-        refused = refusal(request, access, {HEALTH: "", READINESS: not_ready() or ""})
+        unready = (not_ready() or "") if request.path == READINESS else ""
+        refused = refusal(request, access, {HEALTH: "", READINESS: unready})
         if refused is not None or request.path != "/metrics":
             return refused or text(404, "not found")
         return metrics(collector, request.headers.get("accept", ""))
