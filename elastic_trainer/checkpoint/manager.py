@@ -455,10 +455,10 @@ class CheckpointManager:
             self._failed(draft, error)
             raise
         saved = Entry(complete.name, f"{self._storage.location}/{complete.name}", complete)
-        free_bytes = None
+        duration_s, free_bytes = self._clock.monotonic() - began, None
         with suppress(StorageError):
             free_bytes = self._storage.free_bytes()
-        result = Committed(saved, complete.size, self._clock.monotonic() - began, free_bytes)
+        result = Committed(saved, complete.size, duration_s, free_bytes)
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))

@@ -239,12 +239,11 @@ class InterruptibleWaits:
             work.wait()
             return
         while not work.is_completed():
-            try:
+            with contextlib.suppress(RuntimeError):
                 work.wait(_MOMENT)
                 return
-            except RuntimeError:
-                if not work.is_completed():
-                    self.check()
+            if not work.is_completed():
+                self.check()
         try:
             work.wait()  # the moment may have ended just before
         except RuntimeError as error:
