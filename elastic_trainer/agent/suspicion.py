@@ -185,7 +185,7 @@ class Suspects:
 
 
 class Peers:
-    """The neighbouring agents: asks what their workers do, and finds those that do not answer.
+    """The neighbouring agents: asks whether they live, and finds those that do not answer.
 
     ``nodes(names, deadline)`` reads the keys of those nodes.
     """

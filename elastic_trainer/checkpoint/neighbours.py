@@ -114,7 +114,7 @@ class _Client:
 
 
 class RemoteMemory(_Client):
-    """The memory file that the agent at ``address`` calls ``path``; see snapshot.SnapshotMemory."""
+    """The memory file that the agent at ``address`` calls ``path``; see memory.SnapshotMemory."""
 
     def __init__(self, address: MemoryAddress, path: str) -> None:
         super().__init__(address)

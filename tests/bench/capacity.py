@@ -4,7 +4,7 @@ The nodes are what agents have in restart mode (admission, lease, key, Member), 
 in this process; their workers alone are missing, and what their agents would tell of 8 ranks each is written beside
 them. Bytes, keys and requests are counted, by etcd itself, so that a busy machine changes nothing; memory is etcd's
 own. How soon all agree after the last has joined is an upper bound, since they share the machine's cores. The plan for
-more nodes is computed (capacity_plan).
+more nodes is computed.
 """
 
 from __future__ import annotations
