@@ -45,6 +45,7 @@ from elastic_trainer.jobs.keypoints import (
     judge,
     mirror_order,
     moved,
+    read_annotations,
     stroke_points,
     tag_losses,
     tags_at,
@@ -261,6 +262,12 @@ def changed(*path: Any, value: Any = None) -> dict[str, Any]:
     else:
         inner[path[-1]] = value
     return dict(whole)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_that_windows_has_written_is_read(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "coco.json").write_text(json.dumps(content()), encoding)
+    assert read_annotations(tmp_path / "coco.json").images
 
 
 @pytest.mark.parametrize(
