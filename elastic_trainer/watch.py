@@ -62,7 +62,7 @@ class UpdateWatch:
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         environment, tracker = self._environment, self._tracker
         device = optimizer.param_groups[0]["params"][0].device
-        tracker.place(environment.rank, environment.world_size, environment.round, device)
+        tracker.set_rank(environment.rank, environment.world_size, environment.round, device)
         tracker.change(Phase.TRAINING)
 
     def end(self) -> None:
@@ -72,7 +72,7 @@ class UpdateWatch:
             return
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self._tracker.describe(error=last_line(error))
+            self._tracker.set_notes(error=last_line(error))
         self._tracker.change(Phase.ENDING)
         self._tracker.close()
 

@@ -242,7 +242,7 @@ class Peers:
                 continue
             self._dead.discard(each.node)
             if not stood_still:
-                self._delays.setdefault(each.node, hang_rules.AnswerDelays()).note(each.after_s, now)
+                self._delays.setdefault(each.node, hang_rules.AnswerDelays()).add(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
         for name, since in self._asker.open.items():

@@ -126,7 +126,7 @@ class Arena:
 
     def parts(self) -> list[tuple[str, StateSnapshot]]:
         """The parts of sharded states in the agent's memory, each with the path of its file."""
-        found = [each for each in _sound([*self._paths]) if each.place is not None]
+        found = [each for each in _sound([*self._paths]) if each.shard is not None]
         return [(self._paths[each.memory.descriptor], each) for each in found if isinstance(each.memory, LocalMemory)]
 
     def reuse_last(self, name: str) -> None:
@@ -381,7 +381,7 @@ class Cuda:
 
         torch.from_numpy(target).copy_(data, non_blocking=True)
 
-    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+    def record(self, devices: Iterable[Any]) -> Callable[[], None]:
         """Returns a function that waits, in any thread, until all work queued on ``devices`` is done."""
         import torch
 
@@ -429,7 +429,7 @@ class Parts:
         """Start to copy the pieces on devices; returns a function that waits for the end."""
         for position, part in self._on_device:
             cuda.queue(self._target[position : position + len(part)], part.data)
-        return cuda.mark({part.data.device for _, part in self._on_device})
+        return cuda.record({part.data.device for _, part in self._on_device})
 
     def copy(self) -> None:
         """Copy all other pieces now."""
@@ -514,7 +514,7 @@ class StateSnapshot:
         return frozenset(each.memory for each in self.parts or (self,))
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def shard(self) -> tuple[int, int] | None:
         """Whose part of a sharded state it is, and of how many; None for a whole state."""
         return place_of(self._names())
 
@@ -566,7 +566,7 @@ def whole_states(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
     """The snapshots of ``found`` with a whole state; all places of a sharded state are merged into one snapshot."""
     groups: dict[Any, dict[int, StateSnapshot]] = {}
     for each in found:
-        where = each.place
+        where = each.shard
         if where is None:
             yield each
             continue

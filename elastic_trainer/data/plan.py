@@ -123,7 +123,7 @@ class EpochPlan:
                 f"lr_rule is {self.lr_rule!s} and the global batch is fixed", hint="say scale_from=..., or leave it out"
             )
 
-    def at(self, world: int) -> EpochPlan:
+    def for_world(self, world: int) -> EpochPlan:
         if self.scale_from is None or world == self.scale_from:
             return self
         size = max(1, round(self.global_batch * world / self.scale_from))
@@ -150,7 +150,7 @@ class EpochPlan:
         """What the learning rate is multiplied by at ``world`` ranks."""
         if self.scale_from is None:
             return 1.0
-        return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
+        return self.lr_rule.factor(self.for_world(world).global_batch / self.global_batch)
 
     def passes_of(self, count: int) -> int:
         """How many micro-batches each rank computes of a global batch of ``count`` samples, if ``passes`` are fixed."""
@@ -165,7 +165,7 @@ class EpochPlan:
         rest = max(0, self.length - cursor.samples)
         return rest - rest % self._unit
 
-    def ended(self, cursor: Cursor) -> bool:
+    def is_over(self, cursor: Cursor) -> bool:
         return self.left(cursor) == 0
 
     def global_batch_at(self, cursor: Cursor) -> GlobalBatch:
@@ -173,7 +173,7 @@ class EpochPlan:
 
         Raises ValueError when the epoch has ended.
         """
-        if self.ended(cursor):
+        if self.is_over(cursor):
             raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
         stop = cursor.samples + min(self.global_batch, self.left(cursor))
         ids = self.order(cursor.epoch)[cursor.samples : stop] if self.shuffle else np.arange(cursor.samples, stop)
@@ -302,7 +302,7 @@ class Course:
         last, cursor = first.place, Cursor(first.epoch, first.batch_start)
         rest: list[SampleRequest] | None = None
         while True:
-            if self.plan.ended(cursor):
+            if self.plan.is_over(cursor):
                 if cursor.epoch + 1 >= self.until:
                     return
                 cursor = Cursor(cursor.epoch + 1, 0)

@@ -130,7 +130,7 @@ class History:
         """The record of the state after ``step`` steps."""
         return next((record for record in reversed(self.records) if record.step == step), None)
 
-    def settled(self, step: int, *, saved: bool) -> None:
+    def saved_or_refused(self, step: int, *, saved: bool) -> None:
         """``step`` was to be saved, and was, or the storage refused it."""
         self.saved_step = step
         if not saved:

@@ -398,7 +398,7 @@ class Run:
                 yield batch
 
     def _finished(self) -> bool:
-        return self.job.length.finished(self.session.cursor, self.session.step_number)
+        return self.job.length.is_over(self.session.cursor, self.session.step_number)
 
     def _looked(self, later: Callable[[], float | None], moment: ProgressMoment, lr: float, samples: int) -> None:
         """The global loss of the step that ended at ``moment`` should be there by now."""
@@ -507,7 +507,9 @@ class Run:
         last = self.history.at(self.session.step_number)
         metrics = dict(last.metrics) if last is not None else {}
         name = self.session.save(metrics=metrics, best=self._is_best())
-        self.history.settled(self.session.step_number, saved=name is not None)  # afterwards: who joins meanwhile saves
+        self.history.saved_or_refused(
+            self.session.step_number, saved=name is not None
+        )  # afterwards: who joins meanwhile saves
         if self._exports:
             self._export(self._exported, metrics)
 

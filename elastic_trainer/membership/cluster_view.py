@@ -148,7 +148,7 @@ class ClusterView:
         return frozenset((each.node, each.create_revision, each.mod_revision, each.life) for each in found)
 
     @cached_property
-    def live(self) -> list[tuple[RoundMember, NodeView]]:
+    def living_members(self) -> list[tuple[RoundMember, NodeView]]:
         """Members of the round whose key, of the same create-revision, still exists; in rank order."""
         if self.round is None:
             return []
@@ -172,7 +172,7 @@ class ClusterView:
             and node.id not in self.suspects
             and not is_ghost(self, node)
         ]
-        order = {member.node: rank for rank, (member, _) in enumerate(self.live)}
+        order = {member.node: rank for rank, (member, _) in enumerate(self.living_members)}
         return sorted(willing, key=lambda node: order.get(node.id, len(order)))
 
 
@@ -244,7 +244,7 @@ def next_number(view: ClusterView) -> int:
 
 def newcomers(view: ClusterView) -> list[NodeView]:
     """Candidates that are not members of the present round."""
-    members = {member.node for member, _ in view.live}
+    members = {member.node for member, _ in view.living_members}
     return [node for node in view.candidates if node.id not in members]
 
 
@@ -257,7 +257,7 @@ def lost_members(view: ClusterView) -> dict[str, str]:
     if current is None:
         return {}
     needed = current.next.members if current.next else current.members
-    live = {member.node: node for member, node in view.live}
+    live = {member.node: node for member, node in view.living_members}
     phrases = {}
     for member in needed:
         node = live.get(member.node)

@@ -222,7 +222,7 @@ class Core:
             return self._do(PublishAgain(seen.reloads))
         if self._memory.behind:
             return self._put_back(seen, now)
-        change, scope_s = self._scope.turn(look, now)
+        change, scope_s = self._scope.adjust(look, now)
         if change is not None:
             self._asked = change if isinstance(change, AskOldest) else None
             self._effects.append(change)
@@ -250,14 +250,14 @@ class Core:
             return math.inf
         if now >= self._decides_at:
             decision = decide(view, now)
-            if (delayed := self._delays.note(seen.round, decision, now)) is not None:
+            if (delayed := self._delays.observe(seen.round, decision, now)) is not None:
                 self._effects.append(delayed)
             if decision.action is not Action.WAIT:
                 self._decided_on = None  # with another nonce next time
                 return self._do(CommitRound(decision, seen))
             again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
             self._decides_at = now + min(LOOK_AGAIN_S, again_s)
-        probe, probing_s = self._probes.turn(view, now)
+        probe, probing_s = self._probes.due(view, now)
         if probe is not None:
             self._effects.append(probe)
         return min(probing_s, self._decides_at - now)
@@ -369,7 +369,7 @@ class WatchScope:
         self._spread = 1.0
         self._junior_since: float | None = None
 
-    def turn(self, look: Looked, now: float) -> Turn:
+    def adjust(self, look: Looked, now: float) -> Turn:
         """Widen or narrow what this node watches, if that is due."""
         mine = look.create_revision
         if mine == 0 or look.seen.changing:
@@ -454,7 +454,7 @@ class AgentProbes:
         if answer.dead:
             self.found |= {(answer.node, answer.mod_revision)}
 
-    def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
+    def due(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""
         silent = unconfirmed(view)
         before = now - PROBE_INTERVAL_S
@@ -484,7 +484,7 @@ def _awaited(view: ClusterView) -> list[NodeView]:
         return []
     if current.state is RoundState.ACTIVE:
         return newcomers(view)[: max(0, view.limits.max_nodes - len(current.members))]
-    silent = [node for _, node in view.live if node.record.acknowledged <= current.number]
+    silent = [node for _, node in view.living_members if node.record.acknowledged <= current.number]
     if current.next is None:
         return silent
     joining = {member.node for member in current.next.members} - {member.node for member in current.members}
@@ -563,7 +563,7 @@ class Delays:
         self._since = 0.0
         self._logged = False
 
-    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
+    def observe(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
         """Take in ``decision``, made at monotonic time ``now``; returns what to log, if anything."""
         waits = current is not None and current.state is RoundState.BROKEN and decision.round is None
         wait = (current.number, decision.reason) if waits and current is not None else None

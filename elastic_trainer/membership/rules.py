@@ -79,7 +79,7 @@ def decide(view: ClusterView, now: float) -> Decision:
     turn = _turn(view, now)
     if turn is None:
         return Decision(Action.WAIT, "this node is not present")
-    if current is not None and (view.live or _is_ending(view, current)):
+    if current is not None and (view.living_members or _is_ending(view, current)):
         decision = _next_round(view, current, now)
     else:
         decision = _first_round(view, now)
@@ -164,7 +164,7 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
 
 def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
     """Fail the run when the workers of all members failed at startup in the same way twice in a row."""
-    records = [node.record for member, node in view.live if node.record.life == member.life]
+    records = [node.record for member, node in view.living_members if node.record.life == member.life]
     what, times = _false_start(records, len(current.members))
     if not times:
         return None
@@ -196,7 +196,7 @@ def _break(current: RoundDocument, lost: dict[str, str]) -> Decision:
 
 def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """A healthy active round: let nodes leave and add newcomers, in batches."""
-    alive = [node for _, node in view.live]
+    alive = [node for _, node in view.living_members]
     leaving = [node.id for node in alive if node.record.state is NodeState.DRAINING]
     # In restart mode the present round may test whether the others succeed without this process of a node.
     tested = current.left_out if view.limits.recovery is RecoveryMode.RESTART else None
@@ -247,7 +247,7 @@ def _after_drain(
     shards of a place would leave: the state must be saved before they are gone."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
-    members = {node.id for _, node in view.live}
+    members = {node.id for _, node in view.living_members}
     chosen = in_groups(
         view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
     )
@@ -263,7 +263,7 @@ def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument
     if lost := lost_members(view):
         return _break(current, lost)
     names = {member.node for member in planned.members}
-    staying = [node for member, node in view.live if member.node in names]
+    staying = [node for member, node in view.living_members if member.node in names]
     behind = [node.id for node in staying if node.record.reported <= current.number]
     if behind:
         return Decision(Action.WAIT, f"waiting for {', '.join(behind)} to reach the agreed step")
@@ -277,7 +277,7 @@ def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     free = [each.record.identity for each in view.candidates if same_life(view, each)]
     newest = max((identity.step for identity in free if identity is not None), default=-1)
     silent, left = [], []
-    for member, node in view.live:
+    for member, node in view.living_members:
         record = node.record
         if record.life > member.life or node.id in view.suspects or record.reported > current.number or record.stuck:
             continue
@@ -359,7 +359,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
 def _what_was_lost(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
     """Why there is a next round: the nodes that are lost, rather than the node that noticed first."""
     here = {node.id for node in view.candidates}
-    members = view.live
+    members = view.living_members
     starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
     stuck = {node.id for _, node in members if node.record.stuck}
     gone = [member.node for member in current.members if member.node not in here | starting | stuck]
@@ -497,7 +497,7 @@ def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
 def _is_ending(view: ClusterView, current: RoundDocument) -> bool:
     """Whether a member has finished, or all ranks have passed the end. What a member did counts even if it has lost its
     lease since where it decides the run's result."""
-    if _has_passed(view, current) or any(node.record.state is NodeState.DONE for _, node in view.live):
+    if _has_passed(view, current) or any(node.record.state is NodeState.DONE for _, node in view.living_members):
         return True
     head = _lives(view, current).get(current.members[0].node) if current.members else None
     return head is not None and head.record.state is NodeState.DONE
@@ -560,7 +560,7 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
     """The counts after the end of the present round, whose successor will consist of ``ready``."""
     if current.state is RoundState.DRAINING:
         return carried(current)
-    ended = [node for member, node in view.live if node.record.life > member.life]
+    ended = [node for member, node in view.living_members if node.record.life > member.life]
     # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
@@ -579,7 +579,7 @@ def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
     machines, at any step. A life that ended with the loss of a node says nothing about the step either.
     """
     before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
-    ended = [node for member, node in view.live if node.record.life > member.life]
+    ended = [node for member, node in view.living_members if node.record.life > member.life]
     reached = [node.record.reached for node in ended if node.record.reached is not None]
     place = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
     culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
@@ -712,7 +712,7 @@ def compose(
 
 def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
     """Keys of members that the next round excludes although their leases are still alive."""
-    left_out = {node.id: node for _, node in view.live}
+    left_out = {node.id: node for _, node in view.living_members}
     left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
     present = {node.id for node in view.candidates}
     present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}

@@ -146,7 +146,7 @@ class RunView:
                 shown.round, shown.round_revision = document, revision
                 self._bump()
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         with self.changed:
             shown = self._shown
             return Observation(

@@ -60,7 +60,7 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
         left = documents.departure
         why = f"{left.node} was the last and gave up: {left.reason} (exit code {left.exit_code})" if left else "left"
         return [Concern("bad", "abandoned: its last node gave up", f"Node {why}. Start nodes to continue.")]
-    live, round_ = documents.live, documents.round
+    live, round_ = documents.living_nodes, documents.round
     least = documents.spec.min_nodes if documents.spec is not None else 1
     members = round_.members if round_ is not None and round_.state is not RoundState.DRAINING else ()
     gone = [each.node for each in members if each.node not in live]

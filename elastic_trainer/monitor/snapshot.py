@@ -204,7 +204,7 @@ def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
 def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
     """The snapshot of a run."""
     spec, round_, counters = documents.spec, documents.round, documents.counters
-    samples, left = counters.get("samples"), documents.departure if not documents.live else None
+    samples, left = counters.get("samples"), documents.departure if not documents.living_nodes else None
     return RunSnapshot(
         **_facts(documents, seen),
         epoch=spec.epoch if spec is not None else None,
@@ -245,7 +245,7 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     last = documents.last_fault
     return RunSummary(
         **_facts(documents, seen),
-        nodes=len(documents.live),
+        nodes=len(documents.living_nodes),
         stragglers=len(state.straggling(documents).ranks),
         last_incident=incident(last) if last is not None else None,
     )
@@ -296,7 +296,7 @@ def incident(each: Incident) -> Mapping[str, Any]:
 
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The present nodes and missing members of the newest round, by rank, then those without a rank."""
-    taking_part, live = state.members(documents), documents.live
+    taking_part, live = state.members(documents), documents.living_nodes
     judgment, places, stalls = state.straggling(documents), _places(documents), state.stalls(documents)
     found = []
     for name, view in live.items():

@@ -53,7 +53,7 @@ class Finding:
     hint: str = ""
 
     @classmethod
-    def failed(cls, name: str, error: ElasticTrainerError) -> Finding:
+    def of_error(cls, name: str, error: ElasticTrainerError) -> Finding:
         """The finding of the check ``name`` that failed with ``error``."""
         return cls(name, Status.BAD, error.message, hint=error.hint or "")
 

@@ -57,7 +57,7 @@ def measured_together(
             with attended(store, keys, place, count, deadline, doing) as meeting:
                 return _measured(child, meeting, node, limits, deadline, doing)
         except (AbsentError, ChildError) as error:
-            return [Finding.failed("allreduce", error)]
+            return [Finding.of_error("allreduce", error)]
         except StoreUnavailableError:
             if not deadline.expired:
                 raise
@@ -91,7 +91,7 @@ def _measured(
             if "doing" in message:
                 doing(str(message["doing"]))
     except ChildError as error:  # earlier results still count
-        found.append(Finding.failed("allreduce", error))
+        found.append(Finding.of_error("allreduce", error))
     if heard.ahead_s:
         found.append(judged_clocks("peers.clock", heard.ahead_s, limits))
     found += judge_pairs(names, me, heard.pairs, limits)

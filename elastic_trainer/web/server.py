@@ -60,7 +60,7 @@ class Body:
     zipped: bytes | None
 
     @classmethod
-    def of(cls, plain: bytes) -> Body:
+    def compressed(cls, plain: bytes) -> Body:
         worth = len(plain) >= LEAST_GZIP
         return cls(plain, gzip.compress(plain, GZIP_LEVEL, mtime=0) if worth else None)
 
@@ -117,7 +117,7 @@ def metrics(collector: Collector, accept: str) -> Answer:
         encode, kind = choose_encoder(accept)
     except (ValueError, TypeError):  # a version that is none
         encode, kind = choose_encoder("")
-    return Answer(200, kind, Body.of(encode(collector)), NO_STORE)
+    return Answer(200, kind, Body.compressed(encode(collector)), NO_STORE)
 
 
 CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'

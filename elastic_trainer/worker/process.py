@@ -63,7 +63,7 @@ class StaticRendezvous:
     def stop_requested(self, signal: str) -> None:
         """The ranks agree on it themselves."""
 
-    def free(self, number: int) -> None:
+    def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
         groups.abort_nccl()
         self._sockets.sever()
@@ -101,7 +101,7 @@ class ElasticRendezvous:
     def broken(self) -> str | None:
         return self._link.broken(self._aborter.number)
 
-    def free(self, number: int) -> None:
+    def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
         if number == self._aborter.number:
             groups.abort_nccl()
@@ -151,7 +151,7 @@ class Process:
                 tracker,
                 signals,
                 self._rendezvous.timeouts,
-                self._rendezvous.free,
+                self._rendezvous.end_collectives,
             )
             undo.pop_all()
         signals.open()
@@ -180,7 +180,7 @@ class Process:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
         self.context.tracker.change(Phase.ENDING)
         if status == "done":
-            self.context.tracker.describe(passed=True)
+            self.context.tracker.set_notes(passed=True)
         self._rendezvous.close(status)
         self.context.signals.close()
         self.context.leave()

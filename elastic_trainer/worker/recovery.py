@@ -82,7 +82,7 @@ class Groups(Protocol):
         ...
 
     @property
-    def inside(self) -> bool:
+    def in_round(self) -> bool:
         """Whether it is in that round."""
         ...
 
@@ -284,8 +284,8 @@ class AgentLink:
         """Until ``holds()`` after a message was heard, or ``timeout_s`` seconds have passed."""
         raise NotImplementedError
 
-    def place(self, formation: messages.Formation) -> RankAssignment:
-        """This worker's place in the round of ``formation``, which it is about to enter."""
+    def take_assignment(self, formation: messages.Formation) -> RankAssignment:
+        """This worker's assignment in the round of ``formation``, which it is about to enter."""
         self._round, self.nonce = formation.number, formation.nonce
         return self.assignment(formation)
 
@@ -327,7 +327,7 @@ class AgentLink:
             self.wait(lambda: usable() is not None or self.over >= number, IDLE_EVERY_S)
             found = usable()
             if found is not None:
-                return self.place(found)
+                return self.take_assignment(found)
             if self.over >= number:
                 return None
             idle()
@@ -558,7 +558,7 @@ class Recovery:
             self.lost = error
         return inside
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+    def call(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """Make a call of all ranks, through as many rounds as it takes; ``codec`` transfers its result."""
         return attempt()
 
@@ -617,7 +617,7 @@ class InPlaceRecovery(Recovery):
         parted = self._state.parted_by(error)
         if parted is not None:
             raise parted from error
-        if not self._groups.inside or not is_collective_failure(error):
+        if not self._groups.in_round or not is_collective_failure(error):
             return False
         number = self._groups.number
         # Before the peers can notice: those who lose contact with a rank that gives its step up are not the cause.
@@ -669,7 +669,7 @@ class InPlaceRecovery(Recovery):
         step.committed = False
         self._given_up = step
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+    def call(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """``attempt()``, repeated after each round that ends in the middle of it.
 
         If a peer completed the same call, its result is used instead.
@@ -907,7 +907,7 @@ class InPlaceRecovery(Recovery):
             self._state.leave_now()
         self._state.release()
         self._groups.abandon(planned=True)
-        self._enter(planned=True, place=self._link.place(drain.next) if drain.next is not None else None)
+        self._enter(planned=True, place=self._link.take_assignment(drain.next) if drain.next is not None else None)
         return True
 
     def _saved_together(self) -> bool:

@@ -173,7 +173,7 @@ class Session:
                 if self._training is None:
                     self._finish()
                 else:
-                    self._training.recovery.repeated(self._finish, JSON)
+                    self._training.recovery.call(self._finish, JSON)
             except BaseException as failed:
                 self._fail(process, failed)
                 raise
@@ -186,9 +186,9 @@ class Session:
         parted = self._training.parted_by(error) if self._training is not None else None
         shown = parted or error
         if shown is not None and is_collective_failure(shown):
-            process.context.tracker.describe(lost_peer=True)
+            process.context.tracker.set_notes(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
-            process.context.tracker.describe(error=last_line(shown))
+            process.context.tracker.set_notes(error=last_line(shown))
         self._close(process, "stopped" if process.context.stopped else "failed")
         if parted is not None:
             raise parted from error

@@ -152,7 +152,7 @@ class InPlace(Agent):
 
     def _end(self) -> None:
         """All have ended well: at torchrun's exit barrier, if they have passed the end of the training."""
-        member, seen = self.node.member, self.node.view.look().round
+        member, seen = self.node.member, self.node.view.observation().round
         if self.conductor.passed and seen is not None and seen.member(self.name) is not None:
             self._writer.close()
             limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
@@ -160,7 +160,7 @@ class InPlace(Agent):
         self._leave_soon()
 
     def _is_closed(self) -> bool:
-        seen = self.node.view.look().round
+        seen = self.node.view.observation().round
         return seen is not None and seen.state is State.CLOSED
 
     def _leave_soon(self) -> None:
@@ -201,7 +201,7 @@ class InPlace(Agent):
         if not living:
             return
         worker = self.chance.choice(living)
-        if worker.groups.inside and self.chance.random() < 0.5:
+        if worker.groups.in_round and self.chance.random() < 0.5:
             worker.blocked = True
             self.loop.after(PHASE_LIMIT_S, lambda: self.host.deliver(lambda: self._end_phase(worker)))
         else:
@@ -216,7 +216,7 @@ class InPlace(Agent):
 
     def _watch(self) -> Process:
         while any(each.hung and each.alive for each in self.workers):
-            yield self._watchdog.look()
+            yield self._watchdog.turn()
 
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:
         document, _ = self.conductor.at_work()

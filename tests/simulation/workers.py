@@ -371,7 +371,7 @@ class SimGroups:
     """The port to groups: the meetings of one worker, one after the other."""
 
     def __init__(self, worker: SimWorker) -> None:
-        self.worker, self.number, self.inside, self.why = worker, 0, False, ""
+        self.worker, self.number, self.in_round, self.why = worker, 0, False, ""
         self.meeting: Meeting | None = None
         self.place: SimPlace | None = None
         self.formed = False
@@ -379,7 +379,7 @@ class SimGroups:
     def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         assert isinstance(place, SimPlace)
         worker, world, number = self.worker, self.worker.world, place.round
-        self.number, self.inside, self.why, self.formed = number, True, "", False
+        self.number, self.in_round, self.why, self.formed = number, True, "", False
         world.entered(worker.who, number)
         if broken(number) is not None:
             raise RoundBrokenError(f"round {number} is broken already")
@@ -412,7 +412,7 @@ class SimGroups:
 
     def abandon(self, *, planned: bool = False) -> None:
         self.close(LINGER_S if planned else 0.0)
-        self.inside, self.meeting, self.place = False, None, None
+        self.in_round, self.meeting, self.place = False, None, None
 
     def close(self, after_s: float) -> None:
         if self.meeting is not None and self.place is not None:
@@ -420,7 +420,7 @@ class SimGroups:
 
     def over(self, number: int) -> None:
         """In the link's thread: rounds up to ``number`` are over."""
-        if self.inside and number >= self.number:
+        if self.in_round and number >= self.number:
             self.why = self.why or "the round ended in the middle of a collective"
             self.close(0.0)
 
@@ -822,14 +822,14 @@ class SimWorker:
                     self._call("evaluation", self._evaluate)
             if step.committed and number % self.world.saves_every == 0:
                 self._call("save", self._save)
-        recovery.repeated(lambda: state.control.sum(Purpose.FINISH), JSON)
+        recovery.call(lambda: state.control.sum(Purpose.FINISH), JSON)
         self.say(Leaving(status="done", step=0))
         self.end(0)
 
     def _call(self, name: str, attempt: Callable[[], int]) -> None:
         phase = Phase.EVALUATION if name == "evaluation" else Phase.CHECKPOINT
         before = self.state.show(phase)
-        self.world.called(self, name, self.state.recovery.repeated(attempt, JSON))
+        self.world.called(self, name, self.state.recovery.call(attempt, JSON))
         if self.state.show(before) is not phase:
             raise Violation(NO_RESTART, f"{self.who} shows another phase in {name}, and may be taken for hung")
 
@@ -911,7 +911,7 @@ class SimWorker:
             return
         self.code = code
         self.groups.close(0.0)
-        self.groups.inside = False
+        self.groups.in_round = False
         gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0
         self.agent.loop.after(gone_s, lambda: self.agent.host.deliver(lambda: self.agent.ended(self)))
         self.thread.end()

@@ -562,7 +562,7 @@ class World:
             places = [(each.groups.number, str(each.state.phase)) for each in agent.at_work]
             lines.append(
                 f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} places={places} "
-                f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
+                f"key={agent.node.key.create_revision} lost={agent.node.key.has_ended} {_short(agent)}"
             )
         return "\n".join(lines)
 

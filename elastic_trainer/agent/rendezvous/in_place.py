@@ -174,7 +174,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         deadline = Deadline.after(self._options.join_timeout, self._clock)
         led = self._led if self._led is not None else self._arrive_in_place(workers)
         conductor, member, health = led.conductor, led.arrived.member, led.arrived.health
-        last = member.look().round if conductor.life else None
+        last = member.observation().round if conductor.life else None
         if last is not None:
             led.arrived.rescue.begin(last, in_place=True)
         self._how_workers_died(led.arrived)
@@ -188,7 +188,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
             member.await_over(0, deadline.at_most(OTHERS_START_S))  # other nodes' starts may be a life behind
-        closed = member.look().round
+        closed = member.observation().round
         if closed is not None and closed.state is RoundState.CLOSED:
             raise closed_error(closed)
         self._starts.begin(None)
@@ -227,7 +227,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         member.on_round(conductor.see)
         watchdog = Watchdog(options.hang_timeout, conductor.watched, health.hung.kill, self._clock)
-        watch = PeriodicThread("watchdog", watchdog.look, self._clock)
+        watch = PeriodicThread("watchdog", watchdog.turn, self._clock)
         if options.hang_timeout > 0.0:
             watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
@@ -305,7 +305,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             return
         if not led.conductor.met.is_set():
             self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
-        current = led.arrived.member.look().round
+        current = led.arrived.member.observation().round
         if current is not None and current.member(self.node_id) is not None:
             led.record_writer.close()
             self._await_end(led.arrived, current.number, outage_limit_s)
@@ -337,7 +337,7 @@ def begin_life(
 
 def _report(member: Member, writer: ProgressWriter, progress: Progress) -> None:
     """Pass rank 0's ``progress`` on if it belongs to the round that this node knows."""
-    seen = member.look()
+    seen = member.observation()
     if seen.round is not None and seen.round.number == progress.round:
         writer.offer(progress, seen.round_revision)
 
@@ -374,7 +374,7 @@ class JoinTimeout(PeriodicThread):
 
     def turn(self) -> float:
         """Check whether this node still waits; returns the seconds until the next look."""
-        seen, mine = self._member.look(), self._member.published()
+        seen, mine = self._member.observation(), self._member.published()
         waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
         now = self._clock.monotonic()
         if not (waits and seen.connected) or _under_way(seen):
@@ -455,7 +455,7 @@ class ShardSlots(PeriodicThread):
             return
         place = None
         for _ in range(SETTLES):
-            view = self._view(self._nodes(), self._member.look().round)
+            view = self._view(self._nodes(), self._member.observation().round)
             found = place_of(living(view), self._node, view.limits.shard_nodes)
             if found == place:
                 return
@@ -465,7 +465,7 @@ class ShardSlots(PeriodicThread):
         """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
         if not has_places(self._member.limits):
             return IDLE_S
-        seen, mine = self._member.look(), self._member.published()
+        seen, mine = self._member.observation(), self._member.published()
         current = seen.round
         trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
         if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:

@@ -283,7 +283,7 @@ class Choice:
     """Search text: part of a node's or host's name."""
 
     @classmethod
-    def of(cls, query: str) -> Choice:
+    def parse(cls, query: str) -> Choice:
         """The choice in a form's ``query``: ``turned`` is the previous choice, ``turn`` the node to toggle now."""
         told = parse_qs(query)
         turned = sorted(set(told.get("turned", ())) ^ set(told.get("turn", ())))[:MOST_TURNED]

@@ -202,19 +202,19 @@ class InterruptibleWaits:
         if len(self._open) >= self._most:
             for each in list(self._open.values()):
                 if each.is_completed():
-                    self.ended(each)
+                    self.forget(each)
             self._most = max(_FEW, 2 * len(self._open))
         self._open[id(work)] = work
         return work
 
-    def ended(self, work: Work) -> None:
+    def forget(self, work: Work) -> None:
         """Treat ``work`` as ended, whatever it reports."""
         self._open.pop(id(work), None)
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` has ended, at most for its group's timeout, and in place no longer than the round."""
         if self._tracker is not None:
-            self._tracker.waits()
+            self._tracker.begin_wait()
         try:
             self._wait(work)
         finally:

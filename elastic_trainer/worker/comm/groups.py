@@ -650,7 +650,7 @@ class CollectiveAborter:
         self._works = InterruptibleWaits()
 
     @property
-    def inside(self) -> bool:
+    def in_round(self) -> bool:
         return self._inside.is_set()
 
     def enter(self, number: int, store: Collection[End]) -> InterruptibleWaits:
@@ -669,7 +669,7 @@ class CollectiveAborter:
         self._inside.clear()
         self.sockets.forget()
 
-    def free(self, number: int, why: str) -> None:
+    def release_main_thread(self, number: int, why: str) -> None:
         """Free the main thread if it still forms round ``number``."""
         works = self._works
         if self.number == number:
@@ -714,8 +714,8 @@ class ElasticGroups:
         return self._aborter.number
 
     @property
-    def inside(self) -> bool:
-        return self._aborter.inside
+    def in_round(self) -> bool:
+        return self._aborter.in_round
 
     def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         number, aborter = place.round, self._aborter
@@ -723,7 +723,7 @@ class ElasticGroups:
         if broken(number) is not None:
             raise RoundBrokenError(f"round {number} is broken already")
         why = f"round {number} was not formed within {self._timeouts.forming_s:g} s"
-        limit = threading.Timer(self._timeouts.forming_s, aborter.free, (number, why))
+        limit = threading.Timer(self._timeouts.forming_s, aborter.release_main_thread, (number, why))
         over = partial(broken, number)
         try:
             self._group = form_in_place(place, self._placement, self._timeouts, limit.start, over, works, self._layout)

@@ -58,7 +58,7 @@ class _InterruptibleWork(dist.Work):
                 self._works.wait(self._work)
             self._land()
             self._done = True
-            self._works.ended(self._work)  # some works never report completion
+            self._works.forget(self._work)  # some works never report completion
         return True
 
     def is_completed(self) -> bool:
@@ -82,7 +82,7 @@ class _Transfer(_InterruptibleWork):
         if not self._done:
             transfer, self._work = self._work, ThreadedWork(partial(self._work.wait, self._limit))
             self._works.begun(self._work)
-            self._works.ended(transfer)
+            self._works.forget(transfer)
         return super().wait(timeout)
 
 

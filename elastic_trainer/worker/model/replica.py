@@ -178,9 +178,9 @@ class Trainable:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self._names, self.parameters = _listed(module)
-        self.look()
+        self.read_flags()
 
-    def look(self) -> None:
+    def read_flags(self) -> None:
         """Take the present flags and groups as what is trained. ConfigError if a parameter is not the model's."""
         groups = self._optimizer.param_groups
         check_members(self._optimizer, self._module)
@@ -197,7 +197,7 @@ class Trainable:
 
     @property
     def switched(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since :meth:`look`."""
+        """Whether a parameter was frozen or unfrozen since :meth:`read_flags`."""
         return list(map(_required, self.parameters)) != self._flags
 
     def switch(self) -> str:
@@ -214,7 +214,7 @@ class Trainable:
 
     # ---- between ranks
 
-    def agree(self, control: Control) -> None:
+    def check_alike(self, control: Control) -> None:
         """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""
         flags = bytes(self._flags)
         if control.alone or EqualityCheck(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
@@ -685,7 +685,7 @@ class DdpReplica(Replica):
 
         Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
         """
-        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.waits))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.begin_wait))  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:

@@ -154,7 +154,7 @@ class Step:
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
         weight = replica.before_backward(part, self._done)
-        steps.agree()
+        steps.check_trained()
         if part is not None and part.outdated:
             raise ConfigError(
                 "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
@@ -215,7 +215,7 @@ class Step:
                 hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
             )
         replica.before_backward(batch.micro_batches[0], ())
-        steps.agree()
+        steps.check_trained()
         parts = batch.micro_batches
         read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
         given = [each if isinstance(each, tuple) else (each,) for each in read]
@@ -602,7 +602,7 @@ class Steps:
     def bind(self, control: Control, recovery: Recovery) -> None:
         """A round begins, in which all ranks hold one state; ``recovery`` is what follows its end."""
         self.control, self.part, self._recovery = control, self.replica.part(control), recovery
-        self.trainable.look()
+        self.trainable.read_flags()
         self._agreed = False
         self._schedule_count = advanced(self._scheduler)
         self._unchecked.clear()
@@ -664,9 +664,9 @@ class Steps:
         if self.replica.fitted and trainable.switched:
             self.replica.fit(self.control, trainable.switch())
             self._agreed = False
-            trainable.look()
+            trainable.read_flags()
         elif len(self._optimizer.param_groups) != trainable.groups:
-            trainable.look()
+            trainable.read_flags()
 
     def _drop_gradients(self) -> None:
         """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
@@ -695,10 +695,10 @@ class Steps:
         if self._recovery.lost is not None:
             raise self._recovery.lost
 
-    def agree(self) -> None:
+    def check_trained(self) -> None:
         """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
         if not self._agreed:
-            self.trainable.agree(self.control)
+            self.trainable.check_alike(self.control)
             self._agreed = True
 
     # ---- update and commit
@@ -740,7 +740,7 @@ class Steps:
                 f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
             )
         if not self.replica.summed:
-            self.trainable.look()
+            self.trainable.read_flags()
             raise ConfigError(
                 "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
                 " session.wrap() returned",
@@ -1463,7 +1463,7 @@ class StepBoundaries(Boundaries):
     def after_step(self, step: int) -> BoundaryAction:
         saver = self._saver
         self._comparison.after_step(step)
-        saver.look()
+        saver.note_ended_saves()
         self._refused |= saver.refused()
         saved = saver.due_by_step(step)
         if saved:
@@ -1481,7 +1481,7 @@ class StepBoundaries(Boundaries):
             nonfinite=self._own_nonfinite(),
             switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
-            mark=self._plan_check.mark(),
+            mark=self._plan_check.fingerprint(),
         )
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
@@ -1529,7 +1529,7 @@ class StepBoundaries(Boundaries):
 
     def save_last(self, status: str) -> None:
         """SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's."""
-        context, problem = self._context, self._saver.settle()
+        context, problem = self._context, self._saver.make_durable()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
         unsaved, unsound = map(bool, self._control.sum(Purpose.STOP, flags)[:2])
@@ -1538,7 +1538,7 @@ class StepBoundaries(Boundaries):
             logger().error("session.unsaved", step=context.position.step, reason=_UNSAVED, fails=fails)
             if fails:
                 raise SystemExit(EXIT_CANNOT_WRITE) from problem
-        context.closed(status)
+        context.report_end(status)
 
     # ---- after the end of a round
 
@@ -1633,7 +1633,7 @@ class WorkerContext:
     def arrive(self, group: groups.Group) -> None:
         """A round has been formed: show this process's rank in it."""
         formation = group.formation
-        self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
+        self.tracker.set_rank(formation.rank, formation.world_size, formation.round, self.placement.device)
         logs.bind(rank=formation.rank)
 
     def leave(self) -> None:
@@ -1669,9 +1669,9 @@ class WorkerContext:
             "loss": step.local_mean(),
         }
 
-    def saved(self, committed: Committed) -> None:
+    def report_save(self, committed: Committed) -> None:
         step = committed.entry.step
         self.ledger.write("checkpoint", step=step, name=committed.name, duration_s=committed.duration_s)
 
-    def closed(self, status: str) -> None:
+    def report_end(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)

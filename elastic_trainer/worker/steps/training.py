@@ -337,7 +337,7 @@ class Training:
             options.cadence,
             self.state,
             self.fields,
-            context.saved,
+            context.report_save,
             context.tracker,
             WhenBehind(options.saving.when_behind),
             self._states.memory(),
@@ -475,7 +475,7 @@ class Training:
         self.origin = Origin(None, notes["fields"])
 
     def agree_on_batch(self, control: Control) -> None:
-        self._shortage.agree(control)
+        self._shortage.act_together(control)
 
     def redraw(self) -> None:
         self.context.feed.redraw()
@@ -486,7 +486,7 @@ class Training:
     def leave_now(self) -> NoReturn:
         """Leave the job by a planned change."""
         self.context.stopped = True
-        self.context.closed("stopped")
+        self.context.report_end("stopped")
         raise SystemExit(self.context.signals.exit_code)
 
     def resume_alone(self) -> None:
@@ -520,20 +520,20 @@ class Training:
         with joined_copies(control, self.saver.parts_in_memory(), context.environment.copies_here) as joined:
             left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
             stored = StoredStates(self._states.manager, context.tracker, left, looks=context.manager is not None)
-            live = self.state.live()
+            live = self.state.targets()
             self.origin = restore(control, alike, stored, self.collect, take_over, check, unfit, live)
         self.steps.dirty = False
         if self.origin.fields.get(EPOCH_CLOSED):
             context.position.cursor = Cursor(context.position.cursor.epoch + 1, 0)
         if self.origin.name is not None:
             strict = context.options.checks.on_changed == OnChanged.RAISE
-            self.state.follow(context.options.allow_changed, strict=strict, says=formation.rank == 0)
+            self.state.adopt_settings(context.options.allow_changed, strict=strict, says=formation.rank == 0)
         first = context.position.generation + 1 if self.origin.name is not None else 0
         read = context.position.generation, context.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest)
         if self.origin.name is not None:
-            self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
+            self.saver.note_resume(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
 
     def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None = None) -> None:
         """All ranks of ``group`` hold one state: bind everything to the round, and begin.
@@ -604,7 +604,7 @@ class Training:
         come here after such an end.
         """
         self.steps.sync.require_closed()
-        return self.recovery.repeated(attempt, codec)
+        return self.recovery.call(attempt, codec)
 
     def refuse_inside(self, call: str) -> None:
         """ConfigError while a step is open."""
@@ -651,7 +651,7 @@ class Training:
             for name, value in values.items() if begun is None else ():
                 context.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
             try:  # after a failure the caller learns whether this one was durable
-                saved = saver.save(values, best=best, wait=wait or saver.failed, begun=begun)
+                saved = saver.save(values, best=best, wait=wait or saver.has_failed, begun=begun)
             except (CheckpointError, NonFiniteError) as error:
                 problem = error
         elif not goes_on:
@@ -666,7 +666,7 @@ class Training:
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.context.tracker.during(Phase.CHECKPOINT):
-            self.saver.settle()
+            self.saver.make_durable()
             self.context.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
@@ -675,7 +675,7 @@ class Training:
         Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
         """
         if not self.saver.copied and self._states.serve_alone(self.saver):
-            self.saver.settle()
+            self.saver.make_durable()
 
 
 class LocalSgdSync(EveryStep):
@@ -822,7 +822,7 @@ class MemoryShortage:
         logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
         return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
 
-    def agree(self, control: Control) -> None:
+    def act_together(self, control: Control) -> None:
         """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
         if self._policy is OnShortage.RAISE:
             return

@@ -90,7 +90,7 @@ def test_without_memory_a_save_is_made_at_once_behind_the_one_under_way(tmp_path
     manager.gate.release(2)
     done = saves.at_once(manager.encode({"w": weights}, info), manager.draft(info))
     assert done.done.is_set()
-    assert [save.manifest.step for save in saves.finished()] == [1, 2]
+    assert [save.manifest.step for save in saves.take_ended()] == [1, 2]
     saves.close()
 
 
@@ -115,7 +115,7 @@ def test_states_that_are_refused_leave_the_newest_good_one_in_memory(tmp_path: P
         keep(saves, manager, torch.full((1000,), value), step)
         saves.wait()
     assert kept_step(lasting) == 2
-    assert len(saves.finished()) == 3
+    assert len(saves.take_ended()) == 3
     saves.close()
 
 
@@ -289,12 +289,12 @@ def test_a_background_save_that_fails_shows_in_log_and_metric_and_the_state_coun
     trained.step()
     assert trained.saver.attempt() is None
     trained.saver.wait()
-    assert trained.saver.failed
+    assert trained.saver.has_failed
     assert trained.saver.unsaved
     assert trained.counted("save.failed") == 1
-    assert isinstance(trained.saver.settle(), StorageError)
+    assert isinstance(trained.saver.make_durable(), StorageError)
     trained.step()
-    assert trained.saver.settle() is None
+    assert trained.saver.make_durable() is None
     assert trained.end() == [2]
 
 
@@ -352,7 +352,7 @@ def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path
         assert trained.saver.attempt() is None
     trained.step()
     threading.Timer(0.2, works.end, ["a place is gone"]).start()
-    for waits in (trained.saver.attempt, trained.saver.settle):
+    for waits in (trained.saver.attempt, trained.saver.make_durable):
         with pytest.raises(RoundBrokenError, match="a place is gone"):
             waits()
     assert trained.end() == [1, 2]
@@ -367,7 +367,7 @@ def test_a_save_on_demand_that_has_ended_when_training_goes_on_is_answered(
     trained, request, answers = Trained(tmp_path / "saved"), tmp_path / "request", list[Any]()
     on_demand = trained.saver.on_demand
     monkeypatch.setattr(on_demand, "_file", request)
-    monkeypatch.setattr(trained.tracker, "describe", lambda on_demand: answers.append(on_demand))
+    monkeypatch.setattr(trained.tracker, "set_notes", lambda on_demand: answers.append(on_demand))
     trained.manager.full = {1} if full else set()
     trained.manager.gate.release(100)
     for asked in ("a", "b"):
@@ -462,7 +462,7 @@ def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(
     monkeypatch.setattr(manager, "check_writable", slow(manager.check_writable))
     monkeypatch.setattr(manager, "newest", slow(manager.newest))
     release = threading.Thread(target=slow(manager.gate.release), args=[100])
-    for act in (trained.saver.settle, lambda: check_storage(manager, Control(), WorkerEnvironment()), restored):
+    for act in (trained.saver.make_durable, lambda: check_storage(manager, Control(), WorkerEnvironment()), restored):
         with structlog.testing.capture_logs() as captured:
             logs = captured
             if not release.ident:

@@ -160,7 +160,7 @@ class Stream(Cuda):
     def queue(self, target: Any, data: Any) -> None:
         self.waiting.append(lambda: np.copyto(target, data))
 
-    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+    def record(self, devices: Iterable[Any]) -> Callable[[], None]:
         mine = len(self.waiting)
         assert devices
 

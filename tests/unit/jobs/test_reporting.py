@@ -96,8 +96,8 @@ def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
     """What comes later is measured by what there is, also after the state has travelled."""
     history = _history(0.1, 0.9, 0.5)
     steps = [record.step for record in history.records]
-    history.settled(steps[0], saved=True)
-    history.settled(steps[1], saved=False)
+    history.saved_or_refused(steps[0], saved=True)
+    history.saved_or_refused(steps[1], saved=False)
     assert history.saved_step == steps[1]
     copy = History()
     copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
@@ -489,11 +489,11 @@ def test_steps_of_a_tracked_run_only_rise(tmp_path: Path) -> None:
     first = TrackedRun(tmp_path, "tracker")
     assert first.id is None
     first.begin("r1")
-    assert [first.advance("train", step) for step in (10, 20)] == [True, True]
+    assert [first.is_new("train", step) for step in (10, 20)] == [True, True]
     again = TrackedRun(tmp_path, "tracker")
     assert again.id == "r1"
-    assert [again.advance("train", step) for step in (10, 20, 30)] == [False, False, True]
-    assert again.advance("test", 20)
+    assert [again.is_new("train", step) for step in (10, 20, 30)] == [False, False, True]
+    assert again.is_new("test", 20)
 
 
 def test_mistakes_are_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

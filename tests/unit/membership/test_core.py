@@ -98,8 +98,8 @@ def test_a_reason_that_lasts_is_said_once() -> None:
         (broken, waits, 20.0),
     ]
     notes += [(active, waits, 20.0 + after_s) for after_s in (0.1, MIN_DELAY_S, 2 * MIN_DELAY_S)]
-    assert [delays.note(*note) for note in notes] == [None] * len(notes)
-    said = [delays.note(broken, waits, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
+    assert [delays.observe(*note) for note in notes] == [None] * len(notes)
+    said = [delays.observe(broken, waits, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
     assert said == [None, LogDelay(4, waits.reason), None]
 
 
@@ -177,7 +177,7 @@ class Watcher:
     def turn(self, present: int, now: float, state: RoundState = RoundState.ACTIVE) -> ChangeWatch | None:
         nodes = {name: node(name, 10 + place) for place, name in enumerate(NAMES[:present])}
         seen = Observation(nodes, run_of(present, state), round_revision=1, connected=True, serial=1)
-        change = self.scope.turn(Looked(seen, 10 + self.place, senior=False, away=False), now)[0]
+        change = self.scope.adjust(Looked(seen, 10 + self.place, senior=False, away=False), now)[0]
         assert change is None or isinstance(change, ChangeWatch)
         return change
 
@@ -251,10 +251,10 @@ def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     """And nobody is known to be dead who has changed its key since: that is another life."""
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
     scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
-    probe, _ = probes.turn(scene.view(), 1.0)
+    probe, _ = probes.due(scene.view(), 1.0)
     assert probe is not None
     assert [each.id for each in probe.nodes] == ["b", "c"]
-    assert probes.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    assert probes.due(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
     probes.on_probed(Probed("b", 2, dead=True))
     probes.on_probed(Probed("c", 3, dead=False))
     assert probes.dead(scene.nodes) == {"b"}
@@ -268,7 +268,7 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
     member = Member(MemoryStore(), RunKeys("/p", "run"), "a", lease, scene.limits, lambda error: None)
     probes = AgentProbes()
     for _ in range(40):
-        probe, _ = probes.turn(scene.view(), now)
+        probe, _ = probes.due(scene.view(), now)
         assert probe is not None
         with no_new_threads():
             member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))

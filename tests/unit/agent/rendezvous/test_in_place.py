@@ -146,12 +146,12 @@ class Onlooker:
     """A member in so far as its timeout asks it, and what comes of that."""
 
     def __init__(self, observation: Observation, shown: NodeRecord | None = READY) -> None:
-        self.observation, self.record = observation, shown
+        self.seen, self.record = observation, shown
         self.clock, self.given_up = ManualClock(), list[JoinTimeoutError]()
         self.timeout = JoinTimeout(cast("Member", self), LIMIT_S, self.given_up.append, self.clock)
 
-    def look(self) -> Observation:
-        return self.observation
+    def observation(self) -> Observation:
+        return self.seen
 
     def published(self) -> NodeRecord | None:
         return self.record
@@ -216,9 +216,9 @@ def test_the_count_begins_anew_with_each_round() -> None:
     onlooker = Onlooker(NOTHING)
     for _ in range(4):
         assert not onlooker.after(LIMIT_S / 2)
-        onlooker.observation = seen(RoundState.ACTIVE)
+        onlooker.seen = seen(RoundState.ACTIVE)
         assert not onlooker.after(LIMIT_S / 4)
-        onlooker.observation = NOTHING
+        onlooker.seen = NOTHING
     assert onlooker.after(LIMIT_S + 1.0)
 
 
@@ -232,7 +232,7 @@ class Spare:
         self.reads, self.dead = 0, set[str]()
         self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)
 
     def published(self) -> NodeRecord:

@@ -218,7 +218,7 @@ def test_the_end_of_a_round_does_not_reach_the_next_one(monkeypatch: pytest.Monk
         escape.over(1)
         assert aborted == []
         with socket.create_connection(store.getsockname()):
-            escape.free(1, "it was not formed in time")
+            escape.release_main_thread(1, "it was not formed in time")
             assert escape.sockets.sever(1) == 0
             assert escape.sockets.sever(2) == 1
     escape.leave(planned=True)

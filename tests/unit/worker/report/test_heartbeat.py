@@ -32,7 +32,7 @@ class Bench:
         self.tracker = HeartbeatReporter(self.writer, self.clock, age_s=AGE_S)
         self.born_at = self.clock.monotonic() - AGE_S
         self.tracker.beat()
-        self.tracker.describe(pid=1)
+        self.tracker.set_notes(pid=1)
         self.reader = PageReader(path)
         self.shown: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
 
@@ -68,7 +68,7 @@ class Bench:
         self.tracker.step_begins(number)
         self.clock.advance(seconds)
         if waited:
-            self.tracker.waits()
+            self.tracker.begin_wait()
             self.clock.advance(waited)
             self.tracker.resumes()
         self.tracker.committed(number, 4)
@@ -82,7 +82,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
-    bench.tracker.place(0, 2, round_, CPU)
+    bench.tracker.set_rank(0, 2, round_, CPU)
     bench.tracker.change(Phase.TRAINING)
     return bench.tracker
 
@@ -129,7 +129,7 @@ def test_a_step_that_was_given_up_is_lost_work(bench: Bench) -> None:
     tracker.enter(before)
     tracker.step_begins(2)
     bench.after(2.0)
-    tracker.waits()
+    tracker.begin_wait()
     bench.after(4.0)
     tracker.gave_up()
     tracker.change(Phase.RENDEZVOUS)
@@ -146,7 +146,7 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     tracker.peer_saves()
     tracker.step_begins(3)
     bench.after(1.0)
-    tracker.waits()
+    tracker.begin_wait()
     assert bench.read().phase is Phase.CHECKPOINT
     bench.after(30.0)
     tracker.resumes()
@@ -164,8 +164,8 @@ def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
     tracker = placed(bench)
     tracker.peer_saves()
     tracker.step_begins(1)
-    tracker.waits()
-    tracker.waits()
+    tracker.begin_wait()
+    tracker.begin_wait()
     bench.after(1.0)
     tracker.resumes()
     tracker.resumes()
@@ -225,7 +225,7 @@ def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> No
     """In buckets that are not cumulative; one that failed has no duration."""
     tracker = bench.tracker
     for duration_s in (0.02, 0.03, 1000.0):
-        tracker.saved(7, 123, duration_s)
+        tracker.note_save(7, 123, duration_s)
     tracker.operated("save", 5.0, ok=False)
     tracker.operated("load", 2.0, ok=True)
     notes = bench.read().notes
@@ -294,11 +294,11 @@ class Life:
                 passes()
                 tracker.enter(before)
             case "wait" | "broken_wait":
-                tracker.waits()
+                tracker.begin_wait()
                 passes()
                 tracker.resumes() if what == "wait" else tracker.gave_up()
             case "place":
-                tracker.place(0, 2, int(str(which)), CPU)
+                tracker.set_rank(0, 2, int(str(which)), CPU)
             case "change":
                 tracker.change(Phase(str(which)))
             case "during" | "fail":
@@ -371,7 +371,7 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
         assert path.stem.rpartition("-")[0] == f"3-{os.getpid()}"
         reading = PageReader(path).read()
         assert reading is not None
-        assert reading.lives
+        assert reading.is_alive
         assert (reading.pid, reading.local_rank, reading.pulse.rank) == (os.getpid(), 3, 7)
         assert reading.born_at == pytest.approx(reading.pulse.phase_at, abs=1.0)
         assert reading.notes["node"] == "n1"
@@ -385,7 +385,7 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere", None])
 def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None:
     tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
-    tracker.place(1, 2, 3, CPU)
+    tracker.set_rank(1, 2, 3, CPU)
     tracker.step_begins(1)
     tracker.committed(1, 2)
     tracker.close()
@@ -403,7 +403,7 @@ def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
     second.committed(2, 8)
     readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
     second.close()
-    assert [each is not None and each.lives for each in readings] == [False, True]
+    assert [each is not None and each.is_alive for each in readings] == [False, True]
     assert readings[0] is not None
     assert readings[1] is not None
     assert readings[1].born_at >= first.closed_at - 0.01
