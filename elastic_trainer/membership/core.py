@@ -123,9 +123,9 @@ class ChangeWatch:
 
 @dataclass(frozen=True, slots=True)
 class AskOldest:
-    """Ask the store for the ``places`` most senior nodes, excluding ``ghosts``."""
+    """Ask the store for the ``seniors`` most senior nodes, excluding ``ghosts``."""
 
-    places: int
+    seniors: int
     ghosts: tuple[Ghost, ...]
 
 
@@ -203,8 +203,8 @@ class Core:
         elif isinstance(event, Probed):
             self._probes.on_probed(event)
         elif isinstance(event, Oldest):
-            places = self._asked.places if self._asked is not None else 0
-            if (follow := self._scope.on_oldest(event, places, now)) is not None:
+            seniors = self._asked.seniors if self._asked is not None else 0
+            if (follow := self._scope.on_oldest(event, seniors, now)) is not None:
                 self._effects.append(follow)
         elif event.again_in_s is not None:
             self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
@@ -310,12 +310,12 @@ LONGEST_PATIENCE = 8
 class Plan:
     """What a node that watches only the round does after ``after_s`` seconds without news.
 
-    ``places``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
+    ``seniors``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
     watch them without asking.
     """
 
     after_s: float
-    places: int | None
+    seniors: int | None
 
 
 def plan(
@@ -337,7 +337,7 @@ def plan(
         return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
     if member and line < 2 * SENIORS:
         return Plan(DEPUTY_PATIENCE_S, None)
-    # Each further question asks for three more places, which passes over deciders that live but do nothing.
+    # Each further question asks for three more nodes, which passes over deciders that live but do nothing.
     return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
 
 
@@ -376,10 +376,10 @@ class WatchScope:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def on_oldest(self, answer: Oldest, places: int, now: float) -> ChangeWatch | None:
+    def on_oldest(self, answer: Oldest, seniors: int, now: float) -> ChangeWatch | None:
         """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
-            return ChangeWatch(nodes=True, reason=f"it is among the {places} most senior")
+            return ChangeWatch(nodes=True, reason=f"it is among the {seniors} most senior")
         self._asked += 1
         self._asked_at_s = (now - self._quiet_since) / self._spread
         return None
@@ -395,9 +395,9 @@ class WatchScope:
         left = due.after_s * self._spread - (now - self._quiet_since)
         if left > 0.0:
             return None, left
-        if due.places is None:
+        if due.seniors is None:
             return ChangeWatch(nodes=True, reason="the round is over and no node acts"), math.inf
-        return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
+        return AskOldest(due.seniors, seen.round.ghosts if seen.round is not None else ()), 0.0
 
     def _narrow(self, look: Looked, now: float) -> Turn:
         """Stop watching the nodes once enough more senior nodes have watched them for a while."""

@@ -32,7 +32,7 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_places
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_slots
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
@@ -430,9 +430,9 @@ class Member:
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:
-        wanted = oldest_keys(self._keys, effect.places + len(effect.ghosts))
+        wanted = oldest_keys(self._keys, effect.seniors + len(effect.ghosts))
         found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
-        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.places)))
+        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)))
 
     def _probed(self, answer: Probed) -> None:
         self._answer(answer)
@@ -481,7 +481,7 @@ class Member:
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
-        grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_places(self.limits) else ""
+        grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_slots(self.limits) else ""
         return JoinTimeoutError(
             f"fewer than {least}{grouped} {were} ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",

@@ -21,7 +21,7 @@ from elastic_trainer.membership.cluster_view import (
     NodeView,
     accused,
     by_seniority,
-    has_places,
+    has_slots,
     in_call,
     in_groups,
     is_ghost,
@@ -138,7 +138,7 @@ def _cannot_begin(view: ClusterView) -> Decision | None:
 
 
 def _too_few(view: ClusterView, usable: int) -> Decision:
-    grouped = f" in whole groups of {view.limits.shard_nodes}" if has_places(view.limits) else ""
+    grouped = f" in whole groups of {view.limits.shard_nodes}" if has_slots(view.limits) else ""
     least = counted(view.limits.min_nodes, "node is", "nodes are")
     return Decision(Action.WAIT, f"{usable} of at least {least} ready{grouped}")
 
@@ -204,7 +204,7 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     staying = len(current.members) - len(leaving)
     able = in_groups(view, [node for node in alive if node.id not in leaving] + fresh)
     size = view.limits.fitting(len(able))
-    chosen = able[: size if has_places(view.limits) else max(size, staying)]
+    chosen = able[: size if has_slots(view.limits) else max(size, staying)]
     joining = [node.id for node in chosen if node in fresh]
     spare = 0 < size < staying  # in the middle of the script's call all survivors continued, whatever sizes are allowed
     if not leaving and not spare:
@@ -221,7 +221,7 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     changes = (
         _verb(leaving, "leave"),
         _verb(joining, "join"),
-        _spare(view, dropped) if has_places(view.limits) else f"a round may have {most}" if spare else "",
+        _spare(view, dropped) if has_slots(view.limits) else f"a round may have {most}" if spare else "",
     )
     reason = "; ".join(change for change in changes if change)
     update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, chosen, reason)}
@@ -236,23 +236,23 @@ def _verb(names: list[str], verb: str) -> str:
 
 def _spare(view: ClusterView, names: list[str]) -> str:
     """A phrase that names the nodes without a whole group; empty if there are none."""
-    places = (f"{name} (place {view.nodes[name].record.place})" for name in names)
-    return f"without a whole shard group: {', '.join(places)}" if names else ""
+    slots = (f"{name} (place {view.nodes[name].record.shard_slot})" for name in names)
+    return f"without a whole shard group: {', '.join(slots)}" if names else ""
 
 
 def _after_drain(
     view: ClusterView, current: RoundDocument, chosen: list[NodeView], reason: str
 ) -> RoundDocument | None:
     """In place: the complete next round. None in restart mode, or if too few nodes would be left or all that hold the
-    shards of a place would leave: the state must be saved before they are gone."""
+    shards of a slot would leave: the state must be saved before they are gone."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
     members = {node.id for _, node in view.living_members}
     chosen = in_groups(
         view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
     )
-    held = {node.record.place for node in chosen if node.id in members}
-    all_held = len(held) == view.limits.shard_nodes if has_places(view.limits) else bool(held)
+    held = {node.record.shard_slot for node in chosen if node.id in members}
+    all_held = len(held) == view.limits.shard_nodes if has_slots(view.limits) else bool(held)
     if not all_held or view.limits.fitting(len(chosen)) != len(chosen):
         return None
     return compose(view, chosen, reason, carried(current))
@@ -342,7 +342,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
     if (pair := apart(ready)) is not None:
         return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
-    if has_places(view.limits):
+    if has_slots(view.limits):
         spares = [node.id for node in view.candidates if same_life(view, node) and node not in ready]
         reason = "; ".join(filter(None, (reason, _spare(view, spares))))
     document = compose(
@@ -391,7 +391,7 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
             return staying
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     joinable = in_groups(view, [node for node in ready if node.record.joinable])
-    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one place anyhow
+    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one point anyhow
         return in_groups(view, survivors)
     most = max(view.limits.min_nodes, sum(node.record.joinable for node in survivors), len(current.members))
     return joinable[: most - most % view.limits.shard_nodes]
@@ -522,7 +522,7 @@ class FailureBudget:
     step: int | None
     failures: int
     stalled: int
-    place: Identity | None = None
+    position: Identity | None = None
     """The job's position in the data, with the samples of the next step."""
     culprits: tuple[str, ...] = ()
     """In restart mode: the nodes whose own workers failed there."""
@@ -539,10 +539,10 @@ class FailureBudget:
             return ""
         if self.step is None:
             return f"{what} before the first step"
-        samples, place = "", self.place
-        if place is not None and place.batch:  # each epoch has its own order
-            last = place.samples + place.batch - 1
-            samples = f" (epoch {place.epoch}, samples {place.samples} to {last} of its order)"
+        samples, position = "", self.position
+        if position is not None and position.batch:  # each epoch has its own order
+            last = position.samples + position.batch - 1
+            samples = f" (epoch {position.epoch}, samples {position.samples} to {last} of its order)"
         return f"{what} after step {self.step}, without a step committed since{samples}"
 
 
@@ -564,12 +564,12 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
     # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
-    place = max(known, key=lambda each: each.step, default=None)
+    position = max(known, key=lambda each: each.step, default=None)
     failed = int(current.worker_failed or bool(ended))
-    if place is not None and (current.last_step is None or place.step > current.last_step):
-        return FailureBudget(place.step, failed, 0, place)
+    if position is not None and (current.last_step is None or position.step > current.last_step):
+        return FailureBudget(position.step, failed, 0, position)
     fewest = carried(current).fewest
-    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place, fewest=fewest)
+    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, position, fewest=fewest)
 
 
 def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
@@ -581,13 +581,15 @@ def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
     before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
     ended = [node for member, node in view.living_members if node.record.life > member.life]
     reached = [node.record.reached for node in ended if node.record.reached is not None]
-    place = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
+    position = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
     culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
-    if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
+    if current.state is RoundState.DRAINING or position is None or not culprits or len(ended) < len(current.members):
         return before
-    if place.step != current.last_step:
-        return FailureBudget(place.step, 1, 0, place, tuple(sorted(culprits)))
-    return FailureBudget(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
+    if position.step != current.last_step:
+        return FailureBudget(position.step, 1, 0, position, tuple(sorted(culprits)))
+    return FailureBudget(
+        position.step, current.failures + 1, 0, position, tuple(sorted(culprits.union(current.culprits)))
+    )
 
 
 # ---- nodes that cannot reach each other

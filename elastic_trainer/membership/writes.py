@@ -110,10 +110,10 @@ def oldest_keys(keys: RunKeys, count: int) -> Read:
     return Read(keys.nodes, end, limit=count + STRAYS, order=Order.CREATE_REVISION, keys_only=True)
 
 
-def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:
-    """The nodes that hold the first ``places`` of ``keys``, oldest first, without ghosts (the values are not read)."""
+def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], count: int) -> list[str]:
+    """The nodes that hold the first ``count`` of ``keys``, oldest first, without ghosts (the values are not read)."""
     passed_over = {(ghost.node, ghost.create_revision, ghost.mod_revision) for ghost in ghosts}
-    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:places]
+    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:count]
 
 
 def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, KeyValue]]:

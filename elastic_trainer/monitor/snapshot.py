@@ -304,7 +304,7 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
         group, place = places.get(name, (None, None)) if member is not None else (None, None)
         told = _ranks(member, view.record.local_world_size, health, judgment)
         ranks = tuple({**rank, "stall": stalls.get((name, rank["local_rank"]))} for rank in told)
-        place = view.record.place if place is None else place
+        place = view.record.shard_slot if place is None else place
         metrics, present = health.metrics if health is not None else "", str(view.record.state)
         of = name, view.record.host, present, member is not None, group, place, metrics
         found.append(NodeStatus(*of, _age(seen, name), ranks))

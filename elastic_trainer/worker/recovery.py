@@ -147,7 +147,7 @@ class State(Protocol):
     # ---- the end of a round
 
     def parted_by(self, error: BaseException) -> ConfigError | None:
-        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        """Why the ranks cannot go on, if ``error`` is due to their being at different points of the script."""
         ...
 
     def gives_up(self, step: Any, error: BaseException) -> BaseException:
@@ -600,7 +600,7 @@ class InPlaceRecovery(Recovery):
         self._given_up: Step | None = None
         """The step that was undone when the last round ended."""
         self._met: tuple[str, ...] = ()
-        """The nonces of the two newest rounds whose ranks have stood at one place of the script with this one."""
+        """The nonces of the two newest rounds whose ranks have stood at one point of the script with this one."""
         self._met_at = (0, 0, 0)
         """Where that was, in the newest of them."""
         self._change_due = self._evaluates = False

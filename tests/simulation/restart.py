@@ -25,7 +25,7 @@ from tests.simulation.in_place import JOIN_TIMEOUT_S
 from tests.simulation.invariants import NO_REPLACED, Violation
 from tests.simulation.loop import sleep
 from tests.simulation.node import SimNode
-from tests.simulation.workers import FIRST_PID, SimPlace, SimWorker
+from tests.simulation.workers import FIRST_PID, SimAssignment, SimWorker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -114,7 +114,7 @@ class Restart(Agent):
     def _begin(self, current: RoundDocument) -> None:
         nodes = tuple(member.node for member in current.members)
         worker = SimWorker(self, self.world, next(self._pids), 0)
-        worker.assigned = SimPlace(
+        worker.assigned = SimAssignment(
             current.number, nodes.index(self.name), len(nodes), 0, 1, nonce=current.nonce, nodes=nodes
         )
         self.workers = [worker]

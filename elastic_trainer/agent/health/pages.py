@@ -185,16 +185,16 @@ class Pages:
                 path.unlink(missing_ok=True)
 
 
-def _folder(places: Sequence[Path | None]) -> PrivateFolder | None:
-    """A folder in the first place where one can be made (None: that for temporary files).
+def _folder(parents: Sequence[Path | None]) -> PrivateFolder | None:
+    """A folder in the first of ``parents`` where one can be made (None: that for temporary files).
 
     Shared memory comes first: on a disk each write of a page would be written back some time.
     """
-    for place in places:
+    for parent in parents:
         try:
-            return PrivateFolder(_PREFIX, place)
+            return PrivateFolder(_PREFIX, parent)
         except OSError as error:
-            logger().warning("pages.unavailable", place=str(place or "temporary"), error=str(error))
+            logger().warning("pages.unavailable", place=str(parent or "temporary"), error=str(error))
     return None
 
 

@@ -86,7 +86,7 @@ class HealthService:
             metrics=self._endpoint.url(address) if self._endpoint is not None else "",
             max_nodes=member.limits.max_nodes,
             alive=_touched(options.alive_file),
-            logs=log_place(socket.gethostname()),
+            logs=log_location(socket.gethostname()),
             evicts_mismatched=options.evict_mismatched,
             min_nodes=member.limits.min_nodes,
         )
@@ -222,7 +222,7 @@ def _reached_before(store: MeteredStore, keys: RunKeys) -> int:
 # ---- where the node's output goes
 
 
-def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
+def log_location(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
     """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
     try:
         found = os.fstat(output)

@@ -298,11 +298,11 @@ class Life:
         """Steps known to have been committed in this life."""
         return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
 
-    def set_progress(self, place: Identity) -> None:
+    def set_progress(self, position: Identity) -> None:
         """A worker has reported its progress."""
-        self.first_step = place.step if self.first_step is None else self.first_step
-        if self.reached is None or place.step >= self.reached.step:
-            self.reached = place
+        self.first_step = position.step if self.first_step is None else self.first_step
+        if self.reached is None or position.step >= self.reached.step:
+            self.reached = position
 
     def came_to(self, number: int, step: int) -> None:
         """A worker of round ``number`` holds the state after ``step``, whatever its last report says."""
@@ -593,7 +593,7 @@ class Conductor:
         self._connected: list[Worker] = []
         self._document: RoundDocument | None = None
         self._acknowledged = 0
-        self._place: int | None = None
+        self._slot: int | None = None
         self._evicted = ""
         self.passed = False
         """Whether a worker has passed the end of the training, which all ranks pass together."""
@@ -640,14 +640,14 @@ class Conductor:
             self.outbox.log("node.backed_off", "warning", node=self._node, **fields)
             self.outbox.later("back-off", back_off_s, partial(self._offer, self._life.number))
         self._quarantine.clear()
-        self._place, self._false_start = None, start
+        self._slot, self._false_start = None, start
         self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
         self.met = False
         return self._record(NodeState.WARMING)
 
-    def record_at(self, place: int | None) -> NodeRecord:
-        """The record of a node that warms up at ``place`` of a shard group."""
-        self._place = place
+    def record_at(self, slot: int | None) -> NodeRecord:
+        """The record of a node that warms up at ``slot`` of a shard group."""
+        self._slot = slot
         return self._record(NodeState.WARMING)
 
     def restart_workers(self, why: str) -> None:
@@ -658,7 +658,7 @@ class Conductor:
             self._begin_anew(why)
 
     def _begin_anew(self, why: str) -> None:
-        self.outbox.log("workers.restarted", node=self._node, place=self._place, reason=why)
+        self.outbox.log("workers.restarted", node=self._node, place=self._slot, reason=why)
         strikes = self._backoff
         self._end_life(why)
         self._backoff = strikes
@@ -967,7 +967,7 @@ class Conductor:
         fields["acknowledged"] = max(self._acknowledged, fields["reported"])
         if planned is not None:
             fields["planned"] = planned
-        fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
+        fields["unreachable"], fields["shard_slot"] = self._quarantine.unreachable, self._slot
         fields["passed"] = self.passed
         if self._false_start is not None and not self.met:
             fields |= self._false_start.fields

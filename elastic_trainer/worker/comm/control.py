@@ -1,7 +1,7 @@
 """The collectives of all ranks of a round: how they are made, waited for, and told from other errors when they fail.
 
 A collective ends in one of three ways. It completes. A peer is gone, or the round is over: then its wait ends at once,
-with RoundBrokenError. Or ranks have come to different places of the script, where each waits for the others for ever.
+with RoundBrokenError. Or ranks have come to different points of the script, where each waits for the others for ever.
 
 *Runs in* the worker's main thread, and a thread for each round that looks for ranks elsewhere (:class:`Whereabouts`).
 *Owns* three keys of the round's store. *Fails by* RoundBrokenError; ConfigError for ranks that call different things.
@@ -600,7 +600,7 @@ def _kind(error: ElasticTrainerError) -> str:
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), PermanentError.__name__)
 
 
-# ---- ranks that have come to different places of the script
+# ---- ranks that have come to different points of the script
 #
 # One has left its loop, or evaluates alone, while another is inside a step: they wait in different process groups, and
 # nothing would end that before a timeout of minutes. A rank that stays where it is for long, and is not inside a step,

@@ -561,7 +561,7 @@ class Training:
             each()
 
     def _watch(self, group: Group) -> None:
-        """Find out if ranks come to different places of the script."""
+        """Find out if ranks come to different points of the script."""
         context = self.context
         if self._whereabouts is not None:
             self._whereabouts.close()
@@ -576,7 +576,7 @@ class Training:
         self._whereabouts = Whereabouts(group.fresh, control, node, stand, lambda: context.span_s, free)
 
     def parted_by(self, error: BaseException | None) -> ConfigError | None:
-        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        """Why the ranks cannot go on, if ``error`` is due to their being at different points of the script."""
         if self._whereabouts is None or error is None:
             return None
         if isinstance(error, CallsDifferError):

@@ -230,7 +230,7 @@ class Spare:
         self.scene = training("a0", "a1").show(mine, *others)
         self.mine: NodeRecord = mine.record
         self.reads, self.dead = 0, set[str]()
-        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
+        self.slot = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
 
     def observation(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)
@@ -251,7 +251,7 @@ class Spare:
     def after(self, seconds: float) -> list[str]:
         end = self.clock.monotonic() + seconds
         while self.clock.monotonic() < end:
-            self.clock.advance(self.place.turn())
+            self.clock.advance(self.slot.turn())
         return self.begun
 
 
@@ -262,7 +262,7 @@ def test_a_spare_without_state_begins_anew_where_it_is_needed() -> None:
 
 
 def test_while_nobody_trains_a_spare_hurries() -> None:
-    """The agent of the node at place 1 is dead, and its lease stands: the spare of place 0 takes that place."""
+    """The agent of the node at slot 1 is dead, and its lease stands: the spare of slot 0 takes that slot."""
     spare = Spare(mine=at("b0", 3))
     spare.scene.adopt(round_of(2, [at("a0", 1), at("a1", 2)], RoundState.BROKEN))
     assert spare.after(10 * LOOK_S) == []
@@ -277,11 +277,11 @@ def test_a_spare_that_holds_state_waits_for_another_node_first() -> None:
     assert spare.after(4 * LOOK_S) != []
 
 
-def test_nodes_that_train_or_have_no_places_read_nothing() -> None:
+def test_nodes_that_train_or_have_no_slots_read_nothing() -> None:
     spare = Spare(mine=at("a0", 1))
     assert spare.after(10 * LOOK_S) == []
     spare.limits = replace(PAIRS, shard_nodes=1)
-    assert spare.place.turn() == IDLE_S
+    assert spare.slot.turn() == IDLE_S
     assert spare.reads == 0
 
 
