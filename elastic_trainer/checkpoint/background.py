@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
-from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, place_of, record
+from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, part_of, record
 from elastic_trainer.checkpoint.memory import Arena, Held
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline
@@ -166,7 +166,7 @@ class BackgroundSaves:
         self._end_co_writing()
         self.await_slot()
         held = self._arena.hold(image)
-        save = Save(manifest, purpose, turn, joint=place_of(image.names) is not None)
+        save = Save(manifest, purpose, turn, joint=part_of(image.names) is not None)
         with self._changed:
             self._under_way.append(save)
             self._unsealed.append((save, held))

@@ -48,7 +48,7 @@ from elastic_trainer.checkpoint.manifest import (
     Manifest,
     OnDevice,
     parse_checkpoint,
-    place_of,
+    part_of,
     seal,
     unseal,
 )
@@ -87,7 +87,7 @@ class Held:
 class Arena:
     """See the module. ``files`` are the agent's memory files; without them the slots die with this process.
 
-    ``beside`` are those of the other places of a sharded state: a state that all of them hold is whole.
+    ``beside`` are those of the other ranks of a sharded state: a state that all of them hold is whole.
     """
 
     def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None, beside: Sequence[Path] = ()) -> None:
@@ -187,7 +187,7 @@ def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
 
 
 def _sound(descriptors: Sequence[int]) -> list[StateSnapshot]:
-    """The snapshots in these memory files, whole or a place's part."""
+    """The snapshots in these memory files, whole or a rank's part."""
     found: list[StateSnapshot] = []
     for descriptor in descriptors:
         try:
@@ -497,7 +497,7 @@ class StateSnapshot:
     stored: bool
     """Whether its process has committed it there."""
     parts: tuple[StateSnapshot, ...] = ()
-    """For a sharded state: the snapshots of its places, whose files together are those of this one."""
+    """For a sharded state: the snapshots of its shard ranks, whose files together are those of this one."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -516,7 +516,7 @@ class StateSnapshot:
     @property
     def shard(self) -> tuple[int, int] | None:
         """Whose part of a sharded state it is, and of how many; None for a whole state."""
-        return place_of(self._names())
+        return part_of(self._names())
 
     def _holder(self, file: str) -> StateSnapshot:
         return next((part for part in self.parts if file in part._names()), self)
@@ -563,16 +563,16 @@ class SnapshotSource:
 
 
 def whole_states(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
-    """The snapshots of ``found`` with a whole state; all places of a sharded state are merged into one snapshot."""
+    """The snapshots of ``found`` with a whole state; all ranks of a sharded state are merged into one snapshot."""
     groups: dict[Any, dict[int, StateSnapshot]] = {}
     for each in found:
         where = each.shard
         if where is None:
             yield each
             continue
-        place, count = where
+        index, count = where
         parts = groups.setdefault((each.order, each.location, each.job, count), {})
-        parts[place] = each
+        parts[index] = each
         if len(parts) == count:
             copies = tuple(parts[number] for number in range(count))
             first, files = copies[0], tuple(record for part in copies for record in part.manifest.files)

@@ -28,7 +28,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import InterruptibleWaits
-from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, assignment_of
 from elastic_trainer.worker.recovery import ChannelLink, InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage
@@ -48,7 +48,7 @@ class StaticRendezvous:
     """What carries a training across rounds."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
-        self._formation = place_in(environment)
+        self._formation = assignment_of(environment)
         self.timeouts = FormTimeouts(min(settings.GROUP_TIMEOUT_S, timeout_s), timeout_s)
         self._sockets = Sockets()
         self.descriptors = self._sockets.descriptors

@@ -86,8 +86,8 @@ class Groups(Protocol):
         """Whether it is in that round."""
         ...
 
-    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
-        """Enter the round of ``place`` and form its groups; ``broken`` says why a round is over already."""
+    def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
+        """Enter the round of ``assignment`` and form its groups; ``broken`` says why a round is over already."""
         ...
 
     def sever(self) -> None:
@@ -644,7 +644,7 @@ class InPlaceRecovery(Recovery):
         self._regroup(joinable=not was_committed)  # newcomers cannot repeat the script's code after a step
         after_step = before if was_committed else (step.generation, step.number, before[2])
         if step.committed and self._script_position != after_step:
-            step.committed = False  # healed to another place: the code after this step must not run here
+            step.committed = False  # healed to another position: the code after this step must not run here
         if step.committed:
             state.save_due(step.number)
         return True
@@ -707,18 +707,18 @@ class InPlaceRecovery(Recovery):
         self._enter(joinable=joinable)
         self._state.redraw()  # the script may open another step with the same batch
 
-    def _enter(self, *, planned: bool = False, joinable: bool = True, place: RankAssignment | None = None) -> None:
-        """Join the next round, through those that fail to form; ``place`` is this rank's if it is fixed already."""
+    def _enter(self, *, planned: bool = False, joinable: bool = True, assignment: RankAssignment | None = None) -> None:
+        """Join the next round, through those that fail to form; ``assignment``: this rank's, if it is fixed already."""
         before, self._joinable = self._state.show(Phase.RENDEZVOUS), joinable
         while True:
-            number = place.round if place is not None else max(self._groups.number, self._link.over) + 1
+            number = assignment.round if assignment is not None else max(self._groups.number, self._link.over) + 1
             self._link.send(self._offer(number, planned=planned))
             planned = False
-            if place is None:
-                place = self._link.await_formation(number, self._save_meanwhile)
-            if place is not None and self._form(place):
+            if assignment is None:
+                assignment = self._link.await_formation(number, self._save_meanwhile)
+            if assignment is not None and self._form(assignment):
                 break
-            place = None
+            assignment = None
         self._state.show(before if before in _LASTING else Phase.TRAINING)
 
     def _offer(self, number: int, *, planned: bool) -> Ready:
@@ -748,31 +748,31 @@ class InPlaceRecovery(Recovery):
         if self._valid:
             self._state.save_alone()
 
-    def _form(self, place: RankAssignment) -> bool:
+    def _form(self, assignment: RankAssignment) -> bool:
         """Form the round and bring its ranks to one state; False if it ended meanwhile."""
         self._state.show(Phase.RENDEZVOUS)
         began, formed = self._clock.monotonic(), None
         try:
-            group = self._groups.form(place, self._link.broken)
+            group = self._groups.form(assignment, self._link.broken)
             formed = self._clock.monotonic()
             self._come_to_one_state(group)
         except (RejoinError, TransientError, RuntimeError) as error:
             if not is_collective_failure(error):
                 raise
-            logger().info("round.not_entered", round=place.round, error=summary(error), trail=trail(error))
-            failed = messages.Failed(number=place.round, error=summary(error))
+            logger().info("round.not_entered", round=assignment.round, error=summary(error), trail=trail(error))
+            failed = messages.Failed(number=assignment.round, error=summary(error))
             if formed is None:  # else ranks reached each other
-                forming = {"forming": True, "tried": tried(error), "loopback": place.misleads()}
+                forming = {"forming": True, "tried": tried(error), "loopback": assignment.misleads()}
                 failed = failed.model_copy(update=forming)
             self._link.send(failed)
             self._groups.abandon()
-            self._link.await_over(place.round)
+            self._link.await_over(assignment.round)
             return False
         logger().info(
             "round.entered",
-            round=place.round,
-            rank=place.rank,
-            world_size=place.world_size,
+            round=assignment.round,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
             form_s=round(formed - began, 4),
             settle_s=round(self._clock.monotonic() - formed, 4),
         )
@@ -907,7 +907,7 @@ class InPlaceRecovery(Recovery):
             self._state.leave_now()
         self._state.release()
         self._groups.abandon(planned=True)
-        self._enter(planned=True, place=self._link.take_assignment(drain.next) if drain.next is not None else None)
+        self._enter(planned=True, assignment=self._link.take_assignment(drain.next) if drain.next is not None else None)
         return True
 
     def _saved_together(self) -> bool:

@@ -361,7 +361,7 @@ class Session:
         with layout.parallelizing():
             yield
         if device.type == "cpu":  # where DTensor gives shards no random numbers of their own
-            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.place))
+            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.shard_rank))
 
     def wrap(
         self,

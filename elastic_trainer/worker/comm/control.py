@@ -580,7 +580,7 @@ class EqualityCheck:
     """
 
     def __init__(self, control: Control, purpose: Purpose, number: int) -> None:
-        parts = [float((number >> _BITS * place) & _MASK) for place in range(_PARTS)]
+        parts = [float((number >> _BITS * index) & _MASK) for index in range(_PARTS)]
         mine = [*parts, *(part * part for part in parts)]
         self._wanted = [control.world_size * each for each in mine]
         self._pending = control.start(purpose, mine)
@@ -669,7 +669,7 @@ class Whereabouts:
     def compared(self, error: CallsDifferError) -> ConfigError:
         """What ``error`` does not know: who else called what. All ranks come here, unless one is in a step."""
         own, rank, others = self._control.newest, self._control.rank, range(self._control.world_size)
-        mine = self._place(self._stand())
+        mine = self._whereabouts(self._stand())
         deadline, found = Deadline.after(GRACE_S), ""
         try:
             self._store.set(f"{_CALLS}/{rank}", json.dumps([own, mine]))
@@ -713,16 +713,16 @@ class Whereabouts:
         if self._store.check([_PARTED]):
             return str(self._store.get(_PARTED).decode())
         if not stand.inside:
-            self._store.set(_OUTSIDE, json.dumps([stand.begun, collectives, self._place(stand)]))
+            self._store.set(_OUTSIDE, json.dumps([stand.begun, collectives, self._whereabouts(stand)]))
         elif self._store.check([_OUTSIDE]):
-            begun, theirs, place = json.loads(self._store.get(_OUTSIDE))
+            begun, theirs, where = json.loads(self._store.get(_OUTSIDE))
             if begun < stand.begun and collectives < theirs:
-                sentence = f"{place}, and {self._who} is inside step {stand.step + 1}"
+                sentence = f"{where}, and {self._who} is inside step {stand.step + 1}"
                 self._store.set(_PARTED, sentence)
                 return sentence
         return ""
 
-    def _place(self, stand: Stand) -> str:
+    def _whereabouts(self, stand: Stand) -> str:
         return f"{self._who} {stand.doing} after step {stand.step}"
 
     def _part(self) -> None:

@@ -222,12 +222,15 @@ class Trainable:
         rows = control.gather_bytes(flags)
         if len({len(row) for row in rows}) > 1:
             raise ConfigError("ranks train models of different sizes", hint="make the same model on all ranks")
-        rank, place = next(
-            (rank, place) for rank, row in enumerate(rows) for place, flag in enumerate(row) if flag != rows[0][place]
+        rank, number = next(
+            (rank, number)
+            for rank, row in enumerate(rows)
+            for number, flag in enumerate(row)
+            if flag != rows[0][number]
         )
         raise ConfigError(
-            f"parameter {self._names[place]!r} is trained on rank {rank if rows[rank][place] else 0} and frozen on"
-            f" rank {0 if rows[rank][place] else rank}",
+            f"parameter {self._names[number]!r} is trained on rank {rank if rows[rank][number] else 0} and frozen on"
+            f" rank {0 if rows[rank][number] else rank}",
             hint="freeze and unfreeze parameters at the same step on all ranks",
         )
 

@@ -100,7 +100,7 @@ class Cadence:
 class Memory:
     """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
 
-    ``beside`` are the files of the other places of a sharded model.
+    ``beside`` are the files of the other ranks of a sharded model.
     """
 
     files: Sequence[Path] = ()
@@ -244,12 +244,12 @@ class Shares:
     turn: int = 0
 
     @classmethod
-    def among(cls, place: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
+    def among(cls, assignment: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
         """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
         if writers is Writers.RANK0:
             return cls()
-        nodes = place.world_size // place.local_world_size
-        return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
+        nodes = assignment.world_size // assignment.local_world_size
+        return cls(max(1, min(MOST_WRITERS, nodes)), assignment.rank // assignment.local_world_size)
 
     def worthwhile(self, module: torch.nn.Module) -> bool:
         """The same on all ranks."""
@@ -258,20 +258,20 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """One place's part of a sharded state, which its shard group copies together.
+    """One rank's part of a sharded state, which its shard group copies together.
 
     ``peers`` are the ranks of the group; None: they cannot be reached, and each acts for itself. ``writes``: the group
     writes the checkpoints; else it has copies in memory only.
     """
 
-    places: ShardGroup
+    shard_group: ShardGroup
     peers: Control | None
     writes: bool
 
     @property
     def leads(self) -> bool:
-        """Whether the others of the group follow this place."""
-        return self.places.index == 0
+        """Whether the others of the group follow this rank."""
+        return self.shard_group.index == 0
 
     @property
     def helps(self) -> bool:
@@ -324,7 +324,7 @@ def following(rows: Sequence[str], rank: int) -> str:
 
 def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
     """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
-    buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
+    buffers = {f"{prefix}{name}" for name, _ in module.named_buffers() for prefix in ("model/", "average/module.")}
     return lambda name: name in buffers or not name.startswith(("model/", "optimizer/", "average/"))
 
 
@@ -491,16 +491,16 @@ class Saver:
         return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s, sent_s)
 
     def write_share(self) -> None:
-        """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
+        """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this rank."""
         whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
         if whole or (self._part is not None and self._part.helps):
             self._copy(SnapshotPurpose.CO_WRITE)
 
     def _together(self, *, goes: bool, kept: bool = False) -> bool:
-        """Whether to copy now. The places of a group do so together, if place 0 ``goes``, when all have sealed the copy
-        before: then there is always one that all of them hold. Those who help learn what place 0 still writes.
+        """Whether to copy now. A shard group does so together, if shard rank 0 ``goes``, when all have sealed the copy
+        before: then there is always one that all of them hold. Those who help learn what shard rank 0 still writes.
 
-        While the copy before is on its way from a place to its neighbour, none is made that is only ``kept`` in memory.
+        While the copy before is on its way from a rank to its neighbour, none is made that is only ``kept`` in memory.
         """
         part, saves = self._part, self._saves
         if part is None or part.peers is None or saves is None:
@@ -612,7 +612,7 @@ class Saver:
             watched=watched(state.module, tree),
             parts=parts,
             own=not_shared(state.module),
-            places=None if part is None else part.places,
+            shard_group=None if part is None else part.shard_group,
         )
         if purpose is not SnapshotPurpose.MEMORY_ONLY:
             self._begun = position.generation, position.step
@@ -700,8 +700,8 @@ class Saver:
     def make_durable(self) -> CheckpointError | NonFiniteError | None:
         """Make the state at hand durable, unless it is; wait for all that is being written. What went wrong, if so.
 
-        A place that helps does not wait, for place 0 does. Where it cannot reach the others, no place does: one of them
-        may be gone.
+        A rank that helps does not wait, for shard rank 0 does. Where it cannot reach the others, no rank does: one of
+        them may be gone.
         """
         part = self._part
         if self._saves is None:

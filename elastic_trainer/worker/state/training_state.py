@@ -453,10 +453,10 @@ class OptimizerSet(torch.optim.Optimizer):
         state: dict[int | str, Any] = {}  # a key that is no parameter's number belongs to a whole member
         groups: list[dict[str, Any]] = []
         first = 0
-        for place, each in enumerate(self.members):
+        for index, each in enumerate(self.members):
             own = each.state_dict()
             state |= {
-                first + key if isinstance(key, int) else f"{place}/{key}": known for key, known in own["state"].items()
+                first + key if isinstance(key, int) else f"{index}/{key}": known for key, known in own["state"].items()
             }
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
@@ -466,7 +466,7 @@ class OptimizerSet(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups, first = list(state_dict["param_groups"]), 0
-        for place, each in enumerate(self.members):
+        for index, each in enumerate(self.members):
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             last = first + len(parameters_of(each))
             load_exactly(
@@ -475,7 +475,7 @@ class OptimizerSet(torch.optim.Optimizer):
                     "state": {
                         key - first if isinstance(key, int) else key.partition("/")[2]: known
                         for key, known in state_dict["state"].items()
-                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{place}/"))
+                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{index}/"))
                     },
                     "param_groups": [
                         {**group, "params": [number - first for number in group["params"]]} for group in own

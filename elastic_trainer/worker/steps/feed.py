@@ -237,7 +237,7 @@ class DataFeed:
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: replace it by this rank's part of what comes next."""
         batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
-        if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
+        if batch is None or batch.used or sampler is None or self._drawn_at == self._drawn_for:
             return
         if self._made or sampler.plan.is_over(cursor):
             batch.used = True  # by other ranks
@@ -245,7 +245,7 @@ class DataFeed:
             batch.become(self._draw(sampler))
 
     @property
-    def _place(self) -> tuple[Cursor, int, int, int]:
+    def _drawn_for(self) -> tuple[Cursor, int, int, int]:
         """All that decides this rank's part: position, its number, how many there are, how often it was halved."""
         return self._position.cursor, self._part.rank, self._part.world, self.halvings
 
@@ -379,7 +379,7 @@ class DataFeed:
         return self._sampler is not None and (self._made or self._sampler.plan.is_over(self._position.cursor))
 
     def _draw(self, sampler: Sampler) -> Batch:
-        self._drawn_at = cursor, rank, world, _ = self._place
+        self._drawn_at = cursor, rank, world, _ = self._drawn_for
         if world > 1 and world > (parts := sampler.plan.for_world(world).most_parts) and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
