@@ -20,7 +20,7 @@ import psutil
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.harness import Clusters, Harness, RunStore, harness
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE, Sharded
-from elastic_trainer.drills.measure import Book, Digest, Standing, read_digest, worker_place
+from elastic_trainer.drills.measure import Book, Digest, Standing, read_digest, split_worker
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
@@ -156,8 +156,8 @@ class Stage:
 
     def _dump_stacks(self) -> None:
         """Let workers that train write to their logs where they are."""
-        places = [(node, place) for node in self.cluster.running for place in range(self.setting.workers)]
-        for worker in (node.worker(place) for node, place in places):
+        workers = [(node, number) for node in self.cluster.running for number in range(self.setting.workers)]
+        for worker in (node.worker(number) for node, number in workers):
             if worker is not None and self.book.has_opened(worker.pid):
                 processes.send([worker], STACKS_SIGNAL)
         pause(STACKS_S)
@@ -215,8 +215,8 @@ class Stage:
 
     def worker(self, name: str) -> psutil.Process | None:
         """The process of the worker called ``name``; None if it does not run."""
-        node, place = worker_place(name)
-        return self.node(node).worker(place)
+        node, local_rank = split_worker(name)
+        return self.node(node).worker(local_rank)
 
     def retire(self, name: str) -> None:
         """``name`` is not expected to train any more."""

@@ -22,7 +22,7 @@ import psutil
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.drills.job import STUCK, Wedge, ask
-from elastic_trainer.drills.measure import Effect, Recovery, Standing, recovery, worker_place
+from elastic_trainer.drills.measure import Effect, Recovery, Standing, recovery, split_worker
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.errors import EXIT_LEFT, StoreUnavailableError
 from elastic_trainer.local import processes
@@ -62,7 +62,7 @@ def aftermath(
     stage: Stage, before: Standing, what: str, t: float, victims: Sequence[str] = (), *, later: bool = True
 ) -> Effect:
     """Wait until the survivors step again, in a ``later`` round or in any; what that cost them."""
-    survivors = {name: pid for name, pid in before.pids.items() if worker_place(name)[0] not in victims}
+    survivors = {name: pid for name, pid in before.pids.items() if split_worker(name)[0] not in victims}
     round_ = before.round + 1 if later else 0
     resumed = stage.await_resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}")
     return Effect(
@@ -498,14 +498,14 @@ def _leads(stage: Stage, but: int) -> int | None:
 def group_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL a node of a group of two: the other group goes on, and a new node makes this one whole again."""
     before = stage.await_steps()
-    place = len(before.nodes) - 1 - repeat % len(before.nodes)
-    name, group = before.nodes[place], before.nodes[place - place % 2 : place - place % 2 + 2]
+    last = len(before.nodes) - 1 - repeat % len(before.nodes)
+    name, group = before.nodes[last], before.nodes[last - last % 2 : last - last % 2 + 2]
     t = kill_nodes(stage, [name])
     effect = aftermath(stage, before, f"node {name} of the group {' '.join(group)} killed", t, group)
     began = now()
     stage.restore()
     standing = stage.await_steps()
-    survivors = {worker: pid for worker, pid in before.pids.items() if worker_place(worker)[0] != name}
+    survivors = {worker: pid for worker, pid in before.pids.items() if split_worker(worker)[0] != name}
     first = min(steps for node in group if (steps := stage.book.first_step(node, standing.round)) is not None)
     effect = replace(effect, steps_lost=stage.book.committed_again(survivors.values()))
     return effect.amended({"rejoin_s": first - began}, restarted(stage, survivors))

@@ -1,7 +1,7 @@
 """The heartbeat page: one worker's status, in shared memory that its node's agent can read at any time.
 
 It holds two records, each with a sequence number and a checksum: a *pulse* of fixed layout, written at every step and
-change of phase, and *notes* (JSON), written on rare events (a save, a new place). Each is written by one slice
+change of phase, and *notes* (JSON), written on rare events (a save, a new rank). Each is written by one slice
 assignment; a reader detects a half-written record by the checksum and reads again. (``struct.pack_into`` briefly shows
 readers zeroes, and with a lock a dead worker could block its agent.) Three bytes outside the records hold the worker's
 present activity: a single byte is always written whole, and costs almost nothing.

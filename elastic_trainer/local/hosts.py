@@ -253,8 +253,8 @@ class Segment:
         """
         self._count += 1
         number = self._count
-        places = [_nth(each, number) for each in self.network.hubs]
-        addresses = tuple(str(each.ip) for each in places)
+        interfaces = [_nth(each, number) for each in self.network.hubs]
+        addresses = tuple(str(each.ip) for each in interfaces)
         mine = {OwnName.ADDRESS: addresses[0], OwnName.LOOPBACK: "127.0.1.1", OwnName.NOTHING: ""}[
             self.network.own_name
         ]
@@ -279,7 +279,7 @@ class Segment:
             _ip("link", "set", "aside1", "up", inside=host.command)
         _ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
         _ip("link", "set", host.outside, "master", BRIDGE, "up")
-        for each in places:
+        for each in interfaces:
             _ip("addr", "add", str(each), "dev", INSIDE, *_at_once(each), inside=host.command)
         _ip("link", "set", INSIDE, "up", inside=host.command)
         _ip("link", "set", "lo", "up", inside=host.command)

@@ -107,15 +107,15 @@ def _ranks(documents: RunDocuments) -> list[Concern]:
             if member is None or rank.local_rank >= member.local_world_size:
                 continue
             number, stall = member.first_rank + rank.local_rank, stalls.get((node, rank.local_rank))
-            place = f"rank {number} on {node}"
-            told = f"{place} ({_DOING.get(str(rank.phase), rank.phase)}, for {duration(rank.still_s)})"
+            who = f"rank {number} on {node}"
+            told = f"{who} ({_DOING.get(str(rank.phase), rank.phase)}, for {duration(rank.still_s)})"
             if stall is Stall.AWAITED:
-                awaited.append((place, told))
+                awaited.append((who, told))
             elif stall is Stall.STILL:
                 still.append(told)
             elif stall is None and number in judgment.ranks:
                 times = judgment.slowdown(rank.compute_s)
-                slow.append(place if times is None else f"{place} ({fixed(times, 1)} times as long)")
+                slow.append(who if times is None else f"{who} ({fixed(times, 1)} times as long)")
     found = []
     if still:
         sentence = f"{counted(len(still), 'rank makes', 'ranks make')} no progress: {listed(still)}."

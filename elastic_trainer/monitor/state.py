@@ -303,13 +303,13 @@ def stalls(documents: RunDocuments) -> Mapping[tuple[str, int], Stall]:
     all ranks of the round are known: the one that is missing may be it.
     """
     ranks = _at_hand(documents)
-    awaited = {place for place, rank in ranks.items() if not rank.waits}
+    awaited = {key for key, rank in ranks.items() if not rank.waits}
     size = documents.round.world_size if documents.round is not None else 0
     if held_up(documents) and len(ranks) == size and 0 < len(awaited) < size:
-        return {place: Stall.AWAITED if place in awaited else Stall.WAITS for place in ranks}
+        return {key: Stall.AWAITED if key in awaited else Stall.WAITS for key in ranks}
     return {
-        place: Stall.STILL
-        for place, rank in ranks.items()
+        key: Stall.STILL
+        for key, rank in ranks.items()
         if rank.phase in AT_WORK and rank.still_s > max(STILL_S, STILL_STEPS * rank.step_s)
     }
 

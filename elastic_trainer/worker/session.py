@@ -182,7 +182,7 @@ class Session:
             self._fail(process, error)
 
     def _fail(self, process: Process, error: BaseException | None) -> None:
-        """Leave without waiting for peers: some of them may be gone, or in another place. ConfigError if they are."""
+        """Leave without waiting for peers: some of them may be gone, or at another point. ConfigError if they are."""
         parted = self._training.parted_by(error) if self._training is not None else None
         shown = parted or error
         if shown is not None and is_collective_failure(shown):

@@ -1,4 +1,4 @@
-"""This node's health in one place: heartbeat pages, watchdog, incidents, metrics endpoint, preemption notices.
+"""This node's health, all of it: heartbeat pages, watchdog, incidents, metrics endpoint, preemption notices.
 
 *Runs in* the agent: built in torchrun's main thread; the parts have threads of their own, such as ``preemption``.
 *Owns* those parts.

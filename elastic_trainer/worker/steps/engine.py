@@ -1113,13 +1113,13 @@ def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
     most = Counter(whole)  # in rank order
     wanted = max(most, key=lambda row: most[row])
     others = tuple(rank for rank, row in enumerate(whole) if row != wanted)
-    places = [
-        place for place in range(len(names)) if any(len(row) <= place or row[place] != wanted[place] for row in whole)
+    differing = [
+        index for index in range(len(names)) if any(len(row) <= index or row[index] != wanted[index] for row in whole)
     ]
     if not others:
         return None
-    first = names[places[0]] if places else "(their number)"
-    return Difference(whole.index(wanted), others, first, len(places))
+    first = names[differing[0]] if differing else "(their number)"
+    return Difference(whole.index(wanted), others, first, len(differing))
 
 
 class Comparison:
@@ -1651,12 +1651,12 @@ class WorkerContext:
         if self._report is not None:
             self._report(self.position, self.span_s)
 
-    def record(self, step: Step, **place: int) -> None:
+    def record(self, step: Step, **where: int) -> None:
         """Write a committed step to the ledger, once: its round may end before the boundary after it."""
         if step.recorded or not self.ledger.enabled:
             return
         step.recorded = True
-        self.ledger.write("step", **place, **self.entry(step))
+        self.ledger.write("step", **where, **self.entry(step))
 
     def entry(self, step: Step) -> dict[str, Any]:
         """What the ledger says of a committed step."""

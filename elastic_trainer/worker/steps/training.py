@@ -220,7 +220,7 @@ class WholeStates:
         self._context, self._replica, self.manager = context, replica, context.manager
 
     def memory(self) -> Memory:
-        """Each place of the node has memory files of its own; whole states are those of the first."""
+        """Each local rank has memory files of its own; whole states are those of the first."""
         environment = self._context.environment
         first = SLOTS * environment.local_rank
         return Memory(environment.memory[first : first + SLOTS], self._context.options.saving.snapshot_every_s)
@@ -670,7 +670,7 @@ class Training:
             self.context.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
+        """Save what is only in memory, without a round: one rank of each node can, or its ranks together.
 
         Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
         """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.data.plan import Course, EpochPlan, LrRule, Piece, Place, asked, cut, epoch_order, share, spanning
+from elastic_trainer.data.plan import Course, EpochPlan, Extent, LrRule, Piece, asked, cut, epoch_order, share, spanning
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
@@ -205,18 +205,18 @@ def test_each_sample_is_used_once_while_the_batch_follows_the_ranks(
     assert sorted(used) == list(range(length))
 
 
-def walked(course: Course, cursor: Cursor, *, span: bool = False) -> list[Place]:
+def walked(course: Course, cursor: Cursor, *, span: bool = False) -> list[Extent]:
     """What a rank asks for in fact, step by step, without the same thing twice in a row."""
-    places: list[Place] = []
+    extents: list[Extent] = []
     while cursor.epoch < course.until:
         while not course.plan.is_over(cursor):
             whole = course.plan.global_batch_at(cursor)
             pieces = course.pieces(whole)
             requests = [asked(whole, spanning(pieces))] if span else [asked(whole, piece) for piece in pieces]
-            places += [request.place for request in requests if [request.place] != places[-1:]]
+            extents += [request.extent for request in requests if [request.extent] != extents[-1:]]
             cursor = whole.following
         cursor = Cursor(cursor.epoch + 1, 0)
-    return places
+    return extents
 
 
 @settings(max_examples=80, deadline=None)
@@ -237,11 +237,11 @@ def test_what_is_foreseen_is_what_is_asked_for(
     pieces = course.pieces(whole)
     begin = 0 if span else where[2] % len(pieces)
     first = asked(whole, spanning(pieces) if span else pieces[begin], span=span)
-    places = walked(course, cursor, span=span)
-    assert [request.place for request in course.from_request(first)] == places[places.index(first.place) :]
+    extents = walked(course, cursor, span=span)
+    assert [request.extent for request in course.from_request(first)] == extents[extents.index(first.extent) :]
 
 
-def test_a_place_that_is_not_this_ranks_is_followed_by_the_next_global_batch() -> None:
+def test_an_extent_that_is_not_this_ranks_is_followed_by_the_next_global_batch() -> None:
     """Somebody holds a batch of an earlier round: it is fetched, and the present course goes on behind it."""
     plan = EpochPlan(12, 6, 2, shuffle=False)
     whole = plan.global_batch_at(Cursor(0, 0))
