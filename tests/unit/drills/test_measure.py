@@ -58,18 +58,8 @@ def test_ranks_of_one_shard_rank_hold_the_same_and_those_of_two_do_not() -> None
 def test_all_workers_of_a_node_are_followed() -> None:
     """By name, the nodes in the order of their ranks."""
     book = Book(
-        Line(
-            event=LineKind.STEP,
-            t=1.0,
-            node=node,
-            rank=rank,
-            local_rank=shard_rank,
-            world=4,
-            round=1,
-            pid=rank + 1,
-            step=1,
-        )
-        for node, rank, local_rank in (("n0", 2, 0), ("n0", 3, 1), ("n1", 0, 0), ("n1", 1, 1))
+        Line(event=LineKind.STEP, t=1.0, node=node, rank=rank, local_rank=local, world=4, round=1, pid=rank + 1, step=1)
+        for node, rank, local in (("n0", 2, 0), ("n0", 3, 1), ("n1", 0, 0), ("n1", 1, 1))
     )
     standing = book.standing()
     assert standing is not None
