@@ -492,7 +492,7 @@ def fingerprint(state: Mapping[str, Any]) -> int:
     """63 bits, equal for equal states (as the codec restores them)."""
     walk = _Walk()
     try:
-        walk.value(dict(state))
+        walk.walk(dict(state))
     except (_UnknownError, RecursionError) as error:
         encode(state)  # says what is wrong, and where
         raise TypeError(f"a state without a fingerprint: {error}") from error
@@ -530,7 +530,7 @@ class _Walk:
         self._hash(json.dumps(self._words).encode())
         return self._hasher.intdigest() >> 1
 
-    def value(self, value: Any) -> None:
+    def walk(self, value: Any) -> None:
         kind = type(value)
         if kind in _PLAIN:
             self._add(value)
@@ -550,7 +550,7 @@ class _Walk:
     def _items(self, values: Any) -> None:
         self._add([type(values).__name__, len(values)])
         for each in values:
-            self.value(each)
+            self.walk(each)
 
     def _mapping(self, mapping: Any) -> None:
         self._add([type(mapping).__name__, len(mapping)])
@@ -561,11 +561,11 @@ class _Walk:
                 self._int(key)
             else:
                 raise _UnknownError("a key")
-            self.value(each)
+            self.walk(each)
 
     def _ordered(self, mapping: Any) -> None:
         self._mapping(mapping)
-        self.value(getattr(mapping, "_metadata", None))
+        self.walk(getattr(mapping, "_metadata", None))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         """Most tensors are contiguous on the CPU and of a type that numpy has: their bytes are hashed in place."""

@@ -348,7 +348,7 @@ class Failure:
     trace: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of_exception(cls, error: Exception) -> Failure:
         """``error``, which is being handled."""
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         trace = "".join(traceback.format_exception(error))
@@ -403,7 +403,7 @@ class Tasks(Dataset[Any]):
         except Cancelled:
             return None
         except Exception as error:  # noqa: BLE001 - the edge of a process: it is raised in the other one
-            return Failure.of(error)
+            return Failure.of_exception(error)
         return drawn
 
 

@@ -257,7 +257,7 @@ class Core:
                 return self._do(CommitRound(decision, seen))
             again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
             self._decides_at = now + min(LOOK_AGAIN_S, again_s)
-        probe, probing_s = self._probes.due(view, now)
+        probe, probing_s = self._probes.is_due(view, now)
         if probe is not None:
             self._effects.append(probe)
         return min(probing_s, self._decides_at - now)
@@ -454,7 +454,7 @@ class AgentProbes:
         if answer.dead:
             self.found |= {(answer.node, answer.mod_revision)}
 
-    def due(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
+    def is_due(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""
         silent = unconfirmed(view)
         before = now - PROBE_INTERVAL_S

@@ -420,7 +420,7 @@ class Member:
                 return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
         elif isinstance(effect, ChangeWatch):
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
-            self._view.change(self._store, nodes=effect.nodes)
+            self._view.switch(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
             self._answer(self._oldest(effect))
         elif isinstance(effect, LogDelay):

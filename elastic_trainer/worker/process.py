@@ -99,7 +99,7 @@ class ElasticRendezvous:
         return self._link.descriptors() + self._aborter.sockets.descriptors()
 
     def broken(self) -> str | None:
-        return self._link.broken(self._aborter.number)
+        return self._link.why_over(self._aborter.number)
 
     def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
@@ -178,7 +178,7 @@ class Process:
 
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
-        self.context.tracker.change(Phase.ENDING)
+        self.context.tracker.enter_now(Phase.ENDING)
         if status == "done":
             self.context.tracker.set_notes(passed=True)
         self._rendezvous.close(status)

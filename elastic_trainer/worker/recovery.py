@@ -303,7 +303,7 @@ class AgentLink:
         elif isinstance(message, messages.Over) and message.number > self.over:
             self.over, self._over_reason = message.number, message.reason
 
-    def broken(self, round: int) -> str | None:
+    def why_over(self, round: int) -> str | None:
         """Why ``round`` is over, or None."""
         return self._over_reason if round and round <= self.over else None
 
@@ -574,10 +574,10 @@ class Recovery:
         """Whether the agent has announced a planned change."""
         return False
 
-    def agreed(self) -> None:
+    def note_change(self) -> None:
         """All ranks know it: make it before the next batch is drawn."""
 
-    def change(self) -> bool:
+    def make_change(self) -> bool:
         """Make the agreed change, if any; whether the ranks may have changed."""
         return False
 
@@ -693,7 +693,7 @@ class InPlaceRecovery(Recovery):
 
     def _require_round(self) -> None:
         number = self._groups.number
-        reason = self._link.broken(number)
+        reason = self._link.why_over(number)
         if reason is not None:
             raise RoundBrokenError(f"round {number} ended before its gradients were complete: {reason}")
 
@@ -753,7 +753,7 @@ class InPlaceRecovery(Recovery):
         self._state.show(Phase.RENDEZVOUS)
         began, formed = self._clock.monotonic(), None
         try:
-            group = self._groups.form(assignment, self._link.broken)
+            group = self._groups.form(assignment, self._link.why_over)
             formed = self._clock.monotonic()
             self._come_to_one_state(group)
         except (RejoinError, TransientError, RuntimeError) as error:
@@ -884,10 +884,10 @@ class InPlaceRecovery(Recovery):
     def knows_change(self) -> bool:
         return not self._evaluates and self._link.drain(self._groups.number) is not None
 
-    def agreed(self) -> None:
+    def note_change(self) -> None:
         self._change_due = True
 
-    def change(self) -> bool:
+    def make_change(self) -> bool:
         """This happens before the next batch is drawn: the script's code after the step has run on all ranks by then,
         so newcomers start where the others are.
         """

@@ -137,7 +137,7 @@ class HeartbeatReporter:
         return tracker
 
     @property
-    def newest(self) -> bool:
+    def is_newest(self) -> bool:
         """Whether no other reporter was opened in this process since."""
         return bool(_PREVIOUS) and _PREVIOUS[-1] is self
 
@@ -185,7 +185,7 @@ class HeartbeatReporter:
         self.page.moment(phase)
         return before
 
-    def change(self, phase: Phase) -> Phase:
+    def enter_now(self, phase: Phase) -> Phase:
         """As :meth:`enter`, but written at once: for phases that may last long."""
         before = self.enter(NUMBERS[phase])
         self.moved()
@@ -193,11 +193,11 @@ class HeartbeatReporter:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        before = self.change(phase)
+        before = self.enter_now(phase)
         try:
             yield
         finally:
-            self.change(before)
+            self.enter_now(before)
 
     def draws(self) -> int:
         """A wait for samples begins; pass the result to :meth:`enter` afterwards."""
@@ -260,11 +260,11 @@ class HeartbeatReporter:
         phase = _REPEATED if number <= self.reached else _TRAINING
         self.page.set_in_call(True)
         if self._phase not in _WORK:
-            self.change(PHASES[phase])
+            self.enter_now(PHASES[phase])
         elif phase != self._phase:
             self.enter(phase)
 
-    def committed(self, step: int, samples: int, cursor: Cursor = _START) -> None:
+    def note_step(self, step: int, samples: int, cursor: Cursor = _START) -> None:
         """``step`` was committed with ``samples`` samples of this rank; the data goes on at ``cursor``."""
         pulse, now = self.pulse, self._monotonic()
         pulse.stepped_wall = self._clock.wall()
@@ -313,7 +313,7 @@ class HeartbeatReporter:
             self.pulse.loss = loss
             self._knows_mean = not own
 
-    def nonfinite(self) -> None:
+    def count_nonfinite(self) -> None:
         self.pulse.nonfinite += 1
         self.beat()
 

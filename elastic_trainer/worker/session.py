@@ -196,8 +196,8 @@ class Session:
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
         context = self._here
-        context.tracker.change(Phase.ENDING)
-        context.signals.agreed()
+        context.tracker.enter_now(Phase.ENDING)
+        context.signals.note_stop()
         if self._training is not None:
             self._training.steps.finish()
         context.present.boundaries.end()
@@ -513,7 +513,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.recovery.change, settings.one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.make_change, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -540,7 +540,7 @@ class Session:
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, position = self._trained.recovery.change, self._position
+        change, position = self._trained.recovery.make_change, self._position
 
         def changed() -> bool:
             if change():
@@ -591,7 +591,7 @@ class Session:
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
 
         def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
-            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.change)
+            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.make_change)
 
         return SessionSampler(dataset, plan, self.device, begin)
 
@@ -691,7 +691,7 @@ class Session:
 
         def attempt() -> Result:
             present, fetch = context.present, Fetcher(dataset, context.placement.device, collate)
-            context.tracker.change(Phase.EVALUATION)
+            context.tracker.enter_now(Phase.EVALUATION)
             present.control.sum(Purpose.EVALUATE)
             module, part = model, DataPart(present.control.rank, present.control.world_size)
             if training is not None:

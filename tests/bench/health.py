@@ -237,7 +237,7 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             workers = [_worker(pages.directory, local_rank) for local_rank in range(RANKS)]
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
-            collector = NodeCollector(RUN, "n0", pages.living, pages.nonfinite, pages.counters, None)
+            collector = NodeCollector(RUN, "n0", pages.living, pages.nonfinite_losses, pages.counters, None)
             with closing(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector)) as endpoint:
                 scrapes = [_timed(endpoint.port, "/metrics") for _ in range(20)]
         finally:
@@ -280,7 +280,7 @@ def _commit_us(steps: int) -> float:
         tracker.enter(tracker.draws())
         tracker.begin_wait()
         tracker.resumes()
-        tracker.committed(step, 32)
+        tracker.note_step(step, 32)
     return (SYSTEM.monotonic() - began) / steps * 1e6
 
 

@@ -750,7 +750,7 @@ class SimState:
             self.worker.save_later()
         agreed = self.consensus.boundary(lambda: Flags(switch=recovery.knows_change()))
         if agreed is not None and agreed.switch:
-            recovery.agreed()
+            recovery.note_change()
 
 
 # ---- the process
@@ -815,7 +815,7 @@ class SimWorker:
         state, recovery = self.state, self.state.recovery
         recovery.begin()
         while state.position.step < self.world.last_step:
-            if recovery.change():
+            if recovery.make_change():
                 continue
             batch = state.draw()
             control, number = state.control, state.position.step + 1

@@ -69,7 +69,7 @@ class Pages:
             now = self._clock.monotonic()  # before the reading: a phase that ends meanwhile is not shown too long
             return self.accounts.total(self.living(), now)
 
-    def committed(self, pid: int) -> tuple[int, int] | None:
+    def position_of(self, pid: int) -> tuple[int, int] | None:
         """The round that the worker ``pid`` is in, and the step of the state that it holds; it may be dead.
 
         None where it has no page, or has committed no step.
@@ -115,7 +115,7 @@ class Pages:
         """The rank that each worker has, or had when it died, by process id."""
         return {each.pid: each.pulse.rank for each in self._known()}
 
-    def nonfinite(self, reading: Reading) -> int:
+    def nonfinite_losses(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
         with self._lock:
             return self._nonfinite.get(reading.local_rank, 0) + reading.pulse.nonfinite

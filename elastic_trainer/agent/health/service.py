@@ -72,7 +72,9 @@ class HealthService:
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:
             pages = self.pages
-            collector = NodeCollector(keys.run_id, self._node, pages.living, pages.nonfinite, pages.counters, store)
+            collector = NodeCollector(
+                keys.run_id, self._node, pages.living, pages.nonfinite_losses, pages.counters, store
+            )
             self._endpoint = _endpoint(options, collector, self._not_ready)
         self._told = HealthStore(store, keys, self._node)
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s

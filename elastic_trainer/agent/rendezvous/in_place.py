@@ -215,7 +215,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         facts = WorkerFacts(
             member.create_revision,
             health.hung.take,
-            guarded(health.pages.committed, None),
+            guarded(health.pages.position_of, None),
             guarded(health.busy, ""),
             queued_s,
         )

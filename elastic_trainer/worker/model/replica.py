@@ -676,7 +676,7 @@ class DdpReplica(Replica):
     def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         if self._gradients is not None:
             self._gradients.backward(loss)
-            self.summed = self._gradients.complete
+            self.summed = self._gradients.has_all
         elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -732,7 +732,7 @@ class Gradients:
         self._summed = self._sums.complete = False
 
     @property
-    def complete(self) -> bool:
+    def has_all(self) -> bool:
         """Whether the sums hold all gradients of the step."""
         return self._sums.complete
 

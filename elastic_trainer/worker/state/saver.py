@@ -477,11 +477,11 @@ class Saver:
             self._copy(SnapshotPurpose.MEMORY_ONLY)
 
     def wants_copy(self) -> bool:
-        """Whether the shard groups should copy the state into the agents' memory (:meth:`copy`)."""
+        """Whether the shard groups should copy the state into the agents' memory (:meth:`copy_shards`)."""
         sending = self._saves is not None and self._saves.sending
         return self._part is not None and self._part.leads and not sending and self._copy_due()
 
-    def copy(self) -> None:
+    def copy_shards(self) -> None:
         """On all ranks of a sharded model: what :meth:`copy_if_due` does."""
         if self._part is not None:
             self._copy(SnapshotPurpose.MEMORY_ONLY)

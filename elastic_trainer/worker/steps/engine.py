@@ -626,7 +626,7 @@ class Steps:
         """A step of this ``kind`` about the batch at hand."""
         batch = self._feed.batch
         if batch is None:
-            self._recovery.change()
+            self._recovery.make_change()
         elif batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         step = kind(self, batch)
@@ -810,7 +810,7 @@ class Steps:
             batch.used = True
             self.position.cursor = batch.following or self.position.cursor
             samples = len(batch.ids) if step.counts else 0
-        self._tracker.committed(self.position.step, samples, self.position.cursor)
+        self._tracker.note_step(self.position.step, samples, self.position.cursor)
         if self.scaling.scaler is None:
             self._unchecked += step.finite_evidence()
             if len(self._unchecked) > _MOST_UNCHECKED:
@@ -832,7 +832,7 @@ class Steps:
         """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
         self.position.step += 1
         self.position.lineage, self.position.cursor = self.position.generation, cursor
-        self._tracker.committed(self.position.step, 0, cursor)
+        self._tracker.note_step(self.position.step, 0, cursor)
         self._advance_schedule()
 
     # ---- closing
@@ -884,7 +884,7 @@ class Steps:
         if action is BoundaryAction.STOP:
             boundaries.stop()
         elif action is BoundaryAction.SWITCH:
-            self._recovery.agreed()
+            self._recovery.note_change()
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
@@ -1424,7 +1424,7 @@ class Boundaries:
     def stop(self) -> NoReturn:
         """All ranks leave here, with a checkpoint."""
         context = self._context
-        context.signals.agreed()
+        context.signals.note_stop()
         logger().info("session.stopping", step=context.position.step)
         self.save_last("stopped")
         context.stopped = True
@@ -1496,7 +1496,7 @@ class StepBoundaries(Boundaries):
                 logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
         if agreed.copy:
-            self._saver.copy()
+            self._saver.copy_shards()
         return BoundaryAction.SWITCH if agreed.switch else BoundaryAction.GO_ON
 
     def _save(self) -> None:
@@ -1513,7 +1513,7 @@ class StepBoundaries(Boundaries):
 
     def _meet_nonfinite(self) -> None:
         step = self._steps.position.step
-        self._tracker.nonfinite()
+        self._tracker.count_nonfinite()
         if self._fatal:
             raise NonFiniteError(
                 f"the loss or a parameter became NaN or infinite by step {step}",

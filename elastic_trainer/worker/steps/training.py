@@ -417,7 +417,7 @@ class Training:
         return self.context.signals.requested is not None
 
     def show(self, phase: Phase) -> Phase:
-        return self.context.tracker.change(phase)
+        return self.context.tracker.enter_now(phase)
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
@@ -639,7 +639,7 @@ class Training:
         control = context.present.control
         self.refuse_inside("save()")
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        context.tracker.change(Phase.CHECKPOINT)
+        context.tracker.enter_now(Phase.CHECKPOINT)
         newest, mine = saver.newest, control.rank == 0
         begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
         goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])

@@ -62,7 +62,7 @@ def test_what_is_awaited_is_counted_once_and_before_it_would_be_missed(how: str)
     history = History()
     history.await_loss(lambda: history.observe(2.0, 10))
     acts: dict[str, Callable[[], object]] = {
-        "settle": history.settle,
+        "settle": history.add_awaited,
         "state_dict": history.state_dict,
         "add": lambda: history.add(1, 0, 10, 0.1, {}),
         "await_loss": lambda: history.await_loss(lambda: None),
@@ -227,7 +227,7 @@ def test_no_line_shows_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
 
 
 def test_an_evaluation_is_always_logged(log: io.StringIO) -> None:
-    Lines(1e9, ManualClock()).evaluated(_moment(7), {"accuracy": 0.123456789})
+    Lines(1e9, ManualClock()).show_evaluation(_moment(7), {"accuracy": 0.123456789})
     line = json.loads(log.getvalue())
     assert (line["event"], line["step"], line["metrics"]) == ("training.evaluated", 7, {"accuracy": 0.123457})
 
@@ -246,7 +246,7 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
-    bar.evaluated(_moment(40), {"accuracy": 0.875, "loss": 0.3})
+    bar.show_evaluation(_moment(40), {"accuracy": 0.875, "loss": 0.3})
     assert stream.getvalue() == ""
     bar.report(_moment(41), 0.25, (123_456.0, 10.0))
     bar.close()

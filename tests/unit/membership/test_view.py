@@ -38,7 +38,7 @@ class Scene:
         return self.feeds[0]
 
     def change(self, *, nodes: bool) -> Feed:
-        self.view.change(cast("Store", self), nodes=nodes)
+        self.view.switch(cast("Store", self), nodes=nodes)
         return self.feeds[-1]
 
     @property

@@ -84,12 +84,12 @@ def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
     page_of(pages, dead, 1, round=2, step=6)
     page_of(pages, new, 2, round=2)
     kill(dead)
-    assert [pages.committed(each.pid) for each in (living, dead, new)] == [(2, 7), (2, 6), None]
+    assert [pages.position_of(each.pid) for each in (living, dead, new)] == [(2, 7), (2, 6), None]
     assert [each.pid for each in pages.living()] == [living.pid, new.pid]
     next_one = start()
     page_of(pages, next_one, 1, round=3, step=8)
     kill(next_one)
-    assert [pages.committed(each.pid) for each in (next_one, dead)] == [(3, 8), None]
+    assert [pages.position_of(each.pid) for each in (next_one, dead)] == [(3, 8), None]
 
 
 def test_the_rank_of_a_worker_that_nobody_has_missed_yet_is_known(pages: Pages, start: Callable[[], Process]) -> None:
@@ -116,7 +116,7 @@ def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, star
     writer = page_of(pages, process, samples=8, step=5, nonfinite=2)
     writer.path.with_suffix(".stacks").touch()  # type: ignore[union-attr]
     (reading,) = pages.living()
-    assert pages.nonfinite(reading) == 2
+    assert pages.nonfinite_losses(reading) == 2
     kill(process)
     clock.advance(3.0)
     assert pages.living() == []
@@ -124,7 +124,7 @@ def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, star
     assert (pages.counters()["samples"], pages.reached) == (8.0, 5)
     page_of(pages, start(), samples=1, step=3, nonfinite=1)
     (reading,) = pages.living()
-    assert (pages.counters()["samples"], pages.nonfinite(reading), pages.reached) == (9.0, 3, 5)
+    assert (pages.counters()["samples"], pages.nonfinite_losses(reading), pages.reached) == (9.0, 3, 5)
 
 
 def test_a_worker_that_dies_while_it_writes_keeps_what_it_had_written(
