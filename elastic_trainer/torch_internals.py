@@ -294,7 +294,7 @@ def register(group: dist.ProcessGroup, name: str, ranks: Sequence[int], kind: st
     world.pg_names[group] = known
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg[f"ptd:{name}"] = [group]
-    world.pg_group_ranks[group] = {place: rank for rank, place in enumerate(ranks)}
+    world.pg_group_ranks[group] = {shard_rank: rank for rank, shard_rank in enumerate(ranks)}
     world.pg_backend_config[group] = f"cpu:{kind}"
 
 
@@ -326,13 +326,13 @@ def all_gather_flat(group: Any, output: torch.Tensor, source: torch.Tensor) -> A
 
 
 class PlacedMesh(DeviceMesh):
-    """A mesh whose ranks are places of a shard group; ``_rank`` is this process's.
+    """A mesh over the ranks of a shard group; ``_rank`` is this process's.
 
     DeviceMesh looks itself up by torch's global rank, which is undefined before the first round and changes with each.
     """
 
     def __init__(self, *arguments: Any, _rank: int, **named: Any) -> None:
-        self._place = _rank
+        self._shard_rank = _rank
         super().__init__(*arguments, _rank=_rank, _init_backend=False, **named)
 
     @property
@@ -346,16 +346,16 @@ class PlacedMesh(DeviceMesh):
         self._pg_registry.update({c10d.GroupName(name): group for name, group in groups.items()})
 
     def get_rank(self) -> int:
-        return self._place
+        return self._shard_rank
 
     @property
     def mesh(self) -> torch.Tensor:
         full = self._layout.remap_to_tensor(self._rank_map)
-        return DeviceMesh._get_mesh_tensor_from_full_mesh(full, self._place)
+        return DeviceMesh._get_mesh_tensor_from_full_mesh(full, self._shard_rank)
 
     def _hash_key(self) -> tuple[Any, ...]:
-        """DTensor's caches return objects made for an *equal* mesh, with that mesh's groups and place."""
-        return (*super()._hash_key(), self._place, tuple(group_names(self)))
+        """DTensor's caches return objects made for an *equal* mesh, with that mesh's groups and shard rank."""
+        return (*super()._hash_key(), self._shard_rank, tuple(group_names(self)))
 
     def __hash__(self) -> int:
         return hash(self._hash_key())
@@ -371,7 +371,7 @@ class PlacedMesh(DeviceMesh):
             _rank_map=root._rank_map,
             mesh_dim_names=submesh_dim_names,
             _root_mesh=root,
-            _rank=self._place,
+            _rank=self._shard_rank,
         )
         names = self._mesh_dim_names or ()
         part._dim_group_names = [self._dim_group_names[names.index(name)] for name in submesh_dim_names]
@@ -379,7 +379,7 @@ class PlacedMesh(DeviceMesh):
 
     @classmethod
     @contextmanager
-    def joined(cls, place: int) -> Iterator[None]:
+    def joined(cls, shard_rank: int) -> Iterator[None]:
         """FSDP over tensor parallel joins parts of a mesh; the result of joining such parts is such a mesh too."""
         joins = DeviceMesh._concatenate
 
@@ -387,7 +387,7 @@ class PlacedMesh(DeviceMesh):
             joined = joins(parts)
             if isinstance(parts[0], cls):
                 joined.__class__ = cls
-                cast("PlacedMesh", joined)._place = place
+                cast("PlacedMesh", joined)._shard_rank = shard_rank
             return joined
 
         DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]

@@ -45,7 +45,7 @@ class UpdateWatch:
     @property
     def _counts(self) -> bool:
         """Not in a child that the script has forked, nor once the script has opened a Session."""
-        return os.getpid() == self._process and self._tracker.newest
+        return os.getpid() == self._process and self._tracker.is_newest
 
     def _updated(self, optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
         if not self._counts:
@@ -57,13 +57,13 @@ class UpdateWatch:
         elif first is not optimizer:
             return
         self._step += 1
-        self._tracker.committed(self._step, 0)
+        self._tracker.note_step(self._step, 0)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         environment, tracker = self._environment, self._tracker
         device = optimizer.param_groups[0]["params"][0].device
-        tracker.place(environment.rank, environment.world_size, environment.round, device)
-        tracker.change(Phase.TRAINING)
+        tracker.set_rank(environment.rank, environment.world_size, environment.round, device)
+        tracker.enter_now(Phase.TRAINING)
 
     def end(self) -> None:
         """The script has ended."""
@@ -72,8 +72,8 @@ class UpdateWatch:
             return
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self._tracker.describe(error=last_line(error))
-        self._tracker.change(Phase.ENDING)
+            self._tracker.set_notes(error=last_line(error))
+        self._tracker.enter_now(Phase.ENDING)
         self._tracker.close()
 
 

@@ -242,7 +242,7 @@ class Peers:
                 continue
             self._dead.discard(each.node)
             if not stood_still:
-                self._delays.setdefault(each.node, hang_rules.AnswerDelays()).note(each.after_s, now)
+                self._delays.setdefault(each.node, hang_rules.AnswerDelays()).add(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
         for name, since in self._asker.open.items():
@@ -253,7 +253,7 @@ class Peers:
         """The nodes that are dead, or silent for too long; silence before ``awake_at`` does not count."""
         asked = {name: since for name, since in self._asker.open.items() if name in self._around}
         open_ = {name: now - max(since, awake_at) for name, since in asked.items()}
-        at = {name: join_address(str(place[0]), int(place[1])) for name, (_, place) in self._around.items()}
+        at = {name: join_address(str(address[0]), int(address[1])) for name, (_, address) in self._around.items()}
         reasons = {
             name: f"node {name} does not answer its peer {self._node} at {at[name]} ({silent_s:.2f} s)"
             for name, silent_s in open_.items()

@@ -1,7 +1,7 @@
 """Asynchronous saves: a thread writes one snapshot to storage, while a second may wait behind it.
 
 *Runs in* threads of its own: one seals copies, one of low priority commits them, and where a neighbour keeps copies of
-shards another one sends them; the training thread calls ``submit`` and ``finished``.
+shards another one sends them; the training thread calls ``submit`` and ``take_ended``.
 *Owns* the arena and the threads, until :meth:`BackgroundSaves.close`.
 *Fails by* the commit's error, or NonFiniteError, as the save's ``error``; later saves are still tried.
 *Invariant*: snapshots are committed in the order in which they were taken, and only if watched tensors are finite.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
-from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, place_of, record
+from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, part_of, record
 from elastic_trainer.checkpoint.memory import Arena, Held
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline
@@ -72,7 +72,7 @@ class BackgroundSaves:
         self._unsealed: list[tuple[Save, Held]] = []
         self._waiting: list[tuple[Save, Held]] = []
         self.unread: list[Save] = []
-        """Those that have ended since :meth:`finished` was called."""
+        """Those that have ended since :meth:`take_ended` was called."""
         self._under_way: list[Save] = []
         self._neighbour: Neighbour | None = None
         self._copied_to: Neighbour | None = None
@@ -127,7 +127,7 @@ class BackgroundSaves:
                 self._begin_thread("checkpoint-copies", self._send_all)
             return self._neighbour is not None
 
-    def resumed(self, name: str, order: tuple[int, int]) -> None:
+    def protect(self, name: str, order: tuple[int, int]) -> None:
         """The job has resumed the snapshot ``name``: here and at the neighbour it is overwritten last."""
         if self._arena.lasting:
             self._arena.reuse_last(name)
@@ -166,7 +166,7 @@ class BackgroundSaves:
         self._end_co_writing()
         self.await_slot()
         held = self._arena.hold(image)
-        save = Save(manifest, purpose, turn, joint=place_of(image.names) is not None)
+        save = Save(manifest, purpose, turn, joint=part_of(image.names) is not None)
         with self._changed:
             self._under_way.append(save)
             self._unsealed.append((save, held))
@@ -233,7 +233,7 @@ class BackgroundSaves:
             self._let_go(save, held)
         return save
 
-    def finished(self) -> Sequence[Save]:
+    def take_ended(self) -> Sequence[Save]:
         """The saves that have ended since the last call, taken from ``unread``."""
         with self._changed:
             ended, self.unread = self.unread, []

@@ -9,7 +9,7 @@ A file of tensors is a safetensors file (https://huggingface.co/docs/safetensors
 header; the header, a JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` padded with spaces; the
 data without any gap. Tensors are ordered by element size, largest first, so that each begins at a multiple of its
 element size. Where several processes write one state, a file has slices of tensors: boxes, named by their bounds
-(``model/weight[0:512,0:1024]``), whose place in the whole tensor stands in the header's metadata.
+(``model/weight[0:512,0:1024]``), whose position in the whole tensor stands in the header's metadata.
 
 The processes that hold one copy of a sharded state are a :class:`ShardGroup`. Each writes one file: its shards, and
 rank 0 everything that is not sharded. What several hold alike one of them writes, as each finds out alone from meshes
@@ -17,7 +17,7 @@ and placements, which FSDP2 and tensor parallel make (shards of torch.chunk's si
 strided shards of the two together)::
 
     group = ShardGroup(mesh)                                 # the mesh of the whole shard group, as the model's
-    image = manager.encode(state, info, places=group)        # on every rank of it; its own file alone
+    image = manager.encode(state, info, shard_group=group)        # on every rank of it; its own file alone
     manager.commit(image, manager.draft(info))               # rank 0
     manager.write_share(image, manager.draft(info), 0, stop) # the others, at the same time (see commit)
 
@@ -86,23 +86,23 @@ def encode(
     watched: Mapping[str, torch.Tensor] = MappingProxyType({}),
     parts: int = 1,
     own: Callable[[str], bool] = lambda name: False,
-    places: ShardGroup | None = None,
+    shard_group: ShardGroup | None = None,
 ) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
     Where tensors of the state are among the ``watched`` ones, the image says where they are. With several ``parts`` the
     tensors are in that many files of about equal size, which several processes that hold the same state can write;
-    those that are this process's ``own``, by their names, are in the first. With ``places`` the state may be sharded
-    over them, and the image is the part of this place: its file of tensors, and on place 0 the structure.
+    those that are this process's ``own``, by their names, are in the first. With a ``shard_group`` the state may be
+    sharded over it, and the image is this rank's part: its file of tensors, and on shard rank 0 the structure.
     Raises CheckpointError naming the path of the first value that cannot be saved.
     """
-    encoder = _Encoder(places)
+    encoder = _Encoder(shard_group)
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
     contents = encoder.contents(parts, own)
     first, *others = (encoder.file(each) for each in contents)
-    structure = (from_bytes(STATE_FILE, text),) if places is None or places.index == 0 else ()
+    structure = (from_bytes(STATE_FILE, text),) if shard_group is None or shard_group.index == 0 else ()
     return Image((first, *structure, *others), tuple(encoder.watched(watched, contents)))
 
 
@@ -177,10 +177,10 @@ def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointErro
 
 
 class _Encoder:
-    """Walks a state once; collects tensors by name. With ``places``, also which box of each is written here."""
+    """Walks a state once; collects tensors by name. With ``shard_group``, also which box of each is written here."""
 
-    def __init__(self, places: ShardGroup | None = None) -> None:
-        self._places = places
+    def __init__(self, shard_group: ShardGroup | None = None) -> None:
+        self._shard_group = shard_group
         self._held: list[TensorSlice] = []
         self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
         self._described: list[tuple[str, str, tuple[int, ...]]] = []
@@ -247,12 +247,12 @@ class _Encoder:
         if len(value) <= _LARGE_BYTES:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
         name = self._add(path, "U8", (len(value),), lambda: memoryview(value))
-        if self._places is not None and self._places.index == 0:
+        if self._shard_group is not None and self._shard_group.index == 0:
             self._held += uncut([TensorEntry(name, "U8", (len(value),))])
         return {_MARK: "blob", "name": name}
 
     def _elsewhere(self, tensor: torch.Tensor, path: Trail) -> Json:
-        """Another place has it, and writes it under the same name. What is tied together has one."""
+        """Another rank has it, and writes it under the same name. What is tied together has one."""
         from elastic_trainer import torch_internals
 
         same = (torch_internals.storage_identity(tensor), *identity(tensor))
@@ -263,9 +263,9 @@ class _Encoder:
         return {_MARK: "tensor", "name": name}
 
     def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
-        if self._places is not None and tensor.is_meta:
+        if self._shard_group is not None and tensor.is_meta:
             return self._elsewhere(tensor, path)
-        held = tensor if self._places is None else local(tensor)
+        held = tensor if self._shard_group is None else local(tensor)
         problem = problem_with(held)
         if problem is None and held is not tensor and tensor.is_complex() and is_sharded(tensor):
             problem = "it is sharded, and its numbers are complex", "split it by torch.view_as_real()"
@@ -277,13 +277,13 @@ class _Encoder:
         if name is None:
             values = plain(held)
             dtype, shape = element_type(values), tuple(values.shape)
-            if self._places is not None and is_sharded(tensor):
+            if self._shard_group is not None and is_sharded(tensor):
                 shape = tuple(tensor.shape)
             name = self._add(path, dtype, shape, lambda: source(values))
             if held.numel():
                 self._names_of_tensors[same] = name
             try:
-                if self._places is not None and self._places.writes(tensor):
+                if self._shard_group is not None and self._shard_group.writes(tensor):
                     self._held.append(_held(name, dtype, tensor, values))
             except CheckpointError as error:
                 raise _refused(path, error.message, error.hint or "") from error
@@ -300,8 +300,8 @@ class _Encoder:
         return name
 
     def contents(self, parts: int, own: Callable[[str], bool]) -> tuple[_Content, ...]:
-        if self._places is not None:
-            return (_content(tensors_file(self._places.index, self._places.count), self._held),)
+        if self._shard_group is not None:
+            return (_content(tensors_file(self._shard_group.index, self._shard_group.count), self._held),)
         mine = frozenset(name for name, _, _ in self._described if own(name)) if parts > 1 else frozenset[str]()
         return _contents(tuple(self._described), parts, mine)
 
@@ -311,7 +311,7 @@ class _Encoder:
         def parts() -> Iterator[memoryview | OnDevice]:
             for each in content.slices:
                 if each.size:
-                    data, whole = self._sources[each.tensor](), each.complete or self._places is not None
+                    data, whole = self._sources[each.tensor](), each.complete or self._shard_group is not None
                     yield data if whole else data[slice(*cast("tuple[int, int]", each.span))]
 
         def body() -> Iterator[memoryview]:
@@ -323,14 +323,14 @@ class _Encoder:
         held = {label: identity(local(each)) for label, each in labelled.items()}
         labels = {self._names_of_tensors.get(each): label for label, each in held.items()}
         for content in contents:
-            for place, part in zip(content.placed, content.slices, strict=True):
+            for entry, part in zip(content.placed, content.slices, strict=True):
                 label = labels.get(part.tensor)
                 if label is not None:
-                    yield WatchedTensor(label, content.name, place.dtype, place.begin, place.end)
+                    yield WatchedTensor(label, content.name, entry.dtype, entry.begin, entry.end)
 
 
 def _held(name: str, dtype: str, tensor: torch.Tensor, values: torch.Tensor) -> TensorSlice:
-    """What a place writes of ``tensor``: ``values``, all that it holds."""
+    """What a rank writes of ``tensor``: ``values``, all that it holds."""
     shape = tuple(tensor.shape if is_sharded(tensor) else values.shape)
     if not is_sharded(tensor) or not tensor.numel():
         return uncut([TensorEntry(name, dtype, shape)])[0]
@@ -492,7 +492,7 @@ def fingerprint(state: Mapping[str, Any]) -> int:
     """63 bits, equal for equal states (as the codec restores them)."""
     walk = _Walk()
     try:
-        walk.value(dict(state))
+        walk.walk(dict(state))
     except (_UnknownError, RecursionError) as error:
         encode(state)  # says what is wrong, and where
         raise TypeError(f"a state without a fingerprint: {error}") from error
@@ -530,7 +530,7 @@ class _Walk:
         self._hash(json.dumps(self._words).encode())
         return self._hasher.intdigest() >> 1
 
-    def value(self, value: Any) -> None:
+    def walk(self, value: Any) -> None:
         kind = type(value)
         if kind in _PLAIN:
             self._add(value)
@@ -550,7 +550,7 @@ class _Walk:
     def _items(self, values: Any) -> None:
         self._add([type(values).__name__, len(values)])
         for each in values:
-            self.value(each)
+            self.walk(each)
 
     def _mapping(self, mapping: Any) -> None:
         self._add([type(mapping).__name__, len(mapping)])
@@ -561,11 +561,11 @@ class _Walk:
                 self._int(key)
             else:
                 raise _UnknownError("a key")
-            self.value(each)
+            self.walk(each)
 
     def _ordered(self, mapping: Any) -> None:
         self._mapping(mapping)
-        self.value(getattr(mapping, "_metadata", None))
+        self.walk(getattr(mapping, "_metadata", None))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         """Most tensors are contiguous on the CPU and of a type that numpy has: their bytes are hashed in place."""
@@ -982,7 +982,7 @@ class ShardGroup:
         self._first_of: dict[DeviceMesh, bool] = {}
 
     def writes(self, tensor: torch.Tensor) -> bool:
-        """Whether this place writes what it holds of ``tensor``."""
+        """Whether this rank writes what it holds of ``tensor``."""
         if not is_sharded(tensor) or not tensor.numel():
             return self.index == 0
         sharded: Any = tensor
@@ -991,7 +991,7 @@ class ShardGroup:
         return first and bool(local(tensor).numel()) and self._first(sharded.device_mesh)
 
     def _first(self, mesh: DeviceMesh) -> bool:
-        """Whether ``mesh`` is the first of the like meshes that make up that of all places.
+        """Whether ``mesh`` is the first of the like meshes that make up that of all ranks.
 
         A tensor that is sharded over some of its dimensions is there once for each coordinate in the others.
         """
@@ -1073,8 +1073,8 @@ def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that show the same elements of the same memory in the same way."""
-    place = (str(tensor.device), tensor.data_ptr(), tensor.dtype)
-    return (*place, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    storage = (str(tensor.device), tensor.data_ptr(), tensor.dtype)
+    return (*storage, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ from elastic_trainer.checkpoint.manifest import (
     is_rescued,
     kind_of,
     parse_temporary,
+    part_of,
     pieces,
-    place_of,
     record,
     seal,
     temporary_name,
@@ -273,7 +273,7 @@ def commit(
     manifest already has records that the bytes no longer match. Bytes of an ``image`` with checksums are not compared
     again (see FileImage).
     """
-    group = place_of(image.names)
+    group = part_of(image.names)
     if group is not None and group[0]:
         raise StorageError(f"{manifest.name} is not committed: the shards of one place are not a checkpoint")
     require_space(storage, image.size)
@@ -306,7 +306,7 @@ def _write_with_others(
     """Offer the state, write what nobody else has taken, and wait for the rest; the records of all files, in order, and
     how many files this process wrote, others wrote, and this one wrote again because they did not.
     """
-    group = place_of(image.names)
+    group = part_of(image.names)
     offer = manifest if group is None else manifest.model_copy(update={"files": ()})
     write_file(storage, temporary, from_bytes(OFFER_FILE, seal(offer)))
     began = clock.monotonic()
@@ -358,8 +358,8 @@ def _awaited(
             pause(pause_s, stop, patience.clock)
             pause_s = min(SELDOM_S, 1.2 * pause_s)
             continue
-        place, _ = tensor_part(file) or (0, 1)
-        text = f"no checkpoint was saved in {storage.location}: place {place} {what}"
+        part, _ = tensor_part(file) or (0, 1)
+        text = f"no checkpoint was saved in {storage.location}: place {part} {what}"
         raise _NotWrittenError(text, hint=hint)
 
 
@@ -402,7 +402,7 @@ def write_share(
     only files whose records equal the offered ones. It writes nothing if no offer comes in time or before ``stop``, or
     if others were faster. If its shards are ``refused``, the publisher learns that instead.
     """
-    shards, tried = place_of(image.names) is not None, set[str]()
+    shards, tried = part_of(image.names) is not None, set[str]()
     while True:
         found = _find_offer(storage, manifest, stop, clock, tried, shards=shards)
         if found is None:

@@ -177,8 +177,8 @@ def to_huggingface(
     ]
     extra: dict[str, bytes] = {"config.json": config} if config else {}
     if len(groups) > 1:
-        places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": found.size}, "weight_map": places}
+        files = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": found.size}, "weight_map": files}
         extra["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
     with replaced(goal, force=force, folder=True) as temporary:
         for name, group in zip(names, groups, strict=True):

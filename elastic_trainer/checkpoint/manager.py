@@ -133,14 +133,14 @@ class Entry:
     """A committed checkpoint whose manifest is good; its other files have not been looked at."""
 
     name: str
-    place: str
+    location: str
     """Its path or URL."""
     manifest: Manifest
 
     @property
     def path(self) -> Path:
         """Its path, for a checkpoint in a file system."""
-        return Path(self.place)
+        return Path(self.location)
 
     @property
     def step(self) -> int:

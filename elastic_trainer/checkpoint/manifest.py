@@ -72,7 +72,7 @@ OWNER_FILE = "owner.json"
 OFFER_FILE = "offer.json"
 """In a temporary entry: what is written there, for those who help."""
 RECORD_PREFIX = "record-"
-"""In a temporary entry: the record of a file that is durable, by the place that wrote it."""
+"""In a temporary entry: the record of a file that is durable, by the rank that wrote it."""
 
 STEP_DIGITS = 9
 _NONCE_BYTES = 6
@@ -198,8 +198,8 @@ def tensors_file(part: int, parts: int) -> str:
     return TENSORS_FILE if parts == 1 else f"tensors-{part + 1:05d}-of-{parts:05d}.safetensors"
 
 
-def place_of(names: Collection[str]) -> tuple[int, int] | None:
-    """Of the files of one place: its index, and how many places there are; None for the files of a whole checkpoint."""
+def part_of(names: Collection[str]) -> tuple[int, int] | None:
+    """Of the files of one shard rank: its index, and how many there are; None for the files of a whole checkpoint."""
     found = [part for part in map(tensor_part, names) if part is not None]
     return found[0] if len(found) == 1 else None
 

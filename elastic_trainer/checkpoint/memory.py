@@ -48,7 +48,7 @@ from elastic_trainer.checkpoint.manifest import (
     Manifest,
     OnDevice,
     parse_checkpoint,
-    place_of,
+    part_of,
     seal,
     unseal,
 )
@@ -87,7 +87,7 @@ class Held:
 class Arena:
     """See the module. ``files`` are the agent's memory files; without them the slots die with this process.
 
-    ``beside`` are those of the other places of a sharded state: a state that all of them hold is whole.
+    ``beside`` are those of the other ranks of a sharded state: a state that all of them hold is whole.
     """
 
     def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None, beside: Sequence[Path] = ()) -> None:
@@ -126,7 +126,7 @@ class Arena:
 
     def parts(self) -> list[tuple[str, StateSnapshot]]:
         """The parts of sharded states in the agent's memory, each with the path of its file."""
-        found = [each for each in _sound([*self._paths]) if each.place is not None]
+        found = [each for each in _sound([*self._paths]) if each.shard is not None]
         return [(self._paths[each.memory.descriptor], each) for each in found if isinstance(each.memory, LocalMemory)]
 
     def reuse_last(self, name: str) -> None:
@@ -187,7 +187,7 @@ def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
 
 
 def _sound(descriptors: Sequence[int]) -> list[StateSnapshot]:
-    """The snapshots in these memory files, whole or a place's part."""
+    """The snapshots in these memory files, whole or a rank's part."""
     found: list[StateSnapshot] = []
     for descriptor in descriptors:
         try:
@@ -381,7 +381,7 @@ class Cuda:
 
         torch.from_numpy(target).copy_(data, non_blocking=True)
 
-    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+    def record(self, devices: Iterable[Any]) -> Callable[[], None]:
         """Returns a function that waits, in any thread, until all work queued on ``devices`` is done."""
         import torch
 
@@ -429,7 +429,7 @@ class Parts:
         """Start to copy the pieces on devices; returns a function that waits for the end."""
         for position, part in self._on_device:
             cuda.queue(self._target[position : position + len(part)], part.data)
-        return cuda.mark({part.data.device for _, part in self._on_device})
+        return cuda.record({part.data.device for _, part in self._on_device})
 
     def copy(self) -> None:
         """Copy all other pieces now."""
@@ -497,7 +497,7 @@ class StateSnapshot:
     stored: bool
     """Whether its process has committed it there."""
     parts: tuple[StateSnapshot, ...] = ()
-    """For a sharded state: the snapshots of its places, whose files together are those of this one."""
+    """For a sharded state: the snapshots of its shard ranks, whose files together are those of this one."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -514,9 +514,9 @@ class StateSnapshot:
         return frozenset(each.memory for each in self.parts or (self,))
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def shard(self) -> tuple[int, int] | None:
         """Whose part of a sharded state it is, and of how many; None for a whole state."""
-        return place_of(self._names())
+        return part_of(self._names())
 
     def _holder(self, file: str) -> StateSnapshot:
         return next((part for part in self.parts if file in part._names()), self)
@@ -563,16 +563,16 @@ class SnapshotSource:
 
 
 def whole_states(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
-    """The snapshots of ``found`` with a whole state; all places of a sharded state are merged into one snapshot."""
+    """The snapshots of ``found`` with a whole state; all ranks of a sharded state are merged into one snapshot."""
     groups: dict[Any, dict[int, StateSnapshot]] = {}
     for each in found:
-        where = each.place
+        where = each.shard
         if where is None:
             yield each
             continue
-        place, count = where
+        index, count = where
         parts = groups.setdefault((each.order, each.location, each.job, count), {})
-        parts[place] = each
+        parts[index] = each
         if len(parts) == count:
             copies = tuple(parts[number] for number in range(count))
             first, files = copies[0], tuple(record for part in copies for record in part.manifest.files)

@@ -62,15 +62,15 @@ class Ruling:
 
 def decide(newest_first: Sequence[Candidate], policy: Retention, protected: frozenset[str]) -> tuple[Ruling, ...]:
     """Judge each checkpoint, in the given order. ``protected`` names are always kept."""
-    ranked = {each.name: place for place, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
+    ranked = {each.name: order for order, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
     flagged = next((each.name for each in newest_first if each.best), None)
     return tuple(
-        _verdict(place, each, policy, ranked, flagged, protected) for place, each in enumerate(newest_first, 1)
+        _verdict(order, each, policy, ranked, flagged, protected) for order, each in enumerate(newest_first, 1)
     )
 
 
 def _verdict(
-    place: int,
+    order: int,
     candidate: Candidate,
     policy: Retention,
     ranked: Mapping[str, int],
@@ -78,8 +78,8 @@ def _verdict(
     protected: frozenset[str],
 ) -> Ruling:
     name = candidate.name
-    if place <= policy.keep_last:
-        return Ruling(name, True, f"number {place} of the newest {policy.keep_last}")
+    if order <= policy.keep_last:
+        return Ruling(name, True, f"number {order} of the newest {policy.keep_last}")
     if name in protected:
         return Ruling(name, True, "it is in use")
     if policy.keep_every is not None and candidate.step % policy.keep_every == 0:
@@ -88,7 +88,7 @@ def _verdict(
         return Ruling(name, True, f"number {ranked[name]} by {policy.metric}")
     if name == flagged:
         return Ruling(name, True, "the newest that was saved as best")
-    return Ruling(name, False, f"number {place}; the newest {policy.keep_last} are kept")
+    return Ruling(name, False, f"number {order}; the newest {policy.keep_last} are kept")
 
 
 def by_metric(newest_first: Sequence[Candidate], policy: Retention) -> list[Candidate]:

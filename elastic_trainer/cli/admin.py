@@ -148,12 +148,12 @@ def _private_file(path: Path, text: str) -> Iterator[None]:
 
     Until then ``path`` keeps what it has. What may hold a password that is set is not removed.
     """
-    place = Path(os.path.realpath(path))
-    if place.exists() and not place.is_file():
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
         raise ConfigError(f"--output {str(path)!r} is not a file", hint="name one, which may be new")
     made: str | None = None
     try:
-        descriptor, made = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")  # mode 0600
+        descriptor, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
             file.flush()
@@ -172,8 +172,8 @@ def _private_file(path: Path, text: str) -> Iterator[None]:
         _say(f"the new password may be set: it is in {made}")
         raise
     try:
-        os.replace(made, place)
-        directory = os.open(place.parent, os.O_RDONLY)
+        os.replace(made, target)
+        directory = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
@@ -181,7 +181,7 @@ def _private_file(path: Path, text: str) -> Iterator[None]:
     except OSError as error:
         cause = error.strerror or type(error).__name__
         raise StorageError(
-            f"the new password is set, and is in {made if os.path.exists(made) else place}: {str(path)!r}: {cause}",
+            f"the new password is set, and is in {made if os.path.exists(made) else target}: {str(path)!r}: {cause}",
             hint="take it from there",
         ) from error
 

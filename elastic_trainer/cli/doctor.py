@@ -179,7 +179,7 @@ def consult(case: Case, deadline: Deadline, doing: Doing) -> Examination:
         try:
             found.append(round_trip(store, root, limits, deadline.at_most(STORE_S)))
         except TransientError as error:
-            found.append(Finding.failed("etcd.round_trip", error))
+            found.append(Finding.of_error("etcd.round_trip", error))
         own = examine(case.subject, deadline, doing)
         found += own.findings
         if case.run is None:
@@ -204,4 +204,4 @@ def _compare(
     except ConfigError:
         raise
     except ElasticTrainerError as error:
-        found.append(Finding.failed("peers", error))
+        found.append(Finding.of_error("peers", error))

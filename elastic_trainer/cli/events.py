@@ -65,7 +65,7 @@ def run_events(arguments: argparse.Namespace) -> int:
             _print(map(show, past(store, keys, limit)))
             return 0
         news = News(store, keys)
-        _print(map(show, in_order(news.first(Deadline.after(connection.CONNECT_S)))[-limit:]))
+        _print(map(show, in_order(news.read_first(Deadline.after(connection.CONNECT_S)))[-limit:]))
         while True:
             _print(map(show, in_order(news.take(_WAIT_S))))
 
@@ -95,7 +95,7 @@ class News:
     def __init__(self, store: Store, keys: RunKeys) -> None:
         self._keys, self._changes = keys, Changes(store, keys.events, keys.incidents)
 
-    def first(self, deadline: Deadline) -> list[Happening]:
+    def read_first(self, deadline: Deadline) -> list[Happening]:
         """All that there is; StoreUnavailableError if it does not come by the deadline."""
         found: list[Happening] = []
         complete = 0

@@ -495,11 +495,11 @@ def _ready_made(
     arguments: argparse.Namespace, what: str, rest: Sequence[str]
 ) -> tuple[tuple[str, ...], MountedFile | None, bool]:
     """A task of this package, or a job file; its checkpoints lie where all pods see them."""
-    from elastic_trainer.drills.local_run import places_checkpoints
+    from elastic_trainer.drills.local_run import stores_checkpoints
     from elastic_trainer.jobs.config import load_job
 
     arguments_ = list(rest)
-    if not places_checkpoints(what, arguments_):
+    if not stores_checkpoints(what, arguments_):
         arguments_.insert(0, f"checkpoint.directory={_directory(arguments)}")
     directory = load_job(what, arguments_).checkpoint.directory
     if arguments.checkpoint_dir is None and not f"{directory}/".startswith(f"{CHECKPOINTS}/"):

@@ -39,11 +39,11 @@ _TIMES = re.compile(r'"timestamp": ?"([^"]+)"|^(?:\[\w+\]:)?(\d{4}-\d\d-\d\d \d\
 
 @dataclass(frozen=True, slots=True)
 class NodeLog:
-    """Where a node's output goes (see agent/health/log_place)."""
+    """Where a node's output goes (see agent/health/log_location)."""
 
     node: str
     host: str
-    place: str
+    location: str
     ranks: tuple[int, ...] = ()
     """Those of the newest round that are known to be its."""
 
@@ -129,7 +129,7 @@ def age_s(line: str, now: float) -> float | None:
 
 def whereabouts(each: NodeLog, since: str | None) -> str:
     """Where to look, in one line: a command, where there is one."""
-    kind, _, name = each.place.partition(":")
+    kind, _, name = each.location.partition(":")
     if kind == "journal" and name:
         ago = [f"--since=-{since.replace('m', 'min')}"] if since else []
         command = shlex.join(["journalctl", "-u", name, *ago])
@@ -199,7 +199,7 @@ def _is_own(path: Path) -> bool:
 
 def _here(each: NodeLog) -> Path | None:
     """The node's file, if it is on this machine."""
-    kind, _, name = each.place.partition(":")
+    kind, _, name = each.location.partition(":")
     file = Path(name)
     return file if kind == "file" and each.host == socket.gethostname() and file.is_file() else None
 

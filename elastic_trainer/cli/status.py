@@ -205,26 +205,26 @@ class Fitted:
         self._columns, self._rows, self._wide = columns, rows, wide
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        places = list(range(len(self._columns)))
+        shown = list(range(len(self._columns)))
         if not self._wide:
-            while self._width(places) > options.max_width and (spare := self._most_spare(places)) is not None:
-                places.remove(spare)
-        wrapped = [place for place in places if self._columns[place].wraps]
-        below = wrapped if not self._wide and self._width(places) > options.max_width else []
-        places = [place for place in places if place not in below]
+            while self._width(shown) > options.max_width and (spare := self._most_spare(shown)) is not None:
+                shown.remove(spare)
+        wrapped = [index for index in shown if self._columns[index].wraps]
+        below = wrapped if not self._wide and self._width(shown) > options.max_width else []
+        shown = [index for index in shown if index not in below]
         table = Table()
-        for column in (self._columns[place] for place in places):
+        for column in (self._columns[index] for index in shown):
             justify: JustifyMethod = "right" if column.right else "left"
             table.add_column(column.name, justify=justify, no_wrap=self._wide or not column.wraps)
         for row in self._rows:
-            table.add_row(*(row[place] for place in places))
+            table.add_row(*(row[index] for index in shown))
         yield from console.render(
-            table, options.update(width=self._width(places, least=False)) if self._wide else options
+            table, options.update(width=self._width(shown, least=False)) if self._wide else options
         )
         for row in self._rows:
-            for text in (row[place] for place in below if row[place].plain):
+            for text in (row[index] for index in below if row[index].plain):
                 yield Text.assemble(f"{self._key(row)}: ", text)
-        hidden = [column.name for place, column in enumerate(self._columns) if place not in (*places, *below)]
+        hidden = [column.name for index, column in enumerate(self._columns) if index not in (*shown, *below)]
         if hidden:
             yield Text(f"no room for: {', '.join(hidden)} (-o wide shows all)", style="dim")
 
@@ -232,18 +232,18 @@ class Fitted:
         told = ((column.name, text.plain) for column, text in zip(self._columns, row, strict=True) if column.key)
         return ", ".join(text if name in ("node", "run") else f"{name} {text}" for name, text in told if text)
 
-    def _most_spare(self, places: Sequence[int]) -> int | None:
-        most = max(places, key=lambda place: self._columns[place].spare)
+    def _most_spare(self, shown: Sequence[int]) -> int | None:
+        most = max(shown, key=lambda index: self._columns[index].spare)
         return most if self._columns[most].spare else None
 
-    def _width(self, places: Sequence[int], *, least: bool = True) -> int:
+    def _width(self, shown: Sequence[int], *, least: bool = True) -> int:
         """Of the table, frame included; ``least``: with wrapped columns as narrow as can be."""
-        return 1 + sum(3 + self._needs(place, least) for place in places)
+        return 1 + sum(3 + self._needs(index, least) for index in shown)
 
-    def _needs(self, place: int, least: bool) -> int:
-        texts = [self._columns[place].name, *(row[place].plain for row in self._rows)]
+    def _needs(self, index: int, least: bool) -> int:
+        texts = [self._columns[index].name, *(row[index].plain for row in self._rows)]
         widest = max(map(cell_len, texts))
-        if not (least and self._columns[place].wraps):
+        if not (least and self._columns[index].wraps):
             return widest
         return min(widest, max(LEAST_WRAPPED, *(cell_len(word) for text in texts for word in text.split(" "))))
 

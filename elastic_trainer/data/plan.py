@@ -3,7 +3,7 @@ piece by piece, from a position in the data on. Pure.
 
 The order of an epoch depends on (seed, epoch) alone, never on the number of ranks; the position in it is a global
 count of samples. So every sample of an epoch is used exactly once under any schedule of world sizes. A piece is known
-by its place (epoch, first position, size): two ranks, two rounds or two lives of a job that ask for the same place ask
+by its extent (epoch, first position, size): two ranks, two rounds or two lives of a job that ask for one extent ask
 for the same samples.
 """
 
@@ -123,7 +123,7 @@ class EpochPlan:
                 f"lr_rule is {self.lr_rule!s} and the global batch is fixed", hint="say scale_from=..., or leave it out"
             )
 
-    def at(self, world: int) -> EpochPlan:
+    def for_world(self, world: int) -> EpochPlan:
         if self.scale_from is None or world == self.scale_from:
             return self
         size = max(1, round(self.global_batch * world / self.scale_from))
@@ -150,7 +150,7 @@ class EpochPlan:
         """What the learning rate is multiplied by at ``world`` ranks."""
         if self.scale_from is None:
             return 1.0
-        return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
+        return self.lr_rule.factor(self.for_world(world).global_batch / self.global_batch)
 
     def passes_of(self, count: int) -> int:
         """How many micro-batches each rank computes of a global batch of ``count`` samples, if ``passes`` are fixed."""
@@ -165,7 +165,7 @@ class EpochPlan:
         rest = max(0, self.length - cursor.samples)
         return rest - rest % self._unit
 
-    def ended(self, cursor: Cursor) -> bool:
+    def is_over(self, cursor: Cursor) -> bool:
         return self.left(cursor) == 0
 
     def global_batch_at(self, cursor: Cursor) -> GlobalBatch:
@@ -173,7 +173,7 @@ class EpochPlan:
 
         Raises ValueError when the epoch has ended.
         """
-        if self.ended(cursor):
+        if self.is_over(cursor):
             raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
         stop = cursor.samples + min(self.global_batch, self.left(cursor))
         ids = self.order(cursor.epoch)[cursor.samples : stop] if self.shuffle else np.arange(cursor.samples, stop)
@@ -251,7 +251,7 @@ def _piece(start: int, stop: int, count: int, world: int) -> Piece:
     return Piece(start, stop, world * (stop - start) / count)
 
 
-Place = tuple[int, int, int]
+Extent = tuple[int, int, int]
 """Epoch, position of the first sample in it, number of samples."""
 
 
@@ -271,7 +271,7 @@ class SampleRequest:
     span: bool = False
 
     @property
-    def place(self) -> Place:
+    def extent(self) -> Extent:
         return self.epoch, self.position, len(self.ids)
 
 
@@ -297,22 +297,22 @@ class Course:
         return halved(pieces, self.halvings, even=self.even) if self.halvings else pieces
 
     def from_request(self, first: SampleRequest) -> Iterator[SampleRequest]:
-        """``first``, and what this rank will ask for after it, in order; no place twice in a row."""
+        """``first``, and what this rank will ask for after it, in order; no extent twice in a row."""
         yield first
-        last, cursor = first.place, Cursor(first.epoch, first.batch_start)
+        last, cursor = first.extent, Cursor(first.epoch, first.batch_start)
         rest: list[SampleRequest] | None = None
         while True:
-            if self.plan.ended(cursor):
+            if self.plan.is_over(cursor):
                 if cursor.epoch + 1 >= self.until:
                     return
                 cursor = Cursor(cursor.epoch + 1, 0)
             whole = self.plan.global_batch_at(cursor)
             requests = self._requests(whole, span=first.span)
-            rest = _behind(requests, first.place) if rest is None else requests
+            rest = _behind(requests, first.extent) if rest is None else requests
             for request in rest:
-                if request.place != last:
+                if request.extent != last:
                     yield request
-                    last = request.place
+                    last = request.extent
             cursor = whole.following
 
     def _requests(self, whole: GlobalBatch, *, span: bool) -> list[SampleRequest]:
@@ -334,7 +334,7 @@ def spanning(pieces: tuple[Piece, ...]) -> Piece:
     return Piece(counting[0].start, counting[-1].stop, sum(piece.weight for piece in pieces))
 
 
-def _behind(requests: list[SampleRequest], place: Place) -> list[SampleRequest]:
-    """Those after the one at ``place``; none if it is not among them."""
-    places = [request.place for request in requests]
-    return requests[places.index(place) + 1 :] if place in places else []
+def _behind(requests: list[SampleRequest], extent: Extent) -> list[SampleRequest]:
+    """Those after the one at ``extent``; none if it is not among them."""
+    extents = [request.extent for request in requests]
+    return requests[extents.index(extent) + 1 :] if extent in extents else []

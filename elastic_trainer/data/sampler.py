@@ -201,7 +201,7 @@ class Fetcher:
             drawn = Drawn(placed(got.data, self._device), got.missing)
         if drawn.missing and request.counts:
             most = limit(self.length, self._world, self._loading.max_bad_fraction)
-            self._tally.note(request.epoch, drawn.missing, most)
+            self._tally.add_missing(request.epoch, drawn.missing, most)
         return drawn
 
     def follow(self, course: Course) -> None:
@@ -257,7 +257,7 @@ class Sampler:
         self._course: Course | None = None
 
     def draw(self, cursor: Cursor, rank: int, world: int, halvings: int = 0) -> Batch:
-        plan = self.plan.at(world)
+        plan = self.plan.for_world(world)
         course = self._course
         asked_for = (rank, world, halvings)
         if course is None or course.where != asked_for or course.until <= cursor.epoch:

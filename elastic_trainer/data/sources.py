@@ -55,7 +55,7 @@ class Tally:
         self._epoch = -1
         self._seen: set[int] = set()
 
-    def note(self, epoch: int, missing: Iterable[Missing], most: int) -> None:
+    def add_missing(self, epoch: int, missing: Iterable[Missing], most: int) -> None:
         """The samples ``missing`` of ``epoch`` were left out; ``most`` may be."""
         if epoch != self._epoch:
             self._epoch = epoch

@@ -128,7 +128,7 @@ def _indexed(path: Path, tar: tarfile.TarFile) -> TarIndex:
     keys: list[str] = []
     starts: list[int] = []
     extensions: list[str] = []
-    places: list[tuple[int, int]] = []
+    extents: list[tuple[int, int]] = []
     end = 0
     for member in tar:
         stored = member.size if member.isreg() else 0
@@ -139,19 +139,19 @@ def _indexed(path: Path, tar: tarfile.TarFile) -> TarIndex:
         key, extension = match[1], match[2].lower()
         if not keys or keys[-1] != key:
             keys.append(key)
-            starts.append(len(places))
+            starts.append(len(extents))
         elif extension in extensions[starts[-1] :]:
             raise DataError(f"the shard {path} holds {key}.{extension} twice in a row", hint="give samples unlike keys")
         extensions.append(extension)
-        places.append((member.offset_data, member.size))
+        extents.append((member.offset_data, member.size))
     _check_end(path, end)
     if not keys:
         raise DataError(f"the shard {path} holds no samples", hint="a sample is a row of files key.ext with one key")
-    offsets, sizes = np.array(places, dtype=np.int64).T
+    offsets, sizes = np.array(extents, dtype=np.int64).T
     names, kinds = np.unique(np.array(extensions), return_inverse=True)
     return TarIndex(
         keys=np.array([key.encode("utf-8", "surrogateescape") for key in keys]),
-        starts=np.array([*starts, len(places)], dtype=np.int64),
+        starts=np.array([*starts, len(extents)], dtype=np.int64),
         extensions=names,
         kinds=kinds.astype(np.int32),
         offsets=offsets,
@@ -181,8 +181,8 @@ def cache_file(path: Path, directory: Path | None) -> Path:
     """Where the index of ``path`` is kept: beside it, or in ``directory``, where shards of one name may meet."""
     if directory is None:
         return path.parent / f"{path.name}.index.npz"
-    place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
-    return directory / f"{path.name}.{place}.index.npz"
+    digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
+    return directory / f"{path.name}.{digest}.index.npz"
 
 
 def _load(cache: Path, made_from: NDArray[np.int64]) -> TarIndex | None:
@@ -307,10 +307,10 @@ class TarShards:
         sample = self._sample(path, index, number - int(self._ends[shard]) + len(index))
         return sample if self._transform is None else self._transform(sample)
 
-    def _sample(self, path: Path, index: TarIndex, place: int) -> dict[str, Any]:
-        key = index.key(place)
+    def _sample(self, path: Path, index: TarIndex, number: int) -> dict[str, Any]:
+        key = index.key(number)
         sample: dict[str, Any] = {"__key__": key}
-        for extension, offset, size in index.members(place):
+        for extension, offset, size in index.members(number):
             sample[extension] = self._decoded(path, key, extension, self._files.read(path, offset, size))
         return sample
 

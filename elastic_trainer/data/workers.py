@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.plan import Place, SampleRequest
+from elastic_trainer.data.plan import Extent, SampleRequest
 from elastic_trainer.data.seeds import SEEDED, SampleSeeds
 from elastic_trainer.data.sources import Missing, StreamEndedError, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import ConfigError, DataError, DataWorkerError
@@ -348,7 +348,7 @@ class Failure:
     trace: str
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of_exception(cls, error: Exception) -> Failure:
         """``error``, which is being handled."""
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         trace = "".join(traceback.format_exception(error))
@@ -403,7 +403,7 @@ class Tasks(Dataset[Any]):
         except Cancelled:
             return None
         except Exception as error:  # noqa: BLE001 - the edge of a process: it is raised in the other one
-            return Failure.of(error)
+            return Failure.of_exception(error)
         return drawn
 
 
@@ -473,7 +473,7 @@ class Workers:
         """The DataLoader's, about whose processes nothing is raised but in ``_watched``."""
         self._processes: list[Any] = []
         self._owner = os.getpid()
-        self._kept: dict[Place, tuple[Drawn, tuple[int, ...]]] = {}
+        self._kept: dict[Extent, tuple[Drawn, tuple[int, ...]]] = {}
         self._kept_of: tuple[int, int] | None = None
         self.future: Future = lambda request: iter([request])
         """The requests after a given one; set before each batch."""
@@ -483,13 +483,13 @@ class Workers:
         if self._kept_of != (batch := (request.epoch, request.batch_start)):  # what is left of another global batch
             self._kept.clear()
             self._kept_of = batch
-        kept = self._kept.get(request.place)
+        kept = self._kept.get(request.extent)
         if kept is not None and versions(kept[0].data) == kept[1]:
             return kept[0]
         drawn = self._delivered(request)
         seen = versions(drawn.data)
         if seen is not None:
-            self._kept[request.place] = drawn, seen
+            self._kept[request.extent] = drawn, seen
             while len(self._kept) > self._loading.workers * self._loading.prefetch:
                 del self._kept[next(iter(self._kept))]  # as much again as is fetched ahead, and no more
         return drawn
@@ -638,8 +638,8 @@ class Workers:
 
 
 def alike(one: SampleRequest, other: SampleRequest) -> bool:
-    """Whether both ask for the same samples of the same place."""
-    return one.place == other.place and np.array_equal(one.ids, other.ids)
+    """Whether both ask for the same samples of the same extent."""
+    return one.extent == other.extent and np.array_equal(one.ids, other.ids)
 
 
 def _first_line(error: Exception) -> str:

@@ -125,17 +125,17 @@ def obstacle(directory: Path, node: str) -> Path:
 
 def pace(directory: Path, seconds: float) -> None:
     """From its next one on, each step of all workers takes so much longer."""
-    _place(directory / PACE, str(seconds))
+    _write(directory / PACE, str(seconds))
 
 
 def ask(directory: Path, node: str, kind: Wedge) -> Path:
     """Ask a worker of ``node`` to get stuck; the file that is gone when it does."""
     path = obstacle(directory, node)
-    _place(path, kind)
+    _write(path, kind)
     return path
 
 
-def _place(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """Nobody sees half of it."""
     begun = path.with_suffix(".begun")
     begun.write_text(text)
@@ -198,10 +198,10 @@ class Digests:
         session, environment = self._session, self._session.environment
         who = {"event": event, "node": environment.node, "pid": process_id(environment.ledger_dir)}
         when = {"round": session.round, "step": session.step_number}
-        self._file.write(json.dumps({**who, **when, "digest": self._digest(), "place": self._place()}) + "\n")
+        self._file.write(json.dumps({**who, **when, "digest": self._digest(), "shard_rank": self._shard_rank()}) + "\n")
         self._file.flush()
 
-    def _place(self) -> int:
+    def _shard_rank(self) -> int:
         """Of this rank in the mesh of its model."""
         if self._sharded is None:
             return 0

@@ -231,7 +231,7 @@ def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
     if (script := jobs.script(what)) is not None:
         jobs.ensure_data(what, {})
         return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
-    if not places_checkpoints(what, arguments):
+    if not stores_checkpoints(what, arguments):
         arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
     from elastic_trainer.jobs.config import load_job
 
@@ -248,7 +248,7 @@ def _readable(path: str) -> str:
     return path
 
 
-def places_checkpoints(what: str, arguments: Sequence[str]) -> bool:
+def stores_checkpoints(what: str, arguments: Sequence[str]) -> bool:
     """Whether the user says where checkpoints go: in an argument, or in a job file of their own."""
     from elastic_trainer.jobs.config import read_job_file
 

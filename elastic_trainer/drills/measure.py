@@ -24,10 +24,10 @@ def worker_name(node: str, local_rank: int) -> str:
     return f"{node}/{local_rank}" if local_rank else node
 
 
-def worker_place(name: str) -> tuple[str, int]:
+def split_worker(name: str) -> tuple[str, int]:
     """Node and local rank of the worker called ``name``."""
-    node, _, place = name.partition("/")
-    return node, int(place or 0)
+    node, _, local_rank = name.partition("/")
+    return node, int(local_rank or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ class Digest(BaseModel):
     round: int
     step: int
     digest: str
-    place: int = 0
-    """Of the rank in the mesh of a sharded model: ranks of one place hold the same."""
+    shard_rank: int = 0
+    """With a sharded model; ranks with the same shard rank hold the same."""
 
 
 def read_digest(text: str) -> Digest | None:
@@ -223,17 +223,17 @@ def state_problems(digests: Sequence[Digest], members: Iterable[str]) -> list[st
     problems = []
     common: dict[tuple[int, int, int], set[str]] = {}
     for each in digests:
-        common.setdefault((each.round, each.step, each.place), set()).add(each.digest)
-    apart = sorted(place for place, values in common.items() if len(values) > 1)
+        common.setdefault((each.round, each.step, each.shard_rank), set()).add(each.digest)
+    apart = sorted(key for key, values in common.items() if len(values) > 1)
     if apart:
         round_, step, _ = apart[0]
         problems.append(f"the parameters of ranks differ at step {step} of round {round_} ({len(apart)} such steps)")
-    ends = {(each.node, each.place): each for each in digests if each.event is JournalMoment.END}
+    ends = {(each.node, each.shard_rank): each for each in digests if each.event is JournalMoment.END}
     absent = sorted(set(members) - {node for node, _ in ends})
     if absent:
         problems.append(f"no parameters were left by {', '.join(absent)}")
-    finals = {(each.step, each.place, each.digest) for each in ends.values()}
-    if len(finals) > len({place for _, place in ends}):
+    finals = {(each.step, each.shard_rank, each.digest) for each in ends.values()}
+    if len(finals) > len({shard_rank for _, shard_rank in ends}):
         told = ", ".join(f"{node} at step {each.step}: {each.digest[:8]}" for (node, _), each in sorted(ends.items()))
         problems.append(f"members ended with different parameters ({told})")
     return problems
@@ -243,7 +243,7 @@ def compared(digests: Sequence[Digest]) -> int:
     """At how many points the states of at least two ranks were compared."""
     writers: dict[tuple[int, int, int], set[int]] = {}
     for each in digests:
-        writers.setdefault((each.round, each.step, each.place), set()).add(each.pid)
+        writers.setdefault((each.round, each.step, each.shard_rank), set()).add(each.pid)
     return sum(len(pids) > 1 for pids in writers.values())
 
 

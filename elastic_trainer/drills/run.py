@@ -172,7 +172,7 @@ def _play(
 
 def conclusions(stage: Stage) -> list[str]:
     """End the job of ``stage``; everything that is wrong with what it leaves behind."""
-    members = sorted(stage.settled().nodes)
+    members = sorted(stage.await_steps().nodes)
     problems = stage.finish()
     digests = stage.digests()
     problems += sample_problems(stage.book.lines, stage.setting.samples)

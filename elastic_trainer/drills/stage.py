@@ -20,7 +20,7 @@ import psutil
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.harness import Clusters, Harness, RunStore, harness
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE, Sharded
-from elastic_trainer.drills.measure import Book, Digest, Standing, read_digest, worker_place
+from elastic_trainer.drills.measure import Book, Digest, Standing, read_digest, split_worker
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
@@ -129,7 +129,7 @@ class Stage:
 
     # ---- looking
 
-    def look(self) -> Standing | None:
+    def observe(self) -> Standing | None:
         """Take in what has happened; who trains now."""
         self.book.add(self._harness.lines())
         self.history += [document for document, _ in self._harness.documents()]
@@ -156,15 +156,15 @@ class Stage:
 
     def _dump_stacks(self) -> None:
         """Let workers that train write to their logs where they are."""
-        places = [(node, place) for node in self.cluster.running for place in range(self.setting.workers)]
-        for worker in (node.worker(place) for node, place in places):
+        workers = [(node, number) for node in self.cluster.running for number in range(self.setting.workers)]
+        for worker in (node.worker(number) for node, number in workers):
             if worker is not None and self.book.has_opened(worker.pid):
                 processes.send([worker], STACKS_SIGNAL)
         pause(STACKS_S)
 
     def describe(self) -> str:
         """What is known, for the message of a failure."""
-        standing, document = self.look(), self.document
+        standing, document = self.observe(), self.document
         told = []
         if standing is not None:
             told.append(f"round {standing.round} stepped with {' '.join(standing.nodes)} of {standing.world}")
@@ -181,13 +181,13 @@ class Stage:
         """Nodes that should be training: they run, and were not asked to go."""
         return {node.name for node in self.cluster.running if node.name not in self._gone}
 
-    def settled(self, steps: int = SETTLED_STEPS) -> Standing:
+    def await_steps(self, steps: int = SETTLED_STEPS) -> Standing:
         """Wait until all expected nodes train together, and have committed ``steps`` steps in that."""
         found: Standing = self.until(lambda: self._together(steps), f"a round of {' '.join(sorted(self.expected))}")
         return found
 
     def _together(self, steps: int) -> Standing | None:
-        standing = self.look()
+        standing = self.observe()
         if standing is None or set(standing.nodes) != self.expected or standing.world != len(standing.pids):
             return None
         if len(standing.pids) != len(standing.nodes) * self.setting.workers:
@@ -199,9 +199,9 @@ class Stage:
         there = all(each is not None and each.pid == pid and processes.alive(each) for each, pid in workers)
         return standing if there else None
 
-    def resumed(self, pids: Collection[int], t: float, round_: int, what: str) -> float:
+    def await_resumed(self, pids: Collection[int], t: float, round_: int, what: str) -> float:
         """When all of ``pids`` had committed a step after ``t`` in ``round_`` or later, once they have five."""
-        self.until(lambda: self.look() and self.book.resumed_at(pids, t, round_, 5), what)
+        self.until(lambda: self.observe() and self.book.resumed_at(pids, t, round_, 5), what)
         found = self.book.resumed_at(pids, t, round_)
         if found is None:
             raise DrillError(f"{what}: the steps are gone")
@@ -215,8 +215,8 @@ class Stage:
 
     def worker(self, name: str) -> psutil.Process | None:
         """The process of the worker called ``name``; None if it does not run."""
-        node, place = worker_place(name)
-        return self.node(node).worker(place)
+        node, local_rank = split_worker(name)
+        return self.node(node).worker(local_rank)
 
     def retire(self, name: str) -> None:
         """``name`` is not expected to train any more."""
@@ -230,16 +230,16 @@ class Stage:
         """Start nodes in the place of those that are gone, and wait until all train."""
         while len(self.expected) < self.setting.nodes:
             self.cluster.add()
-        self.settled()
+        self.await_steps()
 
     def finish(self) -> list[str]:
         """End the job; what was wrong about the way it ended."""
-        members = sorted(self.settled().nodes)
+        members = sorted(self.await_steps().nodes)
         ended = [node for node in self.cluster.nodes if not node.running and node.name not in self._gone]
         problems = [f"node {node.name} ended by itself with {node.exit_code()}" for node in ended]
         (self.directory / STOP_FILE).touch()
         self.until(lambda: not self.cluster.running, "the end of the job")
-        self.look()
+        self.observe()
         codes = {name: self.node(name).exit_code() for name in members}
         return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
 

@@ -22,7 +22,7 @@ import psutil
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.drills.job import STUCK, Wedge, ask
-from elastic_trainer.drills.measure import Effect, Recovery, Standing, recovery, worker_place
+from elastic_trainer.drills.measure import Effect, Recovery, Standing, recovery, split_worker
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.errors import EXIT_LEFT, StoreUnavailableError
 from elastic_trainer.local import processes
@@ -62,9 +62,9 @@ def aftermath(
     stage: Stage, before: Standing, what: str, t: float, victims: Sequence[str] = (), *, later: bool = True
 ) -> Effect:
     """Wait until the survivors step again, in a ``later`` round or in any; what that cost them."""
-    survivors = {name: pid for name, pid in before.pids.items() if worker_place(name)[0] not in victims}
+    survivors = {name: pid for name, pid in before.pids.items() if split_worker(name)[0] not in victims}
     round_ = before.round + 1 if later else 0
-    resumed = stage.resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}")
+    resumed = stage.await_resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}")
     return Effect(
         what=what,
         recovery_s=resumed - t,
@@ -92,7 +92,7 @@ _TRIES = 3
 
 def worker_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL the worker of each rank in turn."""
-    before = stage.settled()
+    before = stage.await_steps()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     t = kill([worker(stage, before, name)]).t
     rank = before.nodes.index(name) * stage.setting.workers
@@ -104,7 +104,7 @@ def worker_freeze(stage: Stage, repeat: int) -> Effect:
     effect, name, victim = _freeze_worker(stage, repeat)
     thawed = now()
     processes.send([victim], signal.SIGCONT)
-    standing = stage.settled()
+    standing = stage.await_steps()
     problems = list(effect.problems)
     if standing.pids[name] != victim.pid:
         problems.append(f"the worker of {name} was thawed, and restarted")
@@ -119,7 +119,7 @@ def worker_hang(stage: Stage, repeat: int) -> Effect:
 
 def _freeze_worker(stage: Stage, repeat: int) -> tuple[Effect, str, psutil.Process]:
     """Freeze the worker of each rank in turn: what that did to the others, its node, its process."""
-    before = stage.settled()
+    before = stage.await_steps()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     victim = worker(stage, before, name)
     t = freeze(stage, [victim])
@@ -132,7 +132,7 @@ def worker_wedge(stage: Stage, repeat: int) -> Effect:
     Where all ranks are made to wait for each other nobody is to blame; they meet anew, and no process ends.
     """
     kind = STUCK[repeat % len(STUCK)]
-    before = stage.settled()
+    before = stage.await_steps()
     name = before.nodes[-1]
     file, t = ask(stage.directory, name, kind), now()
     stage.until(lambda: not file.exists(), f"{name} to be stuck in {kind}")
@@ -142,23 +142,23 @@ def worker_wedge(stage: Stage, repeat: int) -> Effect:
 
 def node_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL agent and worker of a node that does not host rank 0."""
-    before = stage.settled()
+    before = stage.await_steps()
     return _lose(stage, [before.nodes[1 + repeat % (len(before.nodes) - 1)]])
 
 
 def rank0_node_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL the node that hosts rank 0 and the store at which the ranks meet."""
-    return _lose(stage, [stage.settled().nodes[0]])
+    return _lose(stage, [stage.await_steps().nodes[0]])
 
 
 def double_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL two nodes at once, rank 0's among them every other time."""
-    nodes = stage.settled().nodes
+    nodes = stage.await_steps().nodes
     return _lose(stage, [nodes[0], nodes[-1]] if repeat % 2 else [nodes[1], nodes[2]])
 
 
 def _lose(stage: Stage, names: list[str]) -> Effect:
-    before = stage.settled()
+    before = stage.await_steps()
     t = kill_nodes(stage, names)
     what = f"node{'s' * (len(names) > 1)} {' and '.join(names)} killed"
     return aftermath(stage, before, what, t, names)
@@ -166,7 +166,7 @@ def _lose(stage: Stage, names: list[str]) -> Effect:
 
 def node_freeze(stage: Stage, repeat: int) -> Effect:
     """SIGSTOP a whole node: the others go on; thawed, it comes back by a planned change."""
-    before = stage.settled()
+    before = stage.await_steps()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     stage.retire(name)
     t = freeze(stage, stage.node(name).family())
@@ -180,7 +180,7 @@ def node_freeze(stage: Stage, repeat: int) -> Effect:
 def back(stage: Stage, name: str, effect: Effect, since: float, before: Mapping[int, str]) -> Effect:
     """Wait for the return of ``name``; it must not break a round (those of ``before`` were so before)."""
     stage.welcome(name)
-    standing = stage.settled()
+    standing = stage.await_steps()
     problems = list(effect.problems)
     problems += _broken_since(stage, before, f"the return of {name}")
     first = stage.book.first_step(name, standing.round)
@@ -194,7 +194,7 @@ def _broken_since(stage: Stage, before: Mapping[int, str], what: str) -> list[st
 
 def broken_rounds(stage: Stage) -> dict[int, str]:
     """The rounds that have been broken so far, and why."""
-    if (standing := stage.look()) is not None:  # the news of it may be on its way, and of all before it
+    if (standing := stage.observe()) is not None:  # the news of it may be on its way, and of all before it
         number = standing.round
         stage.until(lambda: (known := stage.document) is not None and known.number >= number, "the news of a round")
     return {document.number: document.reason for document in stage.history if document.state is RoundState.BROKEN}
@@ -202,23 +202,23 @@ def broken_rounds(stage: Stage) -> dict[int, str]:
 
 def node_join(stage: Stage, repeat: int) -> Effect:
     """One more node comes while the others train; it leaves again afterwards. Recovery counts from its start."""
-    before = stage.settled()
+    before = stage.await_steps()
     t = now()
     name = stage.cluster.add().name
-    joined = stage.settled(5)
+    joined = stage.await_steps(5)
     if name not in joined.nodes:
         raise DrillError(f"{name} did not join")
     effect = aftermath(stage, before, f"node {name} joined", t)
     stage.retire(name)
     stage.node(name).terminate()
     _gone(stage, name)
-    stage.settled()
+    stage.await_steps()
     return effect.amended({}, [*effect.problems, *restarted(stage, before.pids)])
 
 
 def node_drain(stage: Stage, repeat: int) -> Effect:
     """SIGTERM to a node: it leaves by a planned change, with exit code 143."""
-    before = stage.settled()
+    before = stage.await_steps()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     broken = broken_rounds(stage)
     t = now()
@@ -241,7 +241,7 @@ def _gone(stage: Stage, name: str) -> float:
 
 def kill_during_recovery(stage: Stage, repeat: int) -> Effect:
     """SIGKILL a second worker while the loss of a first is dealt with, each time a little later."""
-    before = stage.settled()
+    before = stage.await_steps()
     apart_s = MOST_APART_S * (repeat % 6) / 5
     names = [before.nodes[-1], before.nodes[1]] if repeat % 2 else [before.nodes[1], before.nodes[0]]
     first, second = (worker(stage, before, name) for name in names)
@@ -270,19 +270,19 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
 def _one_less(stage: Stage) -> tuple[str, Standing]:
     """Kill the last rank's worker, which will come back by a planned change; its node, and who trains without it."""
     for _ in range(_TRIES):
-        first = stage.settled()
+        first = stage.await_steps()
         name = first.nodes[-1]
         t = kill([worker(stage, first, name)]).t
         others = [pid for node, pid in first.pids.items() if node != name]
-        stage.resumed(others, t, first.round + 1, f"a step without {name}")
-        before = stage.look()
+        stage.await_resumed(others, t, first.round + 1, f"a step without {name}")
+        before = stage.observe()
         if before is not None and name not in before.nodes:
             return name, before
     raise DrillError("a killed worker was back before the others had gone on without it")
 
 
 def _draining(stage: Stage, number: int) -> bool:
-    stage.look()
+    stage.observe()
     return any(each.state is RoundState.DRAINING and each.number >= number for each in stage.history)
 
 
@@ -295,7 +295,7 @@ return."""
 
 def node_partition(stage: Stage, repeat: int) -> Effect:
     """Nothing passes to or from one node: the others go on; joined again, it comes back."""
-    before, segment = stage.settled(), stage.segment
+    before, segment = stage.await_steps(), stage.segment
     name = before.nodes[-1 - repeat % len(before.nodes)]
     if not segment.reaches(name):
         raise DrillError(f"{name} cannot be reached before its network is cut")
@@ -315,7 +315,7 @@ def node_partition(stage: Stage, repeat: int) -> Effect:
 def pair_partition(stage: Stage, repeat: int) -> Effect:
     """Nothing passes from one node to another, though both reach etcd and all others: one of the two is left out, the
     others go on; mended, it comes back."""
-    before, segment = stage.settled(), stage.segment
+    before, segment = stage.await_steps(), stage.segment
     one, other = before.nodes[repeat % len(before.nodes)], before.nodes[(repeat + 1) % len(before.nodes)]
     t = now()
     segment.part(one, other, one_way=True)
@@ -333,7 +333,7 @@ def pair_partition(stage: Stage, repeat: int) -> Effect:
 
 def _left_out(stage: Stage, number: int) -> str | None:
     """Whom a round after ``number`` left out."""
-    stage.look()
+    stage.observe()
     return next((each.left_out for each in stage.history if each.number > number and each.left_out), None)
 
 
@@ -348,7 +348,7 @@ def busy_machine(stage: Stage, repeat: int) -> Effect:
 
     Recovery is how long all ranks needed for their next step once the loops had ended.
     """
-    before = stage.settled()
+    before = stage.await_steps()
     broken, begun = len(broken_rounds(stage)), now()
     tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid()), "0"]
     with ExitStack() as stack:
@@ -358,11 +358,11 @@ def busy_machine(stage: Stage, repeat: int) -> Effect:
             stack.callback(loop.kill)
         _let_pass(stage)
     ended = now()
-    standing = stage.settled()
+    standing = stage.await_steps()
     pids = list(before.pids.values())
     return Effect(
         what=f"{LOOPS} busy loops for {stage.setting.outage_s:g} s",
-        recovery_s=stage.resumed(pids, ended, 0, "a step of all") - ended,
+        recovery_s=stage.await_resumed(pids, ended, 0, "a step of all") - ended,
         gap_s=stage.book.gap(pids, begun, ended),
         steps_lost=stage.book.committed_again(pids),
         details={
@@ -392,10 +392,10 @@ def etcd_outage(stage: Stage, repeat: int) -> Effect:
 
     The gap is that of the undisturbed outage; recovery counts from etcd's return.
     """
-    before = stage.settled()
+    before = stage.await_steps()
     gap_s, steps = _undisturbed(stage, before)
     pause(0.5)  # clients are connected again
-    standing = stage.settled()
+    standing = stage.await_steps()
     problems = restarted(stage, before.pids)
     if standing.round != before.round:
         problems.append(f"an outage in which nothing failed led from round {before.round} to {standing.round}")
@@ -418,14 +418,14 @@ def _undisturbed(stage: Stage, before: Standing) -> tuple[float, int]:
     _let_pass(stage)
     if stage.server.is_healthy():
         raise DrillError("etcd answers although it was killed")
-    stage.look()
+    stage.observe()
     end = now()
     pids = list(before.pids.values())
     steps = min(len(stage.book.steps_after(pid, t)) for pid in pids)
     if not steps:
         raise DrillError(f"no step was committed while etcd was away: {stage.describe()}")
     stage.server.restart()
-    stage.resumed(pids, now(), 0, "a step after the outage")
+    stage.await_resumed(pids, now(), 0, "a step after the outage")
     return stage.book.gap(pids, t, end), steps
 
 
@@ -446,14 +446,14 @@ def _worker_lost_meanwhile(stage: Stage, before: Standing, repeat: int) -> Effec
 def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
     """The leader of three etcd servers is killed: nothing happens to the job. A worker killed before there is a new
     leader recovers with it; recovery counts from that worker's death."""
-    before = stage.settled()
+    before = stage.await_steps()
     first = _leader(stage)
     t = now()
     stage.servers.kill(first)
     _leader(stage, but=first)
     elected_s = now() - t
     calm = aftermath(stage, before, f"etcd's leader m{first} killed", t, later=False)
-    standing = stage.settled()
+    standing = stage.await_steps()
     problems = list(calm.problems)
     if standing.round != before.round:
         problems.append(f"the loss of etcd's leader led from round {before.round} to {standing.round}")
@@ -497,15 +497,15 @@ def _leads(stage: Stage, but: int) -> int | None:
 
 def group_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL a node of a group of two: the other group goes on, and a new node makes this one whole again."""
-    before = stage.settled()
-    place = len(before.nodes) - 1 - repeat % len(before.nodes)
-    name, group = before.nodes[place], before.nodes[place - place % 2 : place - place % 2 + 2]
+    before = stage.await_steps()
+    last = len(before.nodes) - 1 - repeat % len(before.nodes)
+    name, group = before.nodes[last], before.nodes[last - last % 2 : last - last % 2 + 2]
     t = kill_nodes(stage, [name])
     effect = aftermath(stage, before, f"node {name} of the group {' '.join(group)} killed", t, group)
     began = now()
     stage.restore()
-    standing = stage.settled()
-    survivors = {worker: pid for worker, pid in before.pids.items() if worker_place(worker)[0] != name}
+    standing = stage.await_steps()
+    survivors = {worker: pid for worker, pid in before.pids.items() if split_worker(worker)[0] != name}
     first = min(steps for node in group if (steps := stage.book.first_step(node, standing.round)) is not None)
     effect = replace(effect, steps_lost=stage.book.committed_again(survivors.values()))
     return effect.amended({"rejoin_s": first - began}, restarted(stage, survivors))
@@ -517,15 +517,15 @@ def reshard(stage: Stage, repeat: int) -> Effect:
     All workers start again each time. Steps behind the newest state that is left are repeated; lost are those that a
     checkpoint held.
     """
-    before = stage.settled()
+    before = stage.await_steps()
     saved = stage.until(lambda: _saved(stage), "a checkpoint")
     name = before.nodes[-1 - repeat % len(before.nodes)]
     killed = Injected(Fault(FaultKind.KILL_NODE, saved), name, (), kill_nodes(stage, [name]), before.round, saved)
-    smaller = stage.settled()
+    smaller = stage.await_steps()
     without = _recovered(stage, killed)
     t, joining = now(), stage.cluster.add().name
     joined = Injected(Fault(FaultKind.JOIN, without.step), joining, (), t, smaller.round, without.step)
-    after = stage.settled()
+    after = stage.await_steps()
     with_it = _recovered(stage, joined)
     worlds, expected = [before.world, smaller.world, after.world], [before.world, before.world - 1, before.world]
     return Effect(
@@ -544,7 +544,7 @@ def reshard(stage: Stage, repeat: int) -> Effect:
 
 def _saved(stage: Stage) -> int:
     """The step of the newest checkpoint; 0 without any."""
-    stage.look()
+    stage.observe()
     return max((line.step for line in stage.book.lines if line.event is LineKind.CHECKPOINT), default=0)
 
 

@@ -92,7 +92,7 @@ class ElasticStrategy(SingleDeviceStrategy):
     def _follow(self) -> None:
         """Lightning counts from where the session is: an epoch whose end was seen is over."""
         cursor, steps, loop = self.session.cursor, self.session.step_number - self._owes_end, self._trainer.fit_loop
-        over = self._loader is not None and self._loader.ended(cursor) and not self._owes_end
+        over = self._loader is not None and self._loader.at_end(cursor) and not self._owes_end
         _set_all(loop.epoch_progress.current, cursor.epoch + over)
         _set_all(loop.epoch_loop.batch_progress.total, steps)
         loop.epoch_loop._batches_that_stepped = steps

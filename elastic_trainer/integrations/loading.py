@@ -103,7 +103,7 @@ class SessionLoader:
         """How many steps of the epoch of ``cursor`` are behind it."""
         return -(-min(cursor.samples, self._samples) // self.global_batch)
 
-    def ended(self, cursor: Cursor) -> bool:
+    def at_end(self, cursor: Cursor) -> bool:
         """Whether nothing is left to train on in the epoch of ``cursor``."""
         return cursor.samples >= self._samples
 

@@ -141,7 +141,7 @@ class ElasticTrainer(Trainer):
         elif self._has_stopped:
             self.control.should_training_stop = True
             _log.warning("The training had ended at step %s: nothing is left to train.", self.session.step_number)
-        over = cursor.epoch == epoch and loader.ended(cursor)
+        over = cursor.epoch == epoch and loader.at_end(cursor)
         if not (over or self.control.should_training_stop or self.control.should_epoch_stop):
             super()._run_epoch(*args, **named)
         elif owes:

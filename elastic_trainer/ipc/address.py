@@ -38,7 +38,7 @@ def own_address(host: str, port: int, *, alone: bool = False) -> str:
     if alone:
         return route or LOOPBACK
     names = list(_interfaces())
-    default = next((found for place in _ELSEWHERE if (found := _source(*place)) and not is_loopback(found)), None)
+    default = next((found for remote in _ELSEWHERE if (found := _source(*remote)) and not is_loopback(found)), None)
     address = default or (names[0] if names else None)
     if address is None:
         return route or LOOPBACK
@@ -67,7 +67,7 @@ def is_loopback(address: str) -> bool:
 
 def leads_here(address: str) -> bool:
     """Whether ``address``, of another node, is looked up as a loopback address here."""
-    return is_loopback(address) or any(is_loopback(place[0]) for _, place in _places(address))
+    return is_loopback(address) or any(is_loopback(found[0]) for _, found in _addresses(address))
 
 
 def refusal_proves(own: str, other: str) -> bool:
@@ -80,29 +80,29 @@ def refusal_proves(own: str, other: str) -> bool:
 
 def bindable(address: str) -> str | None:
     """``address``, or what its name stands for, in numbers; None if it is none of this host's, or a loopback one."""
-    for family, place in _places(address):
+    for family, found in _addresses(address):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((place[0], 0, *place[2:]))
-            if not is_loopback(place[0]):
-                return str(place[0])
+            probe.bind((found[0], 0, *found[2:]))
+            if not is_loopback(found[0]):
+                return str(found[0])
     return None
 
 
 def _source(host: str, port: int) -> str | None:
     """The address that this host uses to reach ``host``; None if no route is known. Sends nothing."""
-    for family, place in _places(host):
+    for family, found in _addresses(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((place[0], port, *place[2:]))
+            probe.connect((found[0], port, *found[2:]))
             return str(probe.getsockname()[0])
     return None
 
 
-def _places(host: str) -> Iterator[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+def _addresses(host: str) -> Iterator[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """The addresses of ``host``; none for a name without."""
     with contextlib.suppress(OSError, UnicodeError):
-        for family, _, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        for family, _, _, _, found in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             if family in (socket.AF_INET, socket.AF_INET6):
-                yield family, place
+                yield family, found
 
 
 def _interfaces() -> Iterator[str]:
@@ -154,14 +154,14 @@ def _at(address: str) -> socket.socket | None:
     """A socket on a free port of ``address``; None if that is known to be no address of this machine."""
     numeric = "127.0.0.1" if address == "localhost" else address
     try:
-        family, kind, number, _, place = socket.getaddrinfo(
+        family, kind, number, _, found = socket.getaddrinfo(
             numeric, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
         listener = socket.socket(family, kind, number)
     except socket.gaierror:
         return None
     try:
-        listener.bind(place)
+        listener.bind(found)
     except OSError as error:
         logger().info("address.not_bound", address=address, error=str(error))
         listener.close()

@@ -153,7 +153,7 @@ class Welcome(Message):
 
 
 class Formation(Message):
-    """This worker's place in round ``number``."""
+    """This worker's assignment in round ``number``."""
 
     kind: Literal["formation"] = "formation"
     number: int
@@ -176,7 +176,7 @@ class Over(Message):
 class Drain(Message):
     """Leave round ``number`` at the step boundary that all its ranks agree on.
 
-    ``next`` is this worker's place in the next round; None for a worker that leaves.
+    ``next`` is this worker's assignment in the next round; None for a worker that leaves.
     """
 
     kind: Literal["drain"] = "drain"

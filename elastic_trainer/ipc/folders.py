@@ -16,13 +16,13 @@ from pathlib import Path
 
 
 class PrivateFolder:
-    """A new folder in ``place`` (None: the system's temporary folder) that only this user can enter.
+    """A new folder in ``parent`` (None: the system's temporary folder) that only this user can enter.
 
     First removes folders of the same ``prefix`` whose owners are dead.
     """
 
-    def __init__(self, prefix: str, place: Path | None = None) -> None:
-        root = place if place is not None else Path(tempfile.gettempdir())
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        root = parent if parent is not None else Path(tempfile.gettempdir())
         sweep(prefix, root)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         try:
@@ -56,9 +56,9 @@ def _hold(folder: Path) -> int:
     return descriptor
 
 
-def sweep(prefix: str, place: Path) -> None:
+def sweep(prefix: str, parent: Path) -> None:
     """Remove this user's folders that no process locks."""
-    for folder in place.glob(f"{prefix}*"):
+    for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():
                 continue

@@ -1,7 +1,7 @@
 """The heartbeat page: one worker's status, in shared memory that its node's agent can read at any time.
 
 It holds two records, each with a sequence number and a checksum: a *pulse* of fixed layout, written at every step and
-change of phase, and *notes* (JSON), written on rare events (a save, a new place). Each is written by one slice
+change of phase, and *notes* (JSON), written on rare events (a save, a new rank). Each is written by one slice
 assignment; a reader detects a half-written record by the checksum and reads again. (``struct.pack_into`` briefly shows
 readers zeroes, and with a lock a dead worker could block its agent.) Three bytes outside the records hold the worker's
 present activity: a single byte is always written whole, and costs almost nothing.
@@ -125,7 +125,7 @@ class Reading:
         return float(self.notes.get("born_at", 0.0))
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its process is alive, is not a zombie, and has not begun another page."""
         return not self.notes.get("closed") and start_of(self.pid) == self.notes.get("start")
 
@@ -197,10 +197,10 @@ class PageWriter:
         """Set the present phase (by number), valid until the next pulse or call."""
         self.memory[_MOMENT] = phase
 
-    def waits(self, waits: bool) -> None:
+    def set_waits(self, waits: bool) -> None:
         self.memory[_MOMENT + 1] = waits
 
-    def inside(self, inside: bool) -> None:
+    def set_in_call(self, inside: bool) -> None:
         self.memory[_MOMENT + 2] = inside
 
     def beat(self, pulse: Heartbeat, phase: int | None = None) -> None:
@@ -211,7 +211,7 @@ class PageWriter:
         record = _PULSE.pack(self._sequence, phase, *_VALUES(pulse), *pulse.seconds)
         self.memory[_PULSE_AT:_PULSE_END] = record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
 
-    def note(self, notes: Mapping[str, Any]) -> None:
+    def write_notes(self, notes: Mapping[str, Any]) -> None:
         """Write ``notes`` (JSON values, 7 KiB at most). ValueError if they are longer."""
         body = json.dumps(notes, separators=(",", ":")).encode()
         if len(body) > _LONGEST_NOTES:

@@ -55,7 +55,7 @@ def ensure_data(name: str, data: Mapping[str, Any]) -> None:
 
         shakespeare_files()
         return
-    from elastic_trainer.jobs.digits import place, shipped_file
+    from elastic_trainer.jobs.digits import path_of, shipped_file
 
-    if name != "imagefolder" or not place(data.get("cache")).is_dir():
+    if name != "imagefolder" or not path_of(data.get("cache")).is_dir():
         shipped_file()

@@ -207,7 +207,7 @@ def _changes(axes: list[Any], curves: TrainingCurves) -> None:
         for each in axes:
             each.axvline(change.step, color=colour, linestyle=":" if change.planned else "-", linewidth=1, alpha=0.8)
         if len(changes) <= _MOST_NAMED:
-            place = {"xy": (change.step, 0.98), "xycoords": ("data", "axes fraction"), "rotation": 90}
+            anchor = {"xy": (change.step, 0.98), "xycoords": ("data", "axes fraction"), "rotation": 90}
             axes[0].annotate(
-                change.label, **place, va="top", ha="right", fontsize="x-small", color=colour, bbox=_BEHIND
+                change.label, **anchor, va="top", ha="right", fontsize="x-small", color=colour, bbox=_BEHIND
             )

@@ -172,14 +172,14 @@ NAME = "digit-images-1"
 TEST_SIZE = 1000
 
 
-def place(cache: Path | str | None = None) -> Path:
+def path_of(cache: Path | str | None = None) -> Path:
     """Where the images are, or will be."""
     return (cache_directory() if cache is None else Path(cache)) / NAME
 
 
 def digit_images(cache: Path | None = None) -> Path:
     """A directory with ``train/`` (4,000 images) and ``test/`` (1,000), each with the folders 0 to 9."""
-    final = place(cache)
+    final = path_of(cache)
     with suppress(OSError):  # a power failure soon after they were written leaves files without a byte
         if final.is_dir() and all(each.stat().st_size for each in final.glob("*/*/*.png")):
             return final
@@ -194,7 +194,7 @@ def digit_images(cache: Path | None = None) -> Path:
         logger().warning("digit_images.damaged", directory=str(final), hint="remove it, and it is made anew")
     apart = Path(tempfile.mkdtemp(prefix=f"elastic-trainer-{NAME}-"))
     atexit.register(shutil.rmtree, apart, ignore_errors=True)
-    return _made(place(apart))
+    return _made(path_of(apart))
 
 
 def _made(final: Path) -> Path:

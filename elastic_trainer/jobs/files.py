@@ -103,10 +103,10 @@ class History:
         """``observe()`` adds the loss of a committed step: after the next step, when the sum over all ranks is there,
         or earlier if this state is saved, given to a peer or evaluated.
         """
-        self.settle()
+        self.add_awaited()
         self._awaited = observe
 
-    def settle(self) -> None:
+    def add_awaited(self) -> None:
         """Add the awaited loss."""
         observe, self._awaited = self._awaited, None
         if observe is not None:
@@ -119,7 +119,7 @@ class History:
 
     def add(self, step: int, epoch: int, samples: int, lr: float, metrics: Mapping[str, float]) -> Record:
         """Keep the metrics measured after ``step`` steps, ``samples`` samples into ``epoch``."""
-        self.settle()
+        self.add_awaited()
         loss = self._loss_sum / self._loss_samples if self._loss_samples else None
         record = Record(step, epoch, samples, loss, lr, dict(metrics))
         self.records.append(record)
@@ -130,7 +130,7 @@ class History:
         """The record of the state after ``step`` steps."""
         return next((record for record in reversed(self.records) if record.step == step), None)
 
-    def settled(self, step: int, *, saved: bool) -> None:
+    def saved_or_refused(self, step: int, *, saved: bool) -> None:
         """``step`` was to be saved, and was, or the storage refused it."""
         self.saved_step = step
         if not saved:
@@ -148,7 +148,7 @@ class History:
         return max(known, key=lambda record: sign * record.metrics[metric], default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
+        self.add_awaited()
         records = [asdict(record) for record in self.records]
         sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
         steps = {"saved_step": self.saved_step, "concluded_step": self.concluded_step, "missed": sorted(self._missed)}

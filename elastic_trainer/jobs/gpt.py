@@ -115,8 +115,8 @@ class Transformer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(n, t) token ids, t up to the context, to (n, t, vocabulary) scores."""
-        place = torch.arange(ids.shape[1], device=ids.device)
-        x = self.drop(self.tokens(ids) + self.positions(place))
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.drop(self.tokens(ids) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
         return functional.linear(self.norm(x), self.tokens.weight)

@@ -85,12 +85,12 @@ def _run(arguments: argparse.Namespace) -> str:
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
     """The state in the newest or the best checkpoint; changes nothing in the directory."""
-    place = config.directory if "://" in config.directory else directory
-    manager = CheckpointManager(place, Retention(metric=config.metric, mode=config.mode))
+    source = config.directory if "://" in config.directory else directory
+    manager = CheckpointManager(source, Retention(metric=config.metric, mode=config.mode))
     entry: Entry | None = manager.best() if best else manager.newest()
     if entry is None:
         what = "checkpoint that was the best" if best else "checkpoint"
-        raise CheckpointError(f"{place} has no {what}", hint="train for longer, or name another directory")
+        raise CheckpointError(f"{source} has no {what}", hint="train for longer, or name another directory")
     return manager.load(entry).state
 
 

@@ -135,7 +135,7 @@ class ImageFiles:
         """At most ``count`` files, evenly spread: of each class about the same part."""
         if count is None or count >= len(self):
             return self
-        kept = [place * len(self) // count for place in range(count)]
+        kept = [index * len(self) // count for index in range(count)]
         paths, labels = tuple(self.paths[i] for i in kept), tuple(self.labels[i] for i in kept)
         return ImageFiles(self.root, self.classes, paths, labels)
 

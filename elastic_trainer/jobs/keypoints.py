@@ -123,10 +123,10 @@ def after(first: Floats, second: Floats) -> Floats:
 
 def moved(points: Floats, transform: Floats, size: int) -> Floats:
     """(m, k, 3) points under the map; those outside of the square are not visible any more."""
-    places = points[..., :2] @ transform[:, :2].T + transform[:, 2]
-    inside = ((places >= 0) & (places < size)).all(axis=-1)
+    moved = points[..., :2] @ transform[:, :2].T + transform[:, 2]
+    inside = ((moved >= 0) & (moved < size)).all(axis=-1)
     visible = points[..., 2] * inside
-    return np.concatenate([places * (visible > 0)[..., None], visible[..., None]], axis=-1)
+    return np.concatenate([moved * (visible > 0)[..., None], visible[..., None]], axis=-1)
 
 
 class Views:
@@ -134,7 +134,7 @@ class Views:
 
     A sample is (image, points, sizes, known): (3, size, size) bytes; (``most``, k, 3), absent instances all zero;
     (``most``,) square roots of the instances' areas; (size / stride, size / stride) bytes, 0 in cells that are not
-    annotated. Instances beyond ``most`` are left out, the smallest first, and their places are unknown.
+    annotated. Instances beyond ``most`` are left out, the smallest first, and their positions are unknown.
     """
 
     def __init__(self, scenes: Scenes, *, size: int, stride: int, most: int, moves: Moves | None = None) -> None:
@@ -196,8 +196,8 @@ def warped(
 
 def around(points: Floats, margin: float) -> Floats:
     """The box, (4,), around the visible ones of (k, 3) points, ``margin`` wider on each side; at least one is."""
-    places = points[points[:, 2] > 0, :2]
-    return np.concatenate([places.min(0) - margin, places.max(0) + margin])
+    shown = points[points[:, 2] > 0, :2]
+    return np.concatenate([shown.min(0) - margin, shown.max(0) + margin])
 
 
 INK = 128
@@ -234,7 +234,7 @@ class DigitScenes:
         points, areas = [], []
         for _ in range(int(draws.integers(1, _MOST + 1))):
             image = self._images[int(draws.integers(len(self._images)))]
-            box = _place(draws, ink_box(image), taken)
+            box = _free_box(draws, ink_box(image), taken)
             if box is None:
                 continue  # no room beside the others
             taken.append(box)
@@ -246,7 +246,7 @@ class DigitScenes:
         return Scene(Image.fromarray(canvas).convert("RGB"), np.array(points), np.array(areas), np.zeros((0, 4)))
 
 
-def _place(draws: np.random.Generator, ink: Box, taken: Sequence[Box]) -> Box | None:
+def _free_box(draws: np.random.Generator, ink: Box, taken: Sequence[Box]) -> Box | None:
     """Somewhere on the canvas for ink of that size, apart from what is there; None if that was not found."""
     width, height = ink[2] - ink[0], ink[3] - ink[1]
     for _ in range(_TRIES):
@@ -383,14 +383,14 @@ def read_annotations(path: Path) -> CocoFile:
         raise DataError(f"{path}: {error.strerror or error}", hint="set data.annotations to a COCO file") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-        if not where:
+        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+        if not field:
             what = f"a {type(first['input']).__name__} instead of an object"
         elif first["type"] == "missing":
-            what = f"{where if '[' in where else repr(where)} is missing"
+            what = f"{field if '[' in field else repr(field)} is missing"
         else:
-            what = f"{where} is wrong: {first['msg']}"
-        hint = "correct the file" if "[" in where else "give a COCO annotation file with key points"
+            what = f"{field} is wrong: {first['msg']}"
+        hint = "correct the file" if "[" in field else "give a COCO annotation file with key points"
         raise DataError(f"{path}: {what}", hint=hint) from error
     except (ValueError, RecursionError) as error:
         hint = "give a COCO annotation file with key points"
@@ -446,11 +446,11 @@ def targets(points: Tensor, shape: tuple[int, int], stride: int, sigma: float) -
 
     Where two come together, the larger value counts.
     """
-    places = on_map(points, stride)
+    centres = on_map(points, stride)
     rows = torch.arange(shape[0], device=points.device, dtype=points.dtype)
     columns = torch.arange(shape[1], device=points.device, dtype=points.dtype)
-    across = torch.exp(-((columns - places[..., :1]) ** 2) / (2 * sigma**2))
-    down = torch.exp(-((rows - places[..., 1:]) ** 2) / (2 * sigma**2)) * (points[..., 2:] > 0)
+    across = torch.exp(-((columns - centres[..., :1]) ** 2) / (2 * sigma**2))
+    down = torch.exp(-((rows - centres[..., 1:]) ** 2) / (2 * sigma**2)) * (points[..., 2:] > 0)
     maps = points.new_zeros(len(points), points.shape[2], *shape)
     for instance in range(points.shape[1]):  # not all at once: COCO has up to 30 of them
         one = down[:, instance, :, :, None] * across[:, instance, :, None, :]
@@ -498,7 +498,7 @@ def tag_losses(tags: Tensor, points: Tensor, stride: int) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A place that may be a key point: in pixels of the picture, its height in the heat map, its tag."""
+    """A point that may be a key point: in pixels of the picture, its height in the heat map, its tag."""
 
     x: float
     y: float
@@ -534,17 +534,17 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
     before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
     maxima = (heat > before) & (heat >= behind)  # of equal ones, which half precision makes, the first alone
     candidates = torch.where(maxima, heat, -torch.inf).flatten(2)
-    scores, places = candidates.topk(min(most, candidates.shape[2]))
-    found = tags.flatten(2).gather(2, places)
+    scores, cells = candidates.topk(min(most, candidates.shape[2]))
+    found = tags.flatten(2).gather(2, cells)
     padded = functional.pad(heat, (1, 1, 1, 1), mode="replicate")
     right, left = padded[..., 1:-1, 2:], padded[..., 1:-1, :-2]
     below, above = padded[..., 2:, 1:-1], padded[..., :-2, 1:-1]
     # A quarter of a cell towards the higher neighbour; nothing between equal ones.
     shift_x, shift_y = (
-        0.25 * torch.sign(more - less).flatten(2).gather(2, places) for more, less in ((right, left), (below, above))
+        0.25 * torch.sign(more - less).flatten(2).gather(2, cells) for more, less in ((right, left), (below, above))
     )
-    x = (places % width + shift_x + 0.5) * stride
-    y = (places.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
+    x = (cells % width + shift_x + 0.5) * stride
+    y = (cells.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
     table = torch.stack([x, y, scores, found], dim=-1).cpu().tolist()
     return [
         [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
@@ -628,13 +628,13 @@ def judge(instances: list[Instance], truth: Floats, sizes: Floats, within: float
 def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats:
     """(predicted, m, k): distances in sizes of the true instance, infinite where there is no such point."""
     kinds = truth.shape[1]
-    places = np.full((len(instances), kinds, 2), np.inf)
+    predicted = np.full((len(instances), kinds, 2), np.inf)
     for number, instance in enumerate(instances):
         for kind, peak in instance.peaks.items():
-            places[number, kind] = peak.x, peak.y
+            predicted[number, kind] = peak.x, peak.y
     visible = truth[None, :, :, 2] > 0
     with np.errstate(invalid="ignore"):
-        distance = np.linalg.norm(places[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
+        distance = np.linalg.norm(predicted[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
     near: Floats = np.where(visible & np.isfinite(distance), distance, np.inf)
     return near
 
@@ -687,7 +687,7 @@ Width = Annotated[int, Field(ge=1, le=1024)]
 
 _HEAT_STD = 0.001
 _TAG_SLOPES = (3.0, 5.0)
-"""By how much a tag grows at first half the picture down, and to the right, where the network is given places."""
+"""By how much a tag grows at first half the picture down, and to the right, where the network is given positions."""
 
 
 class StageOptions(Section):
@@ -808,8 +808,8 @@ class HrnetStage(nn.Module):
 class HighResolutionNet(nn.Module):
     """(n, 3, h, w) to heat maps and tags, each (n, points, h / stride, w / stride).
 
-    With ``coordinates`` the network gets the place of each pixel, and tags begin as the place. Without them similar
-    things have similar tags, and the loss has no slope where all tags are the same.
+    With ``coordinates`` the network gets the position of each pixel, and tags begin as the position. Without them
+    similar things have similar tags, and the loss has no slope where all tags are the same.
 
     h and w must be multiples of stride * 2 ** (branches - 1).
     """

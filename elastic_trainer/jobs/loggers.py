@@ -94,7 +94,7 @@ class TrackedRun:
         self.id, self._steps = run, {}
         self._write()
 
-    def advance(self, group: str, step: int) -> bool:
+    def is_new(self, group: str, step: int) -> bool:
         """Whether ``step`` is new. It counts as logged from here on: a kill may lose one point, but doubles none."""
         if step <= self._steps.get(group, -1):
             return False
@@ -164,11 +164,11 @@ class WandbLogger(Logger):
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        if self._tracked.advance(group, step):
+        if self._tracked.is_new(group, step):
             self._run.log({f"{group}/step": step, **{f"{group}/{name}": value for name, value in values.items()}})
 
     def exhibits(self, exhibits: Exhibits, step: int) -> None:
-        if not self._tracked.advance("exhibits", step):
+        if not self._tracked.is_new("exhibits", step):
             return
         import wandb
 
@@ -231,13 +231,13 @@ class MlflowLogger(Logger):
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        if self._tracked.advance(group, step):
+        if self._tracked.is_new(group, step):
             now = int(SYSTEM.wall() * 1000)
             metrics = [Metric(f"{group}/{name}", value, now, step) for name, value in values.items()]
             self._client.log_batch(self._id, metrics=metrics)
 
     def exhibits(self, exhibits: Exhibits, step: int) -> None:
-        if not self._tracked.advance("exhibits", step):
+        if not self._tracked.is_new("exhibits", step):
             return
         for name, image in exhibits.images.items():
             self._client.log_image(self._id, image.permute(1, 2, 0).numpy(), f"{step}/{name}.png")

@@ -103,7 +103,7 @@ class TrainingProgress:
     def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
         """Show where the run stands; ``rate``: samples and steps per second."""
 
-    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
+    def show_evaluation(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         """Show the result of an evaluation."""
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Lines(TrainingProgress):
             eta_s=round((moment.steps - moment.step) / steps_per_s, 1) if steps_per_s else None,
         )
 
-    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
+    def show_evaluation(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         values = {name: round(value, 6) for name, value in metrics.items()}
         logs.logger().info("training.evaluated", step=moment.step, epoch=moment.epoch, metrics=values)
 
@@ -189,7 +189,7 @@ class Terminal(TrainingProgress):
         else:
             self._bar.update(self._row, **shown)
 
-    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
+    def show_evaluation(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         self._metrics = " · test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         if self._row is not None:
             self._bar.below = self._speed + self._metrics
@@ -299,7 +299,7 @@ class Reporter:
             self._loggers.scalars("train", {**values, **where}, moment.step)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
-        self._progress.evaluated(moment, metrics)
+        self._progress.show_evaluation(moment, metrics)
         if self._log is not None:
             self._log.evaluated(moment, metrics)
         if self._loggers is not None:
@@ -341,7 +341,7 @@ class RunLog:
         self._lead()
         self._reporter.looked(self._moment(), loss, lr)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def write_evaluation(self, metrics: Mapping[str, float]) -> None:
         """What an evaluation gave after the step that was committed last."""
         self._lead()
         self._reporter.evaluated(self._moment(), metrics, Exhibits())

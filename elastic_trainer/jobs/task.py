@@ -52,7 +52,7 @@ class RunLength:
     steps: int
     max_steps: int | None = None
 
-    def finished(self, cursor: Cursor, step: int) -> bool:
+    def is_over(self, cursor: Cursor, step: int) -> bool:
         """Whether a run that committed ``step`` steps and stands at ``cursor`` has nothing left to do."""
         limited = self.max_steps is not None and step >= self.max_steps
         return limited or epochs_done(cursor, self.samples) >= self.epochs
@@ -79,7 +79,7 @@ def evaluation_due(config: EvaluationConfig, length: RunLength, cursor: Cursor, 
     """
     if step == 0:
         return False
-    if length.finished(cursor, step):
+    if length.is_over(cursor, step):
         return True
     at_epoch_end = cursor.samples == 0 or cursor.samples >= length.samples
     epochs, steps = config.every_epochs, config.every_steps

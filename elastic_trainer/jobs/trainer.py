@@ -337,14 +337,14 @@ class Run:
                 if self.config.clip_norm is not None:
                     step.clip(self.config.clip_norm)
                 self.job.optimizer.step()
-                self.history.settle()  # the loss of an earlier step: read at once, all ranks would wait for all
+                self.history.add_awaited()  # the loss of an earlier step: read at once, all ranks would wait for all
                 if looks and step.committed:
                     seen = self._moment(), self._lr, batch.global_size
                     self.history.await_loss(partial(self._looked, step.later_loss().read, *seen))
             if step.committed:
                 self._lead()
                 if self.reporter.counted(batch.global_size):
-                    self.history.settle()
+                    self.history.add_awaited()
                     self.reporter.stands(self._moment(), self._loss)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
         self._conclude()
@@ -352,7 +352,7 @@ class Run:
     def close(self) -> None:
         """Report what is left: a rank may leave after a step whose loss was not read yet."""
         try:
-            self.history.settle()
+            self.history.add_awaited()
         finally:
             self.reporter.close(finished=self.history.concluded_step == self.session.step_number and self._finished())
 
@@ -398,7 +398,7 @@ class Run:
                 yield batch
 
     def _finished(self) -> bool:
-        return self.job.length.finished(self.session.cursor, self.session.step_number)
+        return self.job.length.is_over(self.session.cursor, self.session.step_number)
 
     def _looked(self, later: Callable[[], float | None], moment: ProgressMoment, lr: float, samples: int) -> None:
         """The global loss of the step that ended at ``moment`` should be there by now."""
@@ -461,7 +461,7 @@ class Run:
         return undone and (self._is_best() or self._finished())
 
     def _evaluate(self) -> None:
-        self.history.settle()  # else the loss would be reported after the evaluation, with its speed
+        self.history.add_awaited()  # else the loss would be reported after the evaluation, with its speed
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         task, size = self.job.task, self.config.evaluation.batch_size
 
@@ -507,7 +507,9 @@ class Run:
         last = self.history.at(self.session.step_number)
         metrics = dict(last.metrics) if last is not None else {}
         name = self.session.save(metrics=metrics, best=self._is_best())
-        self.history.settled(self.session.step_number, saved=name is not None)  # afterwards: who joins meanwhile saves
+        self.history.saved_or_refused(
+            self.session.step_number, saved=name is not None
+        )  # afterwards: who joins meanwhile saves
         if self._exports:
             self._export(self._exported, metrics)
 

@@ -128,7 +128,7 @@ class Host:
         return self.addresses[0]
 
     @property
-    def inside(self) -> list[str]:
+    def command(self) -> list[str]:
         """The words that start a command in its network, but with all else of this process's own host."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
 
@@ -253,8 +253,8 @@ class Segment:
         """
         self._count += 1
         number = self._count
-        places = [_nth(each, number) for each in self.network.hubs]
-        addresses = tuple(str(each.ip) for each in places)
+        interfaces = [_nth(each, number) for each in self.network.hubs]
+        addresses = tuple(str(each.ip) for each in interfaces)
         mine = {OwnName.ADDRESS: addresses[0], OwnName.LOOPBACK: "127.0.1.1", OwnName.NOTHING: ""}[
             self.network.own_name
         ]
@@ -273,18 +273,18 @@ class Segment:
         self._stack.callback(host.close)
         self._hosts[name] = host
         if self.network.aside:  # first, so that it has the lower index
-            _ip("link", "add", ASIDE, "type", "veth", "peer", "name", "aside1", inside=host.inside)
-            _ip("addr", "add", f"172.31.{number % 256}.2/24", "dev", ASIDE, inside=host.inside)
-            _ip("link", "set", ASIDE, "up", inside=host.inside)
-            _ip("link", "set", "aside1", "up", inside=host.inside)
+            _ip("link", "add", ASIDE, "type", "veth", "peer", "name", "aside1", inside=host.command)
+            _ip("addr", "add", f"172.31.{number % 256}.2/24", "dev", ASIDE, inside=host.command)
+            _ip("link", "set", ASIDE, "up", inside=host.command)
+            _ip("link", "set", "aside1", "up", inside=host.command)
         _ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
         _ip("link", "set", host.outside, "master", BRIDGE, "up")
-        for each in places:
-            _ip("addr", "add", str(each), "dev", INSIDE, *_at_once(each), inside=host.inside)
-        _ip("link", "set", INSIDE, "up", inside=host.inside)
-        _ip("link", "set", "lo", "up", inside=host.inside)
+        for each in interfaces:
+            _ip("addr", "add", str(each), "dev", INSIDE, *_at_once(each), inside=host.command)
+        _ip("link", "set", INSIDE, "up", inside=host.command)
+        _ip("link", "set", "lo", "up", inside=host.command)
         if self.network.rules:
-            _run(["nft", "-f", "-"], inside=host.inside, text=self.network.rules)
+            _run(["nft", "-f", "-"], inside=host.command, text=self.network.rules)
         return host
 
     def cut(self, name: str) -> None:
@@ -306,7 +306,7 @@ class Segment:
 
     def _neighbour(self, verb: str, here: str, there: str, *more: str) -> None:
         for address in self._hosts[there].addresses:
-            _ip("neigh", verb, address, "dev", INSIDE, *more, inside=self._hosts[here].inside)
+            _ip("neigh", verb, address, "dev", INSIDE, *more, inside=self._hosts[here].command)
 
     def reaches(self, name: str) -> bool:
         """Whether the host's network answers the hub: it refuses a connection to an unused port."""

@@ -104,8 +104,8 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(nodes) + 0.5, 1.2]})
     for bar in bars(lines):
         colour = _ROUNDS[bar.round % 2] if bar.round else _STARTING
-        place = [(bar.begin_s, bar.end_s - bar.begin_s)]
-        above.broken_barh(place, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
+        span = [(bar.begin_s, bar.end_s - bar.begin_s)]
+        above.broken_barh(span, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
     for index, mark in enumerate(sorted(faults, key=lambda each: each.t_s)):
         words_at = -0.65 - 0.45 * (index % 2) if len(faults) <= _MOST_WORDS else None
         _mark(above, below, mark, nodes.index(mark.node) if mark.node else None, words_at)

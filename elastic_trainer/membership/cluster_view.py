@@ -1,9 +1,9 @@
 """The cluster view: everything that a membership decision depends on, and queries on it. Pure.
 
-Shard groups are one: a node keeps its place in a group while its workers live, since they hold that place's shards. A
-round consists of whole groups, ranks group by group, so member i of a round is at place ``i % size`` of group
-``i // size``. Nodes without a group are spares until another node takes the missing place. In restart mode any node can
-have any place.
+Shard groups are one: a node keeps its slot in a group while its workers live, since they hold that slot's shards. A
+round consists of whole groups, ranks group by group, so member i of a round is at slot ``i % size`` of group
+``i // size``. Nodes without a group are spares until another node takes the missing slot. In restart mode any node can
+have any slot.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ClusterView:
         return frozenset((each.node, each.create_revision, each.mod_revision, each.life) for each in found)
 
     @cached_property
-    def live(self) -> list[tuple[RoundMember, NodeView]]:
+    def living_members(self) -> list[tuple[RoundMember, NodeView]]:
         """Members of the round whose key, of the same create-revision, still exists; in rank order."""
         if self.round is None:
             return []
@@ -172,7 +172,7 @@ class ClusterView:
             and node.id not in self.suspects
             and not is_ghost(self, node)
         ]
-        order = {member.node: rank for rank, (member, _) in enumerate(self.live)}
+        order = {member.node: rank for rank, (member, _) in enumerate(self.living_members)}
         return sorted(willing, key=lambda node: order.get(node.id, len(order)))
 
 
@@ -221,7 +221,7 @@ def same_life(view: ClusterView, node: NodeView) -> bool:
 def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
     """Those of ``ready`` that must complete a call of all ranks together; empty if there is none.
 
-    They are at one place of the script: they have met in one round there, and that is the one of most survivors.
+    They are at one point of the script: they have met in one round there, and that is the one of most survivors.
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     some = survivors or [each for each in ready if not each.record.joinable]
@@ -244,7 +244,7 @@ def next_number(view: ClusterView) -> int:
 
 def newcomers(view: ClusterView) -> list[NodeView]:
     """Candidates that are not members of the present round."""
-    members = {member.node for member, _ in view.live}
+    members = {member.node for member, _ in view.living_members}
     return [node for node in view.candidates if node.id not in members]
 
 
@@ -257,7 +257,7 @@ def lost_members(view: ClusterView) -> dict[str, str]:
     if current is None:
         return {}
     needed = current.next.members if current.next else current.members
-    live = {member.node: node for member, node in view.live}
+    live = {member.node: node for member, node in view.living_members}
     phrases = {}
     for member in needed:
         node = live.get(member.node)
@@ -275,77 +275,77 @@ def lost_members(view: ClusterView) -> dict[str, str]:
 # ---- shard groups
 
 
-def has_places(limits: Limits) -> bool:
-    """Whether nodes have fixed places, which they keep from round to round."""
+def has_slots(limits: Limits) -> bool:
+    """Whether nodes have fixed slots, which they keep from round to round."""
     return limits.shard_nodes > 1 and limits.recovery is RecoveryMode.IN_PLACE
 
 
 def in_groups(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
-    """The nodes of ``ready`` that form whole groups, group by group; within each place they keep their order.
+    """The nodes of ``ready`` that form whole groups, group by group; within each slot they keep their order.
 
-    Whole groups of the present round stay together. The remaining nodes are grouped by place.
+    Whole groups of the present round stay together. The remaining nodes are grouped by slot.
     """
-    if not has_places(view.limits):
+    if not has_slots(view.limits):
         return list(ready)
     size, known = view.limits.shard_nodes, {(node.id, node.create_revision): node for node in ready}
     members = [known.get(member[:2]) for member in view.round.members] if view.round is not None else []
     before = [members[first : first + size] for first in range(0, len(members), size)]
     intact = []
     for group in before:
-        here = [node for i, node in enumerate(group) if node is not None and node.record.place == i]
+        here = [node for i, node in enumerate(group) if node is not None and node.record.shard_slot == i]
         if len(here) == len(group):
             intact.append(here)
     kept = {node.id for group in intact for node in group}
-    left = [[node for node in ready if node.record.place == place and node.id not in kept] for place in range(size)]
+    left = [[node for node in ready if node.record.shard_slot == slot and node.id not in kept] for slot in range(size)]
     return [node for group in (*intact, *zip(*left, strict=False)) for node in group]
 
 
 def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held: dict[str, int]) -> list[NodeView]:
     """The ``count`` nodes of ``members`` (whole groups) that hold the newest steps ``held``, in their order."""
-    size = limits.shard_nodes if has_places(limits) else 1
+    size = limits.shard_nodes if has_slots(limits) else 1
     groups = [members[first : first + size] for first in range(0, len(members), size)]
     newest = sorted(range(len(groups)), key=lambda i: -max(held.get(node.id, -1) for node in groups[i]))
     return [node for i in sorted(newest[: count // size]) for node in groups[i]]
 
 
-def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
-    """The place for new workers of ``me``: the rarest one among nodes whose workers are up or that are more senior.
+def slot_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
+    """The slot for new workers of ``me``: the rarest one among nodes whose workers are up or that are more senior.
 
-    Nodes that start together each yield to the more senior ones, so they get different places.
+    Nodes that start together each yield to the more senior ones, so they get different slots.
     """
     known = {node.id: node for node in nodes}
     mine = known.get(me)
     earlier = [
-        node.record.place
+        node.record.shard_slot
         for node in known.values()
-        if node.record.place is not None
+        if node.record.shard_slot is not None
         and node is not mine
         and (mine is None or node.record.state is not NodeState.WARMING or node.create_revision < mine.create_revision)
     ]
     taken = Counter(earlier)
-    rarest = [place for place in range(size) if taken[place] == min(taken[each] for each in range(size))]
-    return mine.record.place if mine is not None and mine.record.place in rarest else rarest[0]
+    rarest = [slot for slot in range(size) if taken[slot] == min(taken[each] for each in range(size))]
+    return mine.record.shard_slot if mine is not None and mine.record.shard_slot in rarest else rarest[0]
 
 
 def move(view: ClusterView) -> tuple[NodeView, int] | None:
-    """The spare that should restart its workers at another place to complete one more group, and that place.
+    """The spare that should restart its workers at another slot to complete one more group, and that slot.
 
     A spare without state goes first, then the one with the oldest state. A survivor in the middle of a call that only
-    newcomers could complete to a whole group restarts too, at its own place: newcomers could not join that call.
+    newcomers could complete to a whole group restarts too, at its own slot: newcomers could not join that call.
     """
     limits, current = view.limits, view.round
-    if not has_places(limits):
+    if not has_slots(limits):
         return None
     stays = (NodeState.WARMING, NodeState.READY)
     present = [node for node in living(view) if node.record.state in stays]
     members = {member.node for member in current.members} if current is not None else set()
     at_work = members if current is not None and current.state is not RoundState.BROKEN else set()
     idle = [node for node in present if node.record.state is NodeState.READY and node.id not in at_work]
-    supply = Counter(node.record.place for node in present)
+    supply = Counter(node.record.shard_slot for node in present)
     wanted = limits.fitting(len(present)) // limits.shard_nodes
-    rarest = min(range(limits.shard_nodes), key=lambda place: supply[place])
+    rarest = min(range(limits.shard_nodes), key=lambda slot: supply[slot])
     if supply[rarest] < wanted:
-        able = [node for node in idle if supply[node.record.place] > wanted]
+        able = [node for node in idle if supply[node.record.shard_slot] > wanted]
         if not able:
             return None
         oldest_state = min(
@@ -357,7 +357,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     stranded = [node for node in ready if not node.record.joinable]
     if at_work or not stranded or goes_on or not in_groups(view, ready):
         return None
-    return stranded[0], stranded[0].record.place or 0
+    return stranded[0], stranded[0].record.shard_slot or 0
 
 
 # ---- since when

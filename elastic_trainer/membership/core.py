@@ -123,9 +123,9 @@ class ChangeWatch:
 
 @dataclass(frozen=True, slots=True)
 class AskOldest:
-    """Ask the store for the ``places`` most senior nodes, excluding ``ghosts``."""
+    """Ask the store for the ``seniors`` most senior nodes, excluding ``ghosts``."""
 
-    places: int
+    seniors: int
     ghosts: tuple[Ghost, ...]
 
 
@@ -203,8 +203,8 @@ class Core:
         elif isinstance(event, Probed):
             self._probes.on_probed(event)
         elif isinstance(event, Oldest):
-            places = self._asked.places if self._asked is not None else 0
-            if (follow := self._scope.on_oldest(event, places, now)) is not None:
+            seniors = self._asked.seniors if self._asked is not None else 0
+            if (follow := self._scope.on_oldest(event, seniors, now)) is not None:
                 self._effects.append(follow)
         elif event.again_in_s is not None:
             self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
@@ -222,7 +222,7 @@ class Core:
             return self._do(PublishAgain(seen.reloads))
         if self._memory.behind:
             return self._put_back(seen, now)
-        change, scope_s = self._scope.turn(look, now)
+        change, scope_s = self._scope.adjust(look, now)
         if change is not None:
             self._asked = change if isinstance(change, AskOldest) else None
             self._effects.append(change)
@@ -250,14 +250,14 @@ class Core:
             return math.inf
         if now >= self._decides_at:
             decision = decide(view, now)
-            if (delayed := self._delays.note(seen.round, decision, now)) is not None:
+            if (delayed := self._delays.observe(seen.round, decision, now)) is not None:
                 self._effects.append(delayed)
             if decision.action is not Action.WAIT:
                 self._decided_on = None  # with another nonce next time
                 return self._do(CommitRound(decision, seen))
             again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
             self._decides_at = now + min(LOOK_AGAIN_S, again_s)
-        probe, probing_s = self._probes.turn(view, now)
+        probe, probing_s = self._probes.is_due(view, now)
         if probe is not None:
             self._effects.append(probe)
         return min(probing_s, self._decides_at - now)
@@ -310,12 +310,12 @@ LONGEST_PATIENCE = 8
 class Plan:
     """What a node that watches only the round does after ``after_s`` seconds without news.
 
-    ``places``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
+    ``seniors``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
     watch them without asking.
     """
 
     after_s: float
-    places: int | None
+    seniors: int | None
 
 
 def plan(
@@ -337,7 +337,7 @@ def plan(
         return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
     if member and line < 2 * SENIORS:
         return Plan(DEPUTY_PATIENCE_S, None)
-    # Each further question asks for three more places, which passes over deciders that live but do nothing.
+    # Each further question asks for three more nodes, which passes over deciders that live but do nothing.
     return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
 
 
@@ -369,17 +369,17 @@ class WatchScope:
         self._spread = 1.0
         self._junior_since: float | None = None
 
-    def turn(self, look: Looked, now: float) -> Turn:
+    def adjust(self, look: Looked, now: float) -> Turn:
         """Widen or narrow what this node watches, if that is due."""
         mine = look.create_revision
         if mine == 0 or look.seen.changing:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def on_oldest(self, answer: Oldest, places: int, now: float) -> ChangeWatch | None:
+    def on_oldest(self, answer: Oldest, seniors: int, now: float) -> ChangeWatch | None:
         """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
-            return ChangeWatch(nodes=True, reason=f"it is among the {places} most senior")
+            return ChangeWatch(nodes=True, reason=f"it is among the {seniors} most senior")
         self._asked += 1
         self._asked_at_s = (now - self._quiet_since) / self._spread
         return None
@@ -395,9 +395,9 @@ class WatchScope:
         left = due.after_s * self._spread - (now - self._quiet_since)
         if left > 0.0:
             return None, left
-        if due.places is None:
+        if due.seniors is None:
             return ChangeWatch(nodes=True, reason="the round is over and no node acts"), math.inf
-        return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
+        return AskOldest(due.seniors, seen.round.ghosts if seen.round is not None else ()), 0.0
 
     def _narrow(self, look: Looked, now: float) -> Turn:
         """Stop watching the nodes once enough more senior nodes have watched them for a while."""
@@ -454,7 +454,7 @@ class AgentProbes:
         if answer.dead:
             self.found |= {(answer.node, answer.mod_revision)}
 
-    def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
+    def is_due(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""
         silent = unconfirmed(view)
         before = now - PROBE_INTERVAL_S
@@ -484,7 +484,7 @@ def _awaited(view: ClusterView) -> list[NodeView]:
         return []
     if current.state is RoundState.ACTIVE:
         return newcomers(view)[: max(0, view.limits.max_nodes - len(current.members))]
-    silent = [node for _, node in view.live if node.record.acknowledged <= current.number]
+    silent = [node for _, node in view.living_members if node.record.acknowledged <= current.number]
     if current.next is None:
         return silent
     joining = {member.node for member in current.next.members} - {member.node for member in current.members}
@@ -563,7 +563,7 @@ class Delays:
         self._since = 0.0
         self._logged = False
 
-    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
+    def observe(self, current: RoundDocument | None, decision: Decision, now: float) -> LogDelay | None:
         """Take in ``decision``, made at monotonic time ``now``; returns what to log, if anything."""
         waits = current is not None and current.state is RoundState.BROKEN and decision.round is None
         wait = (current.number, decision.reason) if waits and current is not None else None

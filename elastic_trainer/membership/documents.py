@@ -191,8 +191,8 @@ class NodeRecord(Document):
     probe_port: int = Field(ge=0, le=65535)
     """Port on which the agent listens: a refused connection proves that the agent is dead, unless ``address`` is a
     loopback one and this node is on another machine."""
-    place: int | None = Field(default=None, ge=0)
-    """In place, with shard groups of several nodes: the place in a group whose shards its workers hold."""
+    shard_slot: int | None = Field(default=None, ge=0)
+    """In place, with shard groups of several nodes: the slot in a group whose shards its workers hold."""
     state: NodeState = NodeState.WARMING
     life: int = Field(default=0, ge=0)
     acknowledged: int = Field(default=0, ge=0)
@@ -476,7 +476,7 @@ class NodeHealth(Document):
     metrics: str = ""
     """``scheme://host:port`` of the node's endpoint; empty if it has none that other machines can reach."""
     logs: str = ""
-    """Where its output goes (see agent/health/service.log_place); empty if unknown."""
+    """Where its output goes (see agent/health/service.log_location); empty if unknown."""
     round: int = 0
     ranks: Ranks = ()
     counters: Mapping[str, float] = Field(default_factory=dict)

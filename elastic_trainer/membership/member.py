@@ -32,7 +32,7 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_places
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_slots
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
@@ -143,13 +143,13 @@ class Member:
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         """The latest observation of the run (no I/O)."""
-        return self._view.look()
+        return self._view.observation()
 
     def nodes(self, names: Sequence[str], deadline: Deadline) -> dict[str, NodeView]:
         """The existing keys of ``names``; asks the store unless this node watches all nodes."""
-        seen = self._view.look()
+        seen = self._view.observation()
         if seen.follows_nodes:
             return {name: seen.nodes[name] for name in names if name in seen.nodes}
         result = self._store.transact([], [Read(self._keys.node(name)) for name in names], deadline=deadline)
@@ -190,7 +190,7 @@ class Member:
         With ``record`` the same write also changes this node's key.
         """
         while not deadline.expired:
-            seen = self._view.look()
+            seen = self._view.observation()
             document = breaking(seen.round, failure, self.limits)
             if document is None:
                 return
@@ -217,7 +217,7 @@ class Member:
         """
         idle_since = self._clock.monotonic()
         while True:
-            seen = self._view.look()
+            seen = self._view.observation()
             current = seen.round
             if current is not None and current.state is RoundState.CLOSED:
                 raise closed_error(current)
@@ -240,7 +240,7 @@ class Member:
     def await_over(self, number: int, deadline: Deadline) -> None:
         """Wait until round ``number`` is no longer in effect, at most until ``deadline``."""
         while not deadline.expired:
-            seen = self._view.look()
+            seen = self._view.observation()
             if seen.round is not None and not is_on(seen.round, number):
                 return
             self._view.wait_change(seen.serial, min(deadline.remaining_s(), LOOK_AGAIN_S))
@@ -252,7 +252,7 @@ class Member:
         """
         lost_since: float | None = None
         while True:
-            seen = self._view.look()
+            seen = self._view.observation()
             current = seen.round
             if current is None or current.state is RoundState.CLOSED or current.number > number:
                 return current
@@ -275,7 +275,7 @@ class Member:
     def _record(self, departure: Departure) -> None:
         if self.create_revision() == 0:
             return  # it was never in the run
-        record, seen = self._key.record, self._view.look()
+        record, seen = self._key.record, self._view.observation()
         current, revision = seen.round, seen.round_revision
         deadline = Deadline.after(PARTING_S, self._clock)
         try:
@@ -354,7 +354,7 @@ class Member:
         while not self._stop.is_set():
             began = self._clock.monotonic()
             self._view.tidy()
-            seen = self._view.look()
+            seen = self._view.observation()
             next_at = began + LOOK_AGAIN_S
             try:
                 looked = Looked(seen, self._key.create_revision, self._key.senior, self._key.away)
@@ -420,7 +420,7 @@ class Member:
                 return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
         elif isinstance(effect, ChangeWatch):
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
-            self._view.change(self._store, nodes=effect.nodes)
+            self._view.switch(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
             self._answer(self._oldest(effect))
         elif isinstance(effect, LogDelay):
@@ -430,9 +430,9 @@ class Member:
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:
-        wanted = oldest_keys(self._keys, effect.places + len(effect.ghosts))
+        wanted = oldest_keys(self._keys, effect.seniors + len(effect.ghosts))
         found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
-        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.places)))
+        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)))
 
     def _probed(self, answer: Probed) -> None:
         self._answer(answer)
@@ -468,7 +468,7 @@ class Member:
         return result.succeeded
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
-        return self._join_timeout(join_timeout_s, self._roll_call(self._view.look()))
+        return self._join_timeout(join_timeout_s, self._roll_call(self._view.observation()))
 
     def _roll_call(self, seen: Observation) -> RollCall:
         if not seen.follows_nodes:
@@ -477,11 +477,11 @@ class Member:
 
     def _has_live_members(self, seen: Observation) -> bool:
         view = ClusterView(self.node_id, seen.nodes, seen.round, self.limits, Sightings(), nonce="")
-        return bool(view.live)
+        return bool(view.living_members)
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
-        grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_places(self.limits) else ""
+        grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_slots(self.limits) else ""
         return JoinTimeoutError(
             f"fewer than {least}{grouped} {were} ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",

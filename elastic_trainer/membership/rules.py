@@ -21,7 +21,7 @@ from elastic_trainer.membership.cluster_view import (
     NodeView,
     accused,
     by_seniority,
-    has_places,
+    has_slots,
     in_call,
     in_groups,
     is_ghost,
@@ -79,7 +79,7 @@ def decide(view: ClusterView, now: float) -> Decision:
     turn = _turn(view, now)
     if turn is None:
         return Decision(Action.WAIT, "this node is not present")
-    if current is not None and (view.live or _is_ending(view, current)):
+    if current is not None and (view.living_members or _is_ending(view, current)):
         decision = _next_round(view, current, now)
     else:
         decision = _first_round(view, now)
@@ -138,7 +138,7 @@ def _cannot_begin(view: ClusterView) -> Decision | None:
 
 
 def _too_few(view: ClusterView, usable: int) -> Decision:
-    grouped = f" in whole groups of {view.limits.shard_nodes}" if has_places(view.limits) else ""
+    grouped = f" in whole groups of {view.limits.shard_nodes}" if has_slots(view.limits) else ""
     least = counted(view.limits.min_nodes, "node is", "nodes are")
     return Decision(Action.WAIT, f"{usable} of at least {least} ready{grouped}")
 
@@ -164,7 +164,7 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
 
 def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
     """Fail the run when the workers of all members failed at startup in the same way twice in a row."""
-    records = [node.record for member, node in view.live if node.record.life == member.life]
+    records = [node.record for member, node in view.living_members if node.record.life == member.life]
     what, times = _false_start(records, len(current.members))
     if not times:
         return None
@@ -196,7 +196,7 @@ def _break(current: RoundDocument, lost: dict[str, str]) -> Decision:
 
 def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """A healthy active round: let nodes leave and add newcomers, in batches."""
-    alive = [node for _, node in view.live]
+    alive = [node for _, node in view.living_members]
     leaving = [node.id for node in alive if node.record.state is NodeState.DRAINING]
     # In restart mode the present round may test whether the others succeed without this process of a node.
     tested = current.left_out if view.limits.recovery is RecoveryMode.RESTART else None
@@ -204,7 +204,7 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     staying = len(current.members) - len(leaving)
     able = in_groups(view, [node for node in alive if node.id not in leaving] + fresh)
     size = view.limits.fitting(len(able))
-    chosen = able[: size if has_places(view.limits) else max(size, staying)]
+    chosen = able[: size if has_slots(view.limits) else max(size, staying)]
     joining = [node.id for node in chosen if node in fresh]
     spare = 0 < size < staying  # in the middle of the script's call all survivors continued, whatever sizes are allowed
     if not leaving and not spare:
@@ -221,7 +221,7 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     changes = (
         _verb(leaving, "leave"),
         _verb(joining, "join"),
-        _spare(view, dropped) if has_places(view.limits) else f"a round may have {most}" if spare else "",
+        _spare(view, dropped) if has_slots(view.limits) else f"a round may have {most}" if spare else "",
     )
     reason = "; ".join(change for change in changes if change)
     update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, chosen, reason)}
@@ -236,23 +236,23 @@ def _verb(names: list[str], verb: str) -> str:
 
 def _spare(view: ClusterView, names: list[str]) -> str:
     """A phrase that names the nodes without a whole group; empty if there are none."""
-    places = (f"{name} (place {view.nodes[name].record.place})" for name in names)
-    return f"without a whole shard group: {', '.join(places)}" if names else ""
+    slots = (f"{name} (place {view.nodes[name].record.shard_slot})" for name in names)
+    return f"without a whole shard group: {', '.join(slots)}" if names else ""
 
 
 def _after_drain(
     view: ClusterView, current: RoundDocument, chosen: list[NodeView], reason: str
 ) -> RoundDocument | None:
     """In place: the complete next round. None in restart mode, or if too few nodes would be left or all that hold the
-    shards of a place would leave: the state must be saved before they are gone."""
+    shards of a slot would leave: the state must be saved before they are gone."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
-    members = {node.id for _, node in view.live}
+    members = {node.id for _, node in view.living_members}
     chosen = in_groups(
         view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
     )
-    held = {node.record.place for node in chosen if node.id in members}
-    all_held = len(held) == view.limits.shard_nodes if has_places(view.limits) else bool(held)
+    held = {node.record.shard_slot for node in chosen if node.id in members}
+    all_held = len(held) == view.limits.shard_nodes if has_slots(view.limits) else bool(held)
     if not all_held or view.limits.fitting(len(chosen)) != len(chosen):
         return None
     return compose(view, chosen, reason, carried(current))
@@ -263,7 +263,7 @@ def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument
     if lost := lost_members(view):
         return _break(current, lost)
     names = {member.node for member in planned.members}
-    staying = [node for member, node in view.live if member.node in names]
+    staying = [node for member, node in view.living_members if member.node in names]
     behind = [node.id for node in staying if node.record.reported <= current.number]
     if behind:
         return Decision(Action.WAIT, f"waiting for {', '.join(behind)} to reach the agreed step")
@@ -277,7 +277,7 @@ def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     free = [each.record.identity for each in view.candidates if same_life(view, each)]
     newest = max((identity.step for identity in free if identity is not None), default=-1)
     silent, left = [], []
-    for member, node in view.live:
+    for member, node in view.living_members:
         record = node.record
         if record.life > member.life or node.id in view.suspects or record.reported > current.number or record.stuck:
             continue
@@ -342,7 +342,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
     if (pair := apart(ready)) is not None:
         return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
-    if has_places(view.limits):
+    if has_slots(view.limits):
         spares = [node.id for node in view.candidates if same_life(view, node) and node not in ready]
         reason = "; ".join(filter(None, (reason, _spare(view, spares))))
     document = compose(
@@ -359,7 +359,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
 def _what_was_lost(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
     """Why there is a next round: the nodes that are lost, rather than the node that noticed first."""
     here = {node.id for node in view.candidates}
-    members = view.live
+    members = view.living_members
     starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
     stuck = {node.id for _, node in members if node.record.stuck}
     gone = [member.node for member in current.members if member.node not in here | starting | stuck]
@@ -392,7 +392,7 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
             return staying
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     joinable = in_groups(view, [node for node in ready if node.record.joinable])
-    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one place anyhow
+    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one point anyhow
         return in_groups(view, survivors)
     most = max(view.limits.min_nodes, sum(node.record.joinable for node in survivors), len(current.members))
     return joinable[: most - most % view.limits.shard_nodes]
@@ -498,7 +498,7 @@ def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
 def _is_ending(view: ClusterView, current: RoundDocument) -> bool:
     """Whether a member has finished, or all ranks have passed the end. What a member did counts even if it has lost its
     lease since where it decides the run's result."""
-    if _has_passed(view, current) or any(node.record.state is NodeState.DONE for _, node in view.live):
+    if _has_passed(view, current) or any(node.record.state is NodeState.DONE for _, node in view.living_members):
         return True
     head = _lives(view, current).get(current.members[0].node) if current.members else None
     return head is not None and head.record.state is NodeState.DONE
@@ -523,7 +523,7 @@ class FailureBudget:
     step: int | None
     failures: int
     stalled: int
-    place: Identity | None = None
+    position: Identity | None = None
     """The job's position in the data, with the samples of the next step."""
     culprits: tuple[str, ...] = ()
     """In restart mode: the nodes whose own workers failed there."""
@@ -540,10 +540,10 @@ class FailureBudget:
             return ""
         if self.step is None:
             return f"{what} before the first step"
-        samples, place = "", self.place
-        if place is not None and place.batch:  # each epoch has its own order
-            last = place.samples + place.batch - 1
-            samples = f" (epoch {place.epoch}, samples {place.samples} to {last} of its order)"
+        samples, position = "", self.position
+        if position is not None and position.batch:  # each epoch has its own order
+            last = position.samples + position.batch - 1
+            samples = f" (epoch {position.epoch}, samples {position.samples} to {last} of its order)"
         return f"{what} after step {self.step}, without a step committed since{samples}"
 
 
@@ -561,16 +561,16 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
     """The counts after the end of the present round, whose successor will consist of ``ready``."""
     if current.state is RoundState.DRAINING:
         return carried(current)
-    ended = [node for member, node in view.live if node.record.life > member.life]
+    ended = [node for member, node in view.living_members if node.record.life > member.life]
     # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
-    place = max(known, key=lambda each: each.step, default=None)
+    position = max(known, key=lambda each: each.step, default=None)
     failed = int(current.worker_failed or any(node.record.ended_by for node in ended))  # else they were begun anew
-    if place is not None and (current.last_step is None or place.step > current.last_step):
-        return FailureBudget(place.step, failed, 0, place)
+    if position is not None and (current.last_step is None or position.step > current.last_step):
+        return FailureBudget(position.step, failed, 0, position)
     fewest = carried(current).fewest
-    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place, fewest=fewest)
+    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, position, fewest=fewest)
 
 
 def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
@@ -580,15 +580,17 @@ def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
     machines, at any step. A life that ended with the loss of a node says nothing about the step either.
     """
     before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
-    ended = [node for member, node in view.live if node.record.life > member.life]
+    ended = [node for member, node in view.living_members if node.record.life > member.life]
     reached = [node.record.reached for node in ended if node.record.reached is not None]
-    place = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
+    position = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
     culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
-    if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
+    if current.state is RoundState.DRAINING or position is None or not culprits or len(ended) < len(current.members):
         return before
-    if place.step != current.last_step:
-        return FailureBudget(place.step, 1, 0, place, tuple(sorted(culprits)))
-    return FailureBudget(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
+    if position.step != current.last_step:
+        return FailureBudget(position.step, 1, 0, position, tuple(sorted(culprits)))
+    return FailureBudget(
+        position.step, current.failures + 1, 0, position, tuple(sorted(culprits.union(current.culprits)))
+    )
 
 
 # ---- nodes that cannot reach each other
@@ -713,7 +715,7 @@ def compose(
 
 def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
     """Keys of members that the next round excludes although their leases are still alive."""
-    left_out = {node.id: node for _, node in view.live}
+    left_out = {node.id: node for _, node in view.living_members}
     left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
     present = {node.id for node in view.candidates}
     present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}

@@ -109,7 +109,7 @@ class RunView:
         """Start by watching the round alone."""
         self._shown.begin(store)
 
-    def change(self, store: Store, *, nodes: bool) -> None:
+    def switch(self, store: Store, *, nodes: bool) -> None:
         """Switch to watching the nodes and the round, or the round alone; returns at once."""
         feed = Feed(self._keys, self.changed, self._moved, nodes=nodes)
         with self.changed:
@@ -146,7 +146,7 @@ class RunView:
                 shown.round, shown.round_revision = document, revision
                 self._bump()
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         with self.changed:
             shown = self._shown
             return Observation(

@@ -110,10 +110,10 @@ def oldest_keys(keys: RunKeys, count: int) -> Read:
     return Read(keys.nodes, end, limit=count + STRAYS, order=Order.CREATE_REVISION, keys_only=True)
 
 
-def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:
-    """The nodes that hold the first ``places`` of ``keys``, oldest first, without ghosts (the values are not read)."""
+def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], count: int) -> list[str]:
+    """The nodes that hold the first ``count`` of ``keys``, oldest first, without ghosts (the values are not read)."""
     passed_over = {(ghost.node, ghost.create_revision, ghost.mod_revision) for ghost in ghosts}
-    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:places]
+    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:count]
 
 
 def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, KeyValue]]:
@@ -177,19 +177,19 @@ class OwnKey:
         """When the key was seen to be that of another node that may live: first, in several attempts, and last."""
 
     @property
-    def lost(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the lease has ended in the store, and the key with it."""
         return self._lease.lost.is_set()
 
     @property
     def published(self) -> NodeRecord | None:
         """The record that the key is known to hold; None if it may be absent or may already hold a newer record."""
-        return None if self.lost or not self.create_revision else self.written
+        return None if self.has_ended or not self.create_revision else self.written
 
     @property
     def away(self) -> bool:
         """Whether the key must be written (again): its lease has ended, or no write is known to have succeeded."""
-        return self.record is not None and (self.lost or self.create_revision == 0)
+        return self.record is not None and (self.has_ended or self.create_revision == 0)
 
     def is_mine(self, member: RoundMember | None) -> bool:
         """Whether ``member`` of a round is the present life of this node."""
@@ -211,7 +211,7 @@ class OwnKey:
         while True:
             self.record = record
             try:
-                if self.lost:
+                if self.has_ended:
                     yield Renew(min(KEY_ATTEMPT_S, deadline.remaining_s()))
                     self.create_revision = 0
                 yield from self._write(record, deadline)
@@ -230,7 +230,7 @@ class OwnKey:
         """
         if self.record is None or not self.away:
             return
-        if self.lost:
+        if self.has_ended:
             yield Renew(deadline.remaining_s())
             self.create_revision = 0
         state = NodeState.WARMING if self.at_work else self.record.state

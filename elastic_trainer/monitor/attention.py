@@ -60,7 +60,7 @@ def _nodes(documents: RunDocuments, seen: Observed) -> list[Concern]:
         left = documents.departure
         why = f"{left.node} was the last and gave up: {left.reason} (exit code {left.exit_code})" if left else "left"
         return [Concern("bad", "abandoned: its last node gave up", f"Node {why}. Start nodes to continue.")]
-    live, round_ = documents.live, documents.round
+    live, round_ = documents.living_nodes, documents.round
     least = documents.spec.min_nodes if documents.spec is not None else 1
     members = round_.members if round_ is not None and round_.state is not RoundState.DRAINING else ()
     gone = [each.node for each in members if each.node not in live]
@@ -107,15 +107,15 @@ def _ranks(documents: RunDocuments) -> list[Concern]:
             if member is None or rank.local_rank >= member.local_world_size:
                 continue
             number, stall = member.first_rank + rank.local_rank, stalls.get((node, rank.local_rank))
-            place = f"rank {number} on {node}"
-            told = f"{place} ({_DOING.get(str(rank.phase), rank.phase)}, for {duration(rank.still_s)})"
+            who = f"rank {number} on {node}"
+            told = f"{who} ({_DOING.get(str(rank.phase), rank.phase)}, for {duration(rank.still_s)})"
             if stall is Stall.AWAITED:
-                awaited.append((place, told))
+                awaited.append((who, told))
             elif stall is Stall.STILL:
                 still.append(told)
             elif stall is None and number in judgment.ranks:
                 times = judgment.slowdown(rank.compute_s)
-                slow.append(place if times is None else f"{place} ({fixed(times, 1)} times as long)")
+                slow.append(who if times is None else f"{who} ({fixed(times, 1)} times as long)")
     found = []
     if still:
         sentence = f"{counted(len(still), 'rank makes', 'ranks make')} no progress: {listed(still)}."

@@ -68,7 +68,7 @@ def label_values(family: Family) -> list[Labels]:
 def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
     """The known values of all gauges, by family and label values."""
     documents, seen = run.documents, run.seen
-    states = Counter(str(node.record.state) for node in documents.live.values())
+    states = Counter(str(node.record.state) for node in documents.living_nodes.values())
     told: dict[str, dict[Labels, float]] = {
         families.WORLD_SIZE.name: {(): state.world_size(documents)},
         families.NODES.name: {(each,): states[each] for each in families.NODE_STATES},

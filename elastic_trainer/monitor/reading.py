@@ -336,7 +336,7 @@ class _Followed:
         self.resting = not documents.nodes and now - self._changed_at >= QUIET_S
 
     def look(self, now: float, wall: float, forget_s: float, *, known: bool) -> RunReading:
-        reading = RunReading(self.documents, self._observer.look(self.documents, now, wall, known=known))
+        reading = RunReading(self.documents, self._observer.observe(self.documents, now, wall, known=known))
         self.resting |= not self.documents.nodes and (reading.seen.over_s or 0.0) >= REST_S
         if self.resting and not self._folded and reading.forgotten(forget_s):
             self._folded, self.documents = True, self.documents.folded()

@@ -101,7 +101,7 @@ class Board:
 
     def run_body(self, run: str) -> Body | None:
         """The JSON of a run."""
-        return self.once(f"run/{run}", lambda: self.of_run(run, lambda found: Body.of(as_json(found))))
+        return self.once(f"run/{run}", lambda: self.of_run(run, lambda found: Body.compressed(as_json(found))))
 
     def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
         """The page of the run for a reader's ``choice``; the default one is rendered once for all."""
@@ -208,7 +208,7 @@ class MonitorSite:
         return refusal(request, self._access, probes) or self._content(request.path, request)
 
     def _content(self, path: str, request: Request) -> Answer | Stream:
-        board, choice = self._board, page.Choice.of(request.query)
+        board, choice = self._board, page.Choice.parse(request.query)
         match path.split("/")[1:]:
             case [""]:
                 return self._once(HTML, "page", lambda: page.runs_page(as_values(board.listing())).encode())
@@ -221,7 +221,7 @@ class MonitorSite:
                 return _answer(HTML, self._run_page(run, choice))
             case ["runs", run, "update"]:
                 found = board.run_update(run, choice)
-                return _answer(JSON, Body.of(page.message(found)) if found is not None else None)
+                return _answer(JSON, Body.compressed(page.message(found)) if found is not None else None)
             case ["runs", run, "stream"]:
                 return Stream(run, lambda: updates(board, run, choice))
             case ["static", name]:
@@ -238,17 +238,19 @@ class MonitorSite:
                 # On an error Prometheus keeps its targets; an empty list would drop them.
                 return text(503, "the store has not been read yet")
             case ["sd", "nodes"]:
-                return _answer(JSON, Body.of(json.dumps(targets(board.reading, self._forget_s)).encode()))
+                return _answer(JSON, Body.compressed(json.dumps(targets(board.reading, self._forget_s)).encode()))
         return text(404, "not found")
 
     def _once(self, kind: str, key: str, make: Callable[[], bytes]) -> Answer:
-        return _answer(kind, self._board.once(key, lambda: Body.of(make())))
+        return _answer(kind, self._board.once(key, lambda: Body.compressed(make())))
 
     def _run_page(self, run: str, choice: page.Choice) -> Body | None:
         """The page of a run; pages with a reader's choice are not cached, since their number is unbounded."""
 
         def made() -> Body | None:
-            return self._board.of_run(run, lambda found: Body.of(page.run_page(as_values(found), choice).encode()))
+            return self._board.of_run(
+                run, lambda found: Body.compressed(page.run_page(as_values(found), choice).encode())
+            )
 
         return self._board.once(f"page/{run}", made) if choice == page.ALL else made()
 
@@ -263,7 +265,7 @@ def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str,
         {"targets": [told[2]], "labels": {"__scheme__": told[1], "run": run, "node": node}}
         for run, each in sorted(reading.runs.items())
         if not each.forgotten(forget_s)
-        for node in sorted(each.documents.live.keys() & each.documents.health.keys())
+        for node in sorted(each.documents.living_nodes.keys() & each.documents.health.keys())
         if (told := TARGET.fullmatch(each.documents.health[node].metrics)) is not None
     ]
 
@@ -278,7 +280,7 @@ def _static(name: str, known: str) -> Answer:
     headers = {"ETag": tag, "Cache-Control": "no-cache"}  # cached, but revalidated each time
     if tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
         return Answer(304, kind, Body(b"", None), headers)
-    return Answer(200, kind, Body.of(content), headers)
+    return Answer(200, kind, Body.compressed(content), headers)
 
 
 DEFAULT_HOST = "127.0.0.1"

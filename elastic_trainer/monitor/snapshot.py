@@ -204,7 +204,7 @@ def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
 def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
     """The snapshot of a run."""
     spec, round_, counters = documents.spec, documents.round, documents.counters
-    samples, left = counters.get("samples"), documents.departure if not documents.live else None
+    samples, left = counters.get("samples"), documents.departure if not documents.living_nodes else None
     return RunSnapshot(
         **_facts(documents, seen),
         epoch=spec.epoch if spec is not None else None,
@@ -245,7 +245,7 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     last = documents.last_fault
     return RunSummary(
         **_facts(documents, seen),
-        nodes=len(documents.live),
+        nodes=len(documents.living_nodes),
         stragglers=len(state.straggling(documents).ranks),
         last_incident=incident(last) if last is not None else None,
     )
@@ -255,11 +255,11 @@ def listing(runs: Sequence[RunSummary], store: StoreStatus, wall: float) -> List
     """The list of all runs."""
     over = (state.SUCCEEDED, state.FAILED, state.STOPPED)
 
-    def place(each: RunSummary) -> tuple[int, bool, str]:
+    def order(each: RunSummary) -> tuple[int, bool, str]:
         worst = ORDER.index(each.attention[0].look) if each.attention else len(ORDER)
         return worst, each.state in over, each.run
 
-    return Listing(tuple(sorted(runs, key=place)), store, wall)
+    return Listing(tuple(sorted(runs, key=order)), store, wall)
 
 
 def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | None:
@@ -296,32 +296,32 @@ def incident(each: Incident) -> Mapping[str, Any]:
 
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The present nodes and missing members of the newest round, by rank, then those without a rank."""
-    taking_part, live = state.members(documents), documents.live
-    judgment, places, stalls = state.straggling(documents), _places(documents), state.stalls(documents)
+    taking_part, live = state.members(documents), documents.living_nodes
+    judgment, slots, stalls = state.straggling(documents), _slots(documents), state.stalls(documents)
     found = []
     for name, view in live.items():
         health, member = documents.health.get(name), taking_part.get(name)
-        group, place = places.get(name, (None, None)) if member is not None else (None, None)
+        group, slot = slots.get(name, (None, None)) if member is not None else (None, None)
         told = _ranks(member, view.record.local_world_size, health, judgment)
         ranks = tuple({**rank, "stall": stalls.get((name, rank["local_rank"]))} for rank in told)
-        place = view.record.place if place is None else place
+        slot = view.record.shard_slot if slot is None else slot
         metrics, present = health.metrics if health is not None else "", str(view.record.state)
-        of = name, view.record.host, present, member is not None, group, place, metrics
+        of = name, view.record.host, present, member is not None, group, slot, metrics
         found.append(NodeStatus(*of, _age(seen, name), ranks))
     first = {name: member.first_rank for name, member in taking_part.items()}
     found.sort(key=lambda node: (node.node not in first, first.get(node.node, 0), node.node))
     members = documents.round.members if documents.round is not None and not documents.closed else ()
     nobody = Stragglers(frozenset(), None, "")
     for member in (each for each in members if each.node not in live):
-        group, place = places.get(member.node, (None, None))
-        of = member.node, "", GONE_STATE, True, group, place, ""
+        group, slot = slots.get(member.node, (None, None))
+        of = member.node, "", GONE_STATE, True, group, slot, ""
         lost = _ranks(member, member.local_world_size, None, nobody)
         found.append(NodeStatus(*of, _age(seen, member.node), lost))
     return tuple(found)
 
 
-def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
-    """The members of the newest round by shard group and place, if groups have several nodes."""
+def _slots(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
+    """The members of the newest round by shard group and slot, if groups have several nodes."""
     size = documents.spec.shard_nodes if documents.spec is not None else 1
     named = documents.round.members if documents.round is not None and size > 1 else ()
     return {member.node: divmod(at, size) for at, member in enumerate(named)}
@@ -339,10 +339,10 @@ def _ranks(
     found: list[RankStatus] = []
     for local in sorted({*range(count), *told}):
         number = None if member is None else member.first_rank + local
-        place = {"rank": number, "local_rank": local}
+        numbers = {"rank": number, "local_rank": local}
         if (rank := told.get(local)) is None:
-            found.append({**UNKNOWN, **place})
+            found.append({**UNKNOWN, **numbers})
             continue
         slowdown = None if number is None else judgment.slowdown(rank.compute_s)
-        found.append({**rank.as_status(), **place, "slowdown": slowdown, "straggler": number in judgment.ranks})
+        found.append({**rank.as_status(), **numbers, "slowdown": slowdown, "straggler": number in judgment.ranks})
     return tuple(found)

@@ -71,7 +71,7 @@ class RunDocuments:
         return self.round is not None and self.round.state is RoundState.CLOSED
 
     @cached_property
-    def live(self) -> dict[str, NodeView]:
+    def living_nodes(self) -> dict[str, NodeView]:
         """The present nodes, without keys of excluded nodes."""
         ghosts = self.round.ghosts if self.round is not None else ()
         return {name: node for name, node in self.nodes.items() if node.ghost not in ghosts}
@@ -178,7 +178,7 @@ def run_state(documents: RunDocuments) -> str:
 
     A round without live members does not count: if all of them died at once, no node broke it.
     """
-    round_, live = documents.round, documents.live
+    round_, live = documents.round, documents.living_nodes
     if documents.closed:
         return SUCCEEDED if round_ is not None and round_.result is RunResult.SUCCEEDED else FAILED
     if not live and documents.departure is not None:
@@ -209,7 +209,7 @@ def ended_by(documents: RunDocuments) -> JournalEntry | None:
 def members(documents: RunDocuments) -> dict[str, RoundMember]:
     """The present nodes that are members of the newest round in their present life."""
     named = documents.round.members if documents.round is not None else ()
-    live = documents.live
+    live = documents.living_nodes
     return {each.node: each for each in named if each.node in live and live[each.node].incarnation == each.incarnation}
 
 
@@ -229,8 +229,8 @@ def lost_nodes(documents: RunDocuments) -> list[str]:
             wanted = list(entry.nodes)
         planned = entry.state is RoundState.DRAINING
     expected = [name for name in wanted if name not in asked]
-    gone = [name for name in expected if name not in documents.live]
-    return gone[: max(0, len(expected) - len(documents.live))]
+    gone = [name for name in expected if name not in documents.living_nodes]
+    return gone[: max(0, len(expected) - len(documents.living_nodes))]
 
 
 def spares(documents: RunDocuments) -> list[str]:
@@ -240,7 +240,7 @@ def spares(documents: RunDocuments) -> list[str]:
     within, spec = members(documents), documents.spec
     if spec is not None and spec.shard_nodes > 1 and len(within) + spec.shard_nodes <= spec.max_nodes:
         return []
-    live = documents.live.items()
+    live = documents.living_nodes.items()
     return [name for name, node in live if node.record.state is NodeState.READY and name not in within]
 
 
@@ -303,13 +303,13 @@ def stalls(documents: RunDocuments) -> Mapping[tuple[str, int], Stall]:
     all ranks of the round are known: the one that is missing may be it.
     """
     ranks = _at_hand(documents)
-    awaited = {place for place, rank in ranks.items() if not rank.waits}
+    awaited = {key for key, rank in ranks.items() if not rank.waits}
     size = documents.round.world_size if documents.round is not None else 0
     if held_up(documents) and len(ranks) == size and 0 < len(awaited) < size:
-        return {place: Stall.AWAITED if place in awaited else Stall.WAITS for place in ranks}
+        return {key: Stall.AWAITED if key in awaited else Stall.WAITS for key in ranks}
     return {
-        place: Stall.STILL
-        for place, rank in ranks.items()
+        key: Stall.STILL
+        for key, rank in ranks.items()
         if rank.phase in AT_WORK and rank.still_s > max(STILL_S, STILL_STEPS * rank.step_s)
     }
 
@@ -381,7 +381,7 @@ class Recorder:
         self._every_s = FIRST_EVERY_S
         self._points: list[Point] = []
 
-    def note(self, point: Point) -> None:
+    def offer(self, point: Point) -> None:
         """Take ``point`` if one is due, or if the ranks have changed, which could be missed between two points."""
         last = self._points[-1] if self._points else None
         changed = last is not None and last.world_size != point.world_size
@@ -437,7 +437,7 @@ class Rate:
         self._changes: deque[tuple[float, float]] = deque()
         self._now = 0.0
 
-    def note(self, now: float, count: float | None) -> None:
+    def observe(self, now: float, count: float | None) -> None:
         """The present count is ``count``; a count that is smaller than before starts over."""
         self._now, changes = now, self._changes
         if count is None or (changes and count < changes[-1][1]):
@@ -473,7 +473,7 @@ class Observer:
         self._samples, self._steps = Rate(), Rate()
         self._recorder = Recorder()
 
-    def look(self, documents: RunDocuments, now: float, wall: float, *, known: bool = True) -> Observed:
+    def observe(self, documents: RunDocuments, now: float, wall: float, *, known: bool = True) -> Observed:
         """Observe ``documents``. Without ``known`` they are outdated, and the curves get a gap."""
         present = run_state(documents)
         at = present, documents.round.number if documents.round is not None else 0
@@ -491,13 +491,15 @@ class Observer:
         if counted is None and documents.progress is not None:
             counted = float(documents.progress.samples)
         if not over:  # a run that has ended keeps its last rates
-            self._samples.note(now, counted)
-            self._steps.note(now, None if step is None else float(step))
+            self._samples.observe(now, counted)
+            self._steps.observe(now, None if step is None else float(step))
         samples_per_s, steps_per_s = self._samples.per_s(), self._steps.per_s()
         if not documents.closed:
             ranks = world_size(documents) if known else None
-            figures = (step, current_loss(documents), step_s) if known and documents.live else (None, None, None)
-            self._recorder.note(Point(wall, *figures, ranks))
+            figures = (
+                (step, current_loss(documents), step_s) if known and documents.living_nodes else (None, None, None)
+            )
+            self._recorder.offer(Point(wall, *figures, ranks))
         return Observed(
             now=now,
             wall=wall,
@@ -527,7 +529,7 @@ class Observer:
         return self._gathering_wall
 
     def _over(self, documents: RunDocuments, now: float, wall: float) -> float | None:
-        if not documents.closed and documents.live:
+        if not documents.closed and documents.living_nodes:
             self._over_since = None
             return None
         if self._over_since is None:

@@ -134,7 +134,7 @@ def findings_of(
                     what, text = message["version"]
                     versions[what] = text
         except ChildError as error:
-            found.append(Finding.failed(name, error))
+            found.append(Finding.of_error(name, error))
     return found
 
 

@@ -62,10 +62,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def devices(counts: Sequence[tuple[str, int] | None]) -> list[str]:
     """A CUDA device for each rank if all have their own, else the CPU. ``counts``: hosts, and devices of each."""
-    places = [None if each is None else counts[:rank].count(each) for rank, each in enumerate(counts)]
-    pairs = list(zip(counts, places, strict=True))
-    if all(each is None or (place is not None and place < each[1]) for each, place in pairs):
-        return [f"cuda:{place or 0}" for place in places]
+    indices = [None if each is None else counts[:rank].count(each) for rank, each in enumerate(counts)]
+    pairs = list(zip(counts, indices, strict=True))
+    if all(each is None or (index is not None and index < each[1]) for each, index in pairs):
+        return [f"cuda:{index or 0}" for index in indices]
     return ["cpu"] * len(counts)
 
 
@@ -166,15 +166,15 @@ class Measurement:
             data.fill_(1.0)
         return min(times[1:])  # the first one includes connecting
 
-    def _ahead_s(self, group: ProcessGroup, place: int) -> float:
+    def _ahead_s(self, group: ProcessGroup, rank: int) -> float:
         """Seconds by which the other's clock is ahead, precise to a round trip: both read it after a barrier."""
         import torch
 
         times = torch.zeros(2, dtype=torch.float64, device=self._device)
         group.allreduce([times]).wait()
-        times[place] = SYSTEM.wall()
+        times[rank] = SYSTEM.wall()
         group.allreduce([times]).wait()
-        return float(times[1 - place] - times[place])
+        return float(times[1 - rank] - times[rank])
 
     def _group(self, name: str, ranks: Sequence[int]) -> ProcessGroup:
         import torch

@@ -137,7 +137,7 @@ def _endpoint(
     try:
         store = connect_checked(alone, deadline, run=run)
     except ElasticTrainerError as error:
-        return Finding.failed(name, error)
+        return Finding.of_error(name, error)
     try:
         said = store.version(deadline)
     except ElasticTrainerError as error:

@@ -65,17 +65,17 @@ def versions(messages: Messages) -> None:
         messages.version("nccl", ".".join(map(str, nccl)))
 
 
-def measure(messages: Messages, where: torch.device, label: str, place: str = "") -> None:
+def measure(messages: Messages, where: torch.device, label: str, suffix: str = "") -> None:
     """Measure memory and matrix products of the device ``where``; findings are named after ``label``."""
     import torch
 
-    messages.doing(f"copying memory{place}")
+    messages.doing(f"copying memory{suffix}")
     source = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device=where)
     target = torch.zeros_like(source)
     rate = 2 * BUFFER_BYTES / best_s(lambda: target.copy_(source), where) / 1e9  # each byte is read and written
     messages.found(Finding(f"memory.{label}", Status.OK, f"{amount(rate)} GB/s", rate, "GB/s"))
     for kind in ("fp32",) if where.type == "cpu" else ("bf16", "fp32"):
-        messages.doing(f"multiplying matrices in {kind}{place}")
+        messages.doing(f"multiplying matrices in {kind}{suffix}")
         size = CPU_SIZE if where.type == "cpu" else CUDA_SIZE
         left = torch.ones((size, size), dtype=torch.bfloat16 if kind == "bf16" else torch.float32, device=where)
         right, result = torch.ones_like(left), torch.empty_like(left)

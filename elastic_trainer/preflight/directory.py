@@ -32,20 +32,20 @@ def check(directory: Path, limits: FitLimits, messages: Messages | None = None) 
             messages.doing(what)
 
     doing(f"writing to {directory}")
-    place = existing(directory)
+    parent = existing(directory)
     try:
-        _commit(place)
+        _commit(parent)
     except OSError as error:
-        yield _refused(directory, place, error)
+        yield _refused(directory, parent, error)
         return
-    later = "" if place == directory.absolute() else f", which will be created in {place}"
+    later = "" if parent == directory.absolute() else f", which will be created in {parent}"
     yield Finding("disk", Status.OK, f"{directory}{later} can be written")
-    yield _space(place, limits)
+    yield _space(parent, limits)
     doing(f"measuring the speed of {directory}")
     try:
-        yield from _speeds(place, limits)
+        yield from _speeds(parent, limits)
     except OSError as error:
-        yield _refused(directory, place, error)
+        yield _refused(directory, parent, error)
 
 
 def check_url(url: str, limits: FitLimits, messages: Messages) -> Iterator[Finding]:
@@ -74,17 +74,17 @@ def existing(directory: Path) -> Path:
     return next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(path))
 
 
-def _refused(directory: Path, place: Path, error: OSError) -> Finding:
+def _refused(directory: Path, parent: Path, error: OSError) -> Finding:
     said = (error.strerror or str(error)).lower()
-    where = directory if place == directory.absolute() else f"{directory} (to be created in {place})"
+    where = directory if parent == directory.absolute() else f"{directory} (to be created in {parent})"
     return Finding(
         "disk", Status.BAD, f"{where} cannot be written: {said}", hint="check its mount, owner, mode and free space"
     )
 
 
-def _commit(place: Path) -> None:
+def _commit(parent: Path) -> None:
     """Write, sync and rename a small directory, as the commit of a checkpoint does."""
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as temporary:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as temporary:
         before, after = Path(temporary, "before"), Path(temporary, "after")
         before.mkdir()
         with (before / "file").open("wb") as file:
@@ -92,7 +92,7 @@ def _commit(place: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(before, after)
-        for directory in (temporary, place):
+        for directory in (temporary, parent):
             descriptor = os.open(directory, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -100,8 +100,8 @@ def _commit(place: Path) -> None:
                 os.close(descriptor)
 
 
-def _space(place: Path, limits: FitLimits) -> Finding:
-    status = os.statvfs(place)
+def _space(parent: Path, limits: FitLimits) -> Finding:
+    status = os.statvfs(parent)
     free = status.f_bavail * status.f_frsize
     limit = limits.disk_bytes or limits.disk_doubtful_bytes
     found = Finding("disk.space", Status.OK, f"{size_text(free)} free", float(free), "B", float(limit))
@@ -113,13 +113,13 @@ def _space(place: Path, limits: FitLimits) -> Finding:
     return found.but(Status.WARN, hint)
 
 
-def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
-    status = os.statvfs(place)
+def _speeds(parent: Path, limits: FitLimits) -> Iterator[Finding]:
+    status = os.statvfs(parent)
     most = min(LARGEST_BYTES, status.f_bavail * status.f_frsize // 2)  # leaves jobs half of the free space
     if most < _BLOCK:
         yield Finding("disk.write", Status.SKIPPED, "too little space to measure its speed")
         return
-    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+    with tempfile.TemporaryFile(dir=parent, buffering=0) as file:
         descriptor = file.fileno()
         written, took_s = _written(descriptor, most)
         yield _speed("disk.write", written / took_s, limits)

@@ -86,20 +86,20 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _SHM_HINT = "docker run --shm-size, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
 
 
-def shared_memory(limits: FitLimits, place: Path = SHARED_MEMORY) -> Finding:
+def shared_memory(limits: FitLimits, directory: Path = SHARED_MEMORY) -> Finding:
     """Whether shared memory is usable, and its free space."""
     name = "shm"
-    if not place.exists() and platform.system() != "Linux":
-        return Finding(name, Status.SKIPPED, f"there is no {place} on {platform.system()}")
+    if not directory.exists() and platform.system() != "Linux":
+        return Finding(name, Status.SKIPPED, f"there is no {directory} on {platform.system()}")
     try:
-        status = os.statvfs(place)
+        status = os.statvfs(directory)
         free = status.f_bavail * status.f_frsize
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, limits.shm_least_bytes)
     except OSError as error:
         said = (error.strerror or str(error)).lower()
-        return Finding(name, Status.BAD, f"{place} cannot be used: {said}", hint=_SHM_HINT)
-    found = Finding(name, Status.OK, f"{place}: {size_text(free)} free", float(free), "B", float(limits.shm_bytes))
+        return Finding(name, Status.BAD, f"{directory} cannot be used: {said}", hint=_SHM_HINT)
+    found = Finding(name, Status.OK, f"{directory}: {size_text(free)} free", float(free), "B", float(limits.shm_bytes))
     return found.but(Status.WARN, _SHM_HINT) if free < limits.shm_bytes else found
 
 

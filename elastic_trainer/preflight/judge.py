@@ -53,7 +53,7 @@ class Finding:
     hint: str = ""
 
     @classmethod
-    def failed(cls, name: str, error: ElasticTrainerError) -> Finding:
+    def of_error(cls, name: str, error: ElasticTrainerError) -> Finding:
         """The finding of the check ``name`` that failed with ``error``."""
         return cls(name, Status.BAD, error.message, hint=error.hint or "")
 
@@ -190,13 +190,13 @@ Pair = tuple[int, int]
 
 def turns(count: int, most: int = MOST_TURNS) -> list[list[Pair]]:
     """The pairs of each turn. No node is in two pairs of a turn, or paired with another twice (a round robin)."""
-    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
-    for _ in range(min(most, len(places) - 1)):
-        half = len(places) // 2
-        drawn = zip(places[:half], reversed(places[half:]), strict=True)
+    for _ in range(min(most, len(seats) - 1)):
+        half = len(seats) // 2
+        drawn = zip(seats[:half], reversed(seats[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in drawn if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
     return found
 
 

@@ -53,11 +53,11 @@ def measured_together(
     """Findings about the network between ``count`` nodes, including this one."""
     with Child(_MODULE, [f"{deadline.remaining_s():.3f}", address]) as child:
         try:
-            place = Neighbor(node, address, port_of(child, deadline, doing))
-            with attended(store, keys, place, count, deadline, doing) as meeting:
+            mine = Neighbor(node, address, port_of(child, deadline, doing))
+            with attended(store, keys, mine, count, deadline, doing) as meeting:
                 return _measured(child, meeting, node, limits, deadline, doing)
         except (AbsentError, ChildError) as error:
-            return [Finding.failed("allreduce", error)]
+            return [Finding.of_error("allreduce", error)]
         except StoreUnavailableError:
             if not deadline.expired:
                 raise
@@ -82,8 +82,8 @@ def _measured(
     me = names.index(node)
     others = [each for each in meeting.members if each.node != node]
     found = [reaching("peers.connect", others, deadline)]
-    place = {"host": first.address, "port": first.port, "nonce": meeting.nonce}
-    child.send({**place, "rank": me, "names": names, "limit_s": deadline.remaining_s()})
+    meet_at = {"host": first.address, "port": first.port, "nonce": meeting.nonce}
+    child.send({**meet_at, "rank": me, "names": names, "limit_s": deadline.remaining_s()})
     heard = Heard()
     try:
         for message in child.messages(deadline):
@@ -91,7 +91,7 @@ def _measured(
             if "doing" in message:
                 doing(str(message["doing"]))
     except ChildError as error:  # earlier results still count
-        found.append(Finding.failed("allreduce", error))
+        found.append(Finding.of_error("allreduce", error))
     if heard.ahead_s:
         found.append(judged_clocks("peers.clock", heard.ahead_s, limits))
     found += judge_pairs(names, me, heard.pairs, limits)
@@ -138,7 +138,7 @@ class AbsentError(PermanentError):
 class Attendance(Document):
     """One node's key, with the address of its TCP store. The first node writes ``members``, in rank order."""
 
-    place: Neighbor
+    neighbor: Neighbor
     count: int
     members: tuple[Neighbor, ...] = ()
     nonce: str = ""
@@ -154,16 +154,16 @@ class Meeting:
 
 @contextmanager
 def attended(
-    store: Store, keys: RunKeys, place: Neighbor, count: int, deadline: Deadline, doing: Doing
+    store: Store, keys: RunKeys, own: Neighbor, count: int, deadline: Deadline, doing: Doing
 ) -> Iterator[Meeting]:
     """Take part until the context ends; yields the meeting once ``count`` nodes are present."""
     session = LeaseSession(store, TTL_S, deadline=deadline)
     try:
-        mine = Attendance(place=place, count=count)
-        key = keys.preflight_meeting + place.node
+        mine = Attendance(neighbor=own, count=count)
+        key = keys.preflight_meeting + own.node
         shown = store.transact([absent(key)], [Put(key, mine.encode(), session.lease_id)], deadline=deadline)
         if not shown.succeeded:
-            raise ConfigError(f"another node has the name {place.node!r}", hint="set --rdzv-conf node_id on each")
+            raise ConfigError(f"another node has the name {own.node!r}", hint="set --rdzv-conf node_id on each")
         yield _awaited(store, keys, mine, session.lease_id, deadline, doing)
     finally:
         session.close()
@@ -184,19 +184,21 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         for item in items:
             with suppress(DocumentError):
                 present.append((item, Attendance.decode(item.value, item.key)))
-        if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
+        if (meeting := found(mine.neighbor.node, [each for _, each in present])) is not None:
             return meeting
         taken = {member.node for _, each in present for member in each.members}
-        waiting = [each for _, each in present if each.place.node not in taken]  # who is in no meeting yet
+        waiting = [each for _, each in present if each.neighbor.node not in taken]  # who is in no meeting yet
         for other in waiting:
             if other.count != mine.count:
                 raise ConfigError(
-                    f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
+                    f"this node waits for {mine.count} nodes, {other.neighbor.node} for {other.count}",
                     hint="use the same --peers everywhere",
                 )
-        if waiting and waiting[0].place == mine.place and len(waiting) >= mine.count:
-            key, created = next((item.key, item.create_revision) for item, each in present if each.place == mine.place)
-            chosen = tuple(each.place for each in waiting[: mine.count])
+        if waiting and waiting[0].neighbor == mine.neighbor and len(waiting) >= mine.count:
+            key, created = next(
+                (item.key, item.create_revision) for item, each in present if each.neighbor == mine.neighbor
+            )
+            chosen = tuple(each.neighbor for each in waiting[: mine.count])
             plan = mine.model_copy(update={"members": chosen, "nonce": secrets.token_hex(8)})
             put = Put(key, plan.encode(), lease)
             if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
@@ -209,7 +211,7 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
 
 
 def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:
-    names = ", ".join(each.place.node for each in waiting)
+    names = ", ".join(each.neighbor.node for each in waiting)
     text = f"{len(waiting)} of {counted(count, 'node')} joined within {waited_s:.3g} s: {names}"
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
 

@@ -127,9 +127,9 @@ def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
     middle = start + len(command)
     stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     code_start, code_end, stack, data_start, data_end, brk = (int(stat[each - 3]) for each in (26, 27, 28, 45, 46, 47))
-    places = (code_start, code_end, data_start, data_end, brk, _LIBRARY.sbrk(0), stack)
+    addresses = (code_start, code_end, data_start, data_end, brk, _LIBRARY.sbrk(0), stack)
     # struct prctl_mm_map: eleven addresses, the auxiliary vector (unchanged), the descriptor of the program (none).
-    asked = struct.pack("=12Q2I", *places, start, middle, middle, middle + len(variables), 0, 0, 0xFFFFFFFF)
+    asked = struct.pack("=12Q2I", *addresses, start, middle, middle, middle + len(variables), 0, 0, 0xFFFFFFFF)
     buffer = ctypes.create_string_buffer(asked, len(asked))
     _prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.addressof(buffer), len(asked))
     _shown[:] = [memory]
@@ -272,8 +272,8 @@ def installed_roots() -> tuple[str, ...]:
 def is_installed(module: ModuleType, roots: tuple[str, ...]) -> bool:
     """Whether ``module`` is not the user's own code; a module without a file is built in or was created by another."""
     path: str | None = getattr(module, "__file__", None)
-    places = [path] if path is not None else list(getattr(module, "__path__", []))  # of a namespace
-    return all(os.path.realpath(each).startswith(roots) for each in places if os.path.isabs(each))
+    paths = [path] if path is not None else list(getattr(module, "__path__", []))  # of a namespace
+    return all(os.path.realpath(each).startswith(roots) for each in paths if os.path.isabs(each))
 
 
 class Preloading:

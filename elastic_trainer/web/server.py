@@ -9,7 +9,7 @@ client of this port can make a healthy process look dead.
 *Runs in* its own thread (``http``), and one for each answer in progress, at most 64.
 *Owns* the listening socket and all connections.
 *Fails by* ConfigError when it cannot listen; a failing connection affects no other.
-*Invariant*: a request must be complete, and an answer read, within seconds. When all places are taken a new connection
+*Invariant*: a request must be complete, and an answer read, within seconds. When all slots are taken a new connection
 replaces the oldest waiting one of the address with the most connections.
 """
 
@@ -60,7 +60,7 @@ class Body:
     zipped: bytes | None
 
     @classmethod
-    def of(cls, plain: bytes) -> Body:
+    def compressed(cls, plain: bytes) -> Body:
         worth = len(plain) >= LEAST_GZIP
         return cls(plain, gzip.compress(plain, GZIP_LEVEL, mtime=0) if worth else None)
 
@@ -117,7 +117,7 @@ def metrics(collector: Collector, accept: str) -> Answer:
         encode, kind = choose_encoder(accept)
     except (ValueError, TypeError):  # a version that is none
         encode, kind = choose_encoder("")
-    return Answer(200, kind, Body.of(encode(collector)), NO_STORE)
+    return Answer(200, kind, Body.compressed(encode(collector)), NO_STORE)
 
 
 CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'
@@ -290,7 +290,7 @@ def takes_gzip(accepted: str) -> bool:
 MOST_CONNECTIONS = 256
 MOST_ANSWERS = 64
 MOST_ANSWERS_TO_ONE = 48
-"""Maximum for one address: a proxy may serve many readers, but must not take all places."""
+"""Maximum for one address: a proxy may serve many readers, but must not take all slots."""
 MOST_STREAMS = 24
 REQUEST_LIMIT_S = 20.0
 """Time limit of a request, from the end of the previous one, including TLS. Not a usual scrape interval of Prometheus:

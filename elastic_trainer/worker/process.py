@@ -28,7 +28,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import InterruptibleWaits
-from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, place_in
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, assignment_of
 from elastic_trainer.worker.recovery import ChannelLink, InPlaceRecovery, Recovery
 from elastic_trainer.worker.report import HeartbeatReporter, open_endpoint
 from elastic_trainer.worker.state.saver import check_storage
@@ -48,7 +48,7 @@ class StaticRendezvous:
     """What carries a training across rounds."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
-        self._formation = place_in(environment)
+        self._formation = assignment_of(environment)
         self.timeouts = FormTimeouts(min(settings.GROUP_TIMEOUT_S, timeout_s), timeout_s)
         self._sockets = Sockets()
         self.descriptors = self._sockets.descriptors
@@ -63,7 +63,7 @@ class StaticRendezvous:
     def stop_requested(self, signal: str) -> None:
         """The ranks agree on it themselves."""
 
-    def free(self, number: int) -> None:
+    def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
         groups.abort_nccl()
         self._sockets.sever()
@@ -99,9 +99,9 @@ class ElasticRendezvous:
         return self._link.descriptors() + self._aborter.sockets.descriptors()
 
     def broken(self) -> str | None:
-        return self._link.broken(self._aborter.number)
+        return self._link.why_over(self._aborter.number)
 
-    def free(self, number: int) -> None:
+    def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""
         if number == self._aborter.number:
             groups.abort_nccl()
@@ -151,7 +151,7 @@ class Process:
                 tracker,
                 signals,
                 self._rendezvous.timeouts,
-                self._rendezvous.free,
+                self._rendezvous.end_collectives,
             )
             undo.pop_all()
         signals.open()
@@ -178,9 +178,9 @@ class Process:
 
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
-        self.context.tracker.change(Phase.ENDING)
+        self.context.tracker.enter_now(Phase.ENDING)
         if status == "done":
-            self.context.tracker.describe(passed=True)
+            self.context.tracker.set_notes(passed=True)
         self._rendezvous.close(status)
         self.context.signals.close()
         self.context.leave()

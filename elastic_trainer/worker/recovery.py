@@ -82,12 +82,12 @@ class Groups(Protocol):
         ...
 
     @property
-    def inside(self) -> bool:
+    def in_round(self) -> bool:
         """Whether it is in that round."""
         ...
 
-    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
-        """Enter the round of ``place`` and form its groups; ``broken`` says why a round is over already."""
+    def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
+        """Enter the round of ``assignment`` and form its groups; ``broken`` says why a round is over already."""
         ...
 
     def sever(self) -> None:
@@ -147,7 +147,7 @@ class State(Protocol):
     # ---- the end of a round
 
     def parted_by(self, error: BaseException) -> ConfigError | None:
-        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        """Why the ranks cannot go on, if ``error`` is due to their being at different points of the script."""
         ...
 
     def gives_up(self, step: Any, error: BaseException) -> BaseException:
@@ -284,8 +284,8 @@ class AgentLink:
         """Until ``holds()`` after a message was heard, or ``timeout_s`` seconds have passed."""
         raise NotImplementedError
 
-    def place(self, formation: messages.Formation) -> RankAssignment:
-        """This worker's place in the round of ``formation``, which it is about to enter."""
+    def take_assignment(self, formation: messages.Formation) -> RankAssignment:
+        """This worker's assignment in the round of ``formation``, which it is about to enter."""
         self._round, self.nonce = formation.number, formation.nonce
         return self.assignment(formation)
 
@@ -303,7 +303,7 @@ class AgentLink:
         elif isinstance(message, messages.Over) and message.number > self.over:
             self.over, self._over_reason = message.number, message.reason
 
-    def broken(self, round: int) -> str | None:
+    def why_over(self, round: int) -> str | None:
         """Why ``round`` is over, or None."""
         return self._over_reason if round and round <= self.over else None
 
@@ -327,7 +327,7 @@ class AgentLink:
             self.wait(lambda: usable() is not None or self.over >= number, IDLE_EVERY_S)
             found = usable()
             if found is not None:
-                return self.place(found)
+                return self.take_assignment(found)
             if self.over >= number:
                 return None
             idle()
@@ -560,7 +560,7 @@ class Recovery:
             self.lost = error
         return inside
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+    def call(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """Make a call of all ranks, through as many rounds as it takes; ``codec`` transfers its result."""
         return attempt()
 
@@ -576,10 +576,10 @@ class Recovery:
         """Whether the agent has announced a planned change."""
         return False
 
-    def agreed(self) -> None:
+    def note_change(self) -> None:
         """All ranks know it: make it before the next batch is drawn."""
 
-    def change(self) -> bool:
+    def make_change(self) -> bool:
         """Make the agreed change, if any; whether the ranks may have changed."""
         return False
 
@@ -620,7 +620,7 @@ class InPlaceRecovery(Recovery):
         parted = self._state.parted_by(error)
         if parted is not None:
             raise parted from error
-        if not self._groups.inside or not is_collective_failure(error):
+        if not self._groups.in_round or not is_collective_failure(error):
             return False
         number = self._groups.number
         # Before the peers can notice: those who lose contact with a rank that gives its step up are not the cause.
@@ -647,7 +647,7 @@ class InPlaceRecovery(Recovery):
         self._regroup(joinable=not was_committed)  # newcomers cannot repeat the script's code after a step
         after_step = before if was_committed else (step.generation, step.number, before[2])
         if step.committed and self._script_position != after_step:
-            step.committed = False  # healed to another place: the code after this step must not run here
+            step.committed = False  # healed to another position: the code after this step must not run here
         if step.committed:
             state.save_due(step.number)
         return True
@@ -672,7 +672,7 @@ class InPlaceRecovery(Recovery):
         step.committed = False
         self._given_up = step
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
+    def call(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """``attempt()``, repeated after each round that ends in the middle of it.
 
         If a peer completed the same call, its result is used instead.
@@ -696,7 +696,7 @@ class InPlaceRecovery(Recovery):
 
     def _require_round(self) -> None:
         number = self._groups.number
-        reason = self._link.broken(number)
+        reason = self._link.why_over(number)
         if reason is not None:
             raise RoundBrokenError(f"round {number} ended before its gradients were complete: {reason}")
 
@@ -710,18 +710,18 @@ class InPlaceRecovery(Recovery):
         self._enter(joinable=joinable)
         self._state.redraw()  # the script may open another step with the same batch
 
-    def _enter(self, *, planned: bool = False, joinable: bool = True, place: RankAssignment | None = None) -> None:
-        """Join the next round, through those that fail to form; ``place`` is this rank's if it is fixed already."""
+    def _enter(self, *, planned: bool = False, joinable: bool = True, assignment: RankAssignment | None = None) -> None:
+        """Join the next round, through those that fail to form; ``assignment``: this rank's, if it is fixed already."""
         before, self._joinable = self._state.show(Phase.RENDEZVOUS), joinable
         while True:
-            number = place.round if place is not None else max(self._groups.number, self._link.over) + 1
+            number = assignment.round if assignment is not None else max(self._groups.number, self._link.over) + 1
             self._link.send(self._offer(number, planned=planned))
             planned = False
-            if place is None:
-                place = self._link.await_formation(number, self._save_meanwhile)
-            if place is not None and self._form(place):
+            if assignment is None:
+                assignment = self._link.await_formation(number, self._save_meanwhile)
+            if assignment is not None and self._form(assignment):
                 break
-            place = None
+            assignment = None
         self._state.show(before if before in _LASTING else Phase.TRAINING)
 
     def _offer(self, number: int, *, planned: bool) -> Ready:
@@ -751,31 +751,31 @@ class InPlaceRecovery(Recovery):
         if self._valid:
             self._state.save_alone()
 
-    def _form(self, place: RankAssignment) -> bool:
+    def _form(self, assignment: RankAssignment) -> bool:
         """Form the round and bring its ranks to one state; False if it ended meanwhile."""
         self._state.show(Phase.RENDEZVOUS)
         began, formed = self._clock.monotonic(), None
         try:
-            group = self._groups.form(place, self._link.broken)
+            group = self._groups.form(assignment, self._link.why_over)
             formed = self._clock.monotonic()
             self._come_to_one_state(group)
         except (RejoinError, TransientError, RuntimeError) as error:
             if not is_collective_failure(error):
                 raise
-            logger().info("round.not_entered", round=place.round, error=summary(error), trail=trail(error))
-            failed = messages.Failed(number=place.round, error=summary(error))
+            logger().info("round.not_entered", round=assignment.round, error=summary(error), trail=trail(error))
+            failed = messages.Failed(number=assignment.round, error=summary(error))
             if formed is None:  # else ranks reached each other
-                forming = {"forming": True, "tried": tried(error), "loopback": place.misleads()}
+                forming = {"forming": True, "tried": tried(error), "loopback": assignment.misleads()}
                 failed = failed.model_copy(update=forming)
             self._link.send(failed)
             self._groups.abandon()
-            self._link.await_over(place.round)
+            self._link.await_over(assignment.round)
             return False
         logger().info(
             "round.entered",
-            round=place.round,
-            rank=place.rank,
-            world_size=place.world_size,
+            round=assignment.round,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
             form_s=round(formed - began, 4),
             settle_s=round(self._clock.monotonic() - formed, 4),
         )
@@ -891,10 +891,10 @@ class InPlaceRecovery(Recovery):
     def knows_change(self) -> bool:
         return not self._evaluates and self._link.drain(self._groups.number) is not None
 
-    def agreed(self) -> None:
+    def note_change(self) -> None:
         self._change_due = True
 
-    def change(self) -> bool:
+    def make_change(self) -> bool:
         """This happens before the next batch is drawn: the script's code after the step has run on all ranks by then,
         so newcomers start where the others are.
         """
@@ -914,7 +914,7 @@ class InPlaceRecovery(Recovery):
             self._state.leave_now()
         self._state.release()
         self._groups.abandon(planned=True)
-        self._enter(planned=True, place=self._link.place(drain.next) if drain.next is not None else None)
+        self._enter(planned=True, assignment=self._link.take_assignment(drain.next) if drain.next is not None else None)
         return True
 
     def _saved_together(self) -> bool:

@@ -110,14 +110,14 @@ class HeartbeatReporter:
         if _PREVIOUS:  # an earlier session has reported the time until now
             previous = _PREVIOUS.pop()
             age_s = clock.monotonic() - previous.closed_at
-            previous.describe(closed=True)
+            previous.set_notes(closed=True)
         tracker = cls(page, clock, age_s=age_s)
         _PREVIOUS.append(tracker)
         tracker.reached = environment.reached
         if environment.launched and not environment.in_place:
             tracker.pulse.rank, tracker.pulse.world_size = environment.rank, environment.world_size
         tracker.beat()
-        tracker.describe(
+        tracker.set_notes(
             pid=os.getpid(),
             start=start_of("self"),
             born_at=clock.monotonic() - age_s,
@@ -137,7 +137,7 @@ class HeartbeatReporter:
         return tracker
 
     @property
-    def newest(self) -> bool:
+    def is_newest(self) -> bool:
         """Whether no other reporter was opened in this process since."""
         return bool(_PREVIOUS) and _PREVIOUS[-1] is self
 
@@ -157,17 +157,17 @@ class HeartbeatReporter:
 
     # ---- identity of this worker
 
-    def describe(self, **notes: Any) -> None:
+    def set_notes(self, **notes: Any) -> None:
         """Update the notes, which change rarely."""
         self._notes.update(notes)
         self._note()
 
-    def place(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
+    def set_rank(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
         pulse = self.pulse
         pulse.rank, pulse.world_size, pulse.round, pulse.fresh, pulse.first_at = rank, world_size, round_, 0, 0.0
         self._device = device if device.type == "cuda" else None
         if self._notes.get("device") != str(device):
-            self.describe(device=str(device))
+            self.set_notes(device=str(device))
         self.moved()
 
     def holds(self, step: int, cursor: Cursor = _START) -> None:
@@ -185,7 +185,7 @@ class HeartbeatReporter:
         self.page.moment(phase)
         return before
 
-    def change(self, phase: Phase) -> Phase:
+    def enter_now(self, phase: Phase) -> Phase:
         """As :meth:`enter`, but written at once: for phases that may last long."""
         before = self.enter(NUMBERS[phase])
         self.moved()
@@ -193,22 +193,22 @@ class HeartbeatReporter:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        before = self.change(phase)
+        before = self.enter_now(phase)
         try:
             yield
         finally:
-            self.change(before)
+            self.enter_now(before)
 
     def draws(self) -> int:
         """A wait for samples begins; pass the result to :meth:`enter` afterwards."""
         return self.enter(_DATA) if self._phase in _WORK else self._phase
 
-    def waits(self) -> None:
+    def begin_wait(self) -> None:
         """A wait for other ranks begins."""
         if self._waits_at:
             return  # inside another wait
         self._waits_at = self._monotonic()
-        self.page.waits(True)
+        self.page.set_waits(True)
         if not self._peer_saves:
             return
         if self._phase in _WORK:
@@ -223,7 +223,7 @@ class HeartbeatReporter:
         if self._phase in _WORK:  # other waits are no part of a step's time
             self._waited_s += self._monotonic() - self._waits_at
         self._waits_at = 0.0
-        self.page.waits(False)
+        self.page.set_waits(False)
         if self._before_wait is not None:
             self.enter(self._before_wait)
             self._before_wait = None
@@ -244,7 +244,7 @@ class HeartbeatReporter:
 
     def gave_up(self) -> None:
         """The present step is lost and will be repeated."""
-        self.page.inside(False)
+        self.page.set_in_call(False)
         self.resumes()
         self.enter(self._phase)
         seconds = self.pulse.seconds
@@ -258,17 +258,17 @@ class HeartbeatReporter:
 
     def step_begins(self, number: int) -> None:
         phase = _REPEATED if number <= self.reached else _TRAINING
-        self.page.inside(True)
+        self.page.set_in_call(True)
         if self._phase not in _WORK:
-            self.change(PHASES[phase])
+            self.enter_now(PHASES[phase])
         elif phase != self._phase:
             self.enter(phase)
 
-    def committed(self, step: int, samples: int, cursor: Cursor = _START) -> None:
+    def note_step(self, step: int, samples: int, cursor: Cursor = _START) -> None:
         """``step`` was committed with ``samples`` samples of this rank; the data goes on at ``cursor``."""
         pulse, now = self.pulse, self._monotonic()
         pulse.stepped_wall = self._clock.wall()
-        self.page.inside(False)
+        self.page.set_in_call(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
         pulse.phase_at = pulse.moved_at = pulse.stepped_at = now
         seconds = pulse.seconds
@@ -313,39 +313,39 @@ class HeartbeatReporter:
             self.pulse.loss = loss
             self._knows_mean = not own
 
-    def nonfinite(self) -> None:
+    def count_nonfinite(self) -> None:
         self.pulse.nonfinite += 1
         self.beat()
 
     def differed(self) -> None:
-        self.count("differences")
+        self.count_event("differences")
         self._note()
 
     def accused(self, step: int, ranks: Sequence[int], nodes: Sequence[str], reason: str) -> None:
         """An audit of ``step`` has found these ranks to compute wrongly."""
-        self.count("audit_mismatches")
+        self.count_event("audit_mismatches")
         number = int(self._counts["audit_mismatches"])
         found = {"number": number, "step": step, "ranks": [*ranks], "nodes": [*nodes], "reason": reason}
-        self.describe(audits=[*self._notes.get("audits", []), found][-_AUDITS_SHOWN:])
+        self.set_notes(audits=[*self._notes.get("audits", []), found][-_AUDITS_SHOWN:])
 
     # ---- checkpoints
 
     def operated(self, what: str, duration_s: float, *, ok: bool) -> None:
         """Count a ``save`` or ``load`` and its duration."""
-        self.count(f"{what}.{'ok' if ok else 'failed'}")
+        self.count_event(f"{what}.{'ok' if ok else 'failed'}")
         if what == "save":
             self._notes["saves_failing"] = 0 if ok else self._notes.get("saves_failing", 0) + 1
         if ok:
             for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
-                self.count(name, amount)
+                self.count_event(name, amount)
         self._note()
 
-    def saved(self, step: int, size: int, duration_s: float, free_bytes: int | None = None) -> None:
+    def note_save(self, step: int, size: int, duration_s: float, free_bytes: int | None = None) -> None:
         saved = {"step": step, "wall": self._clock.wall(), "bytes": size, "duration_s": duration_s}
         self._notes["saved"] = saved | ({} if free_bytes is None else {"free_bytes": free_bytes})
         self.operated("save", duration_s, ok=True)
 
-    def count(self, name: str, amount: float = 1.0) -> None:
+    def count_event(self, name: str, amount: float = 1.0) -> None:
         """Count a rare event; written with the next note."""
         self._counts[name] = self._counts.get(name, 0.0) + amount
 
@@ -357,7 +357,7 @@ class HeartbeatReporter:
         self.page.beat(self.pulse, self._phase)
 
     def _note(self) -> None:
-        self.page.note({**self._notes, "counts": self._counts})
+        self.page.write_notes({**self._notes, "counts": self._counts})
 
 
 def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:

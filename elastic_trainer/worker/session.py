@@ -173,7 +173,7 @@ class Session:
                 if self._training is None:
                     self._finish()
                 else:
-                    self._training.recovery.repeated(self._finish, JSON)
+                    self._training.recovery.call(self._finish, JSON)
             except BaseException as failed:
                 self._fail(process, failed)
                 raise
@@ -182,13 +182,13 @@ class Session:
             self._fail(process, error)
 
     def _fail(self, process: Process, error: BaseException | None) -> None:
-        """Leave without waiting for peers: some of them may be gone, or in another place. ConfigError if they are."""
+        """Leave without waiting for peers: some of them may be gone, or at another point. ConfigError if they are."""
         parted = self._training.parted_by(error) if self._training is not None else None
         shown = parted or error
         if shown is not None and is_collective_failure(shown):
-            process.context.tracker.describe(lost_peer=True)
+            process.context.tracker.set_notes(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
-            process.context.tracker.describe(error=last_line(shown))
+            process.context.tracker.set_notes(error=last_line(shown))
         self._close(process, "stopped" if process.context.stopped else "failed")
         if parted is not None:
             raise parted from error
@@ -196,8 +196,8 @@ class Session:
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
         context = self._here
-        context.tracker.change(Phase.ENDING)
-        context.signals.agreed()
+        context.tracker.enter_now(Phase.ENDING)
+        context.signals.note_stop()
         if self._training is not None:
             self._training.steps.finish()
         context.present.boundaries.end()
@@ -361,7 +361,7 @@ class Session:
         with layout.parallelizing():
             yield
         if device.type == "cpu":  # where DTensor gives shards no random numbers of their own
-            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.place))
+            seeds.seeder(device)(seeds.key(seeds.START, self._options.seed, layout.shard_rank))
 
     def wrap(
         self,
@@ -513,7 +513,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change, rule = self._trained.recovery.change, settings.one_of(LrRule, lr_rule, "lr_rule")
+        change, rule = self._trained.recovery.make_change, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
         size, micro = global_batch_size, micro_batch_size
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
@@ -540,7 +540,7 @@ class Session:
         if self._trained.state.user.get(streams.name) is not streams:
             self.register(streams.name, streams)
         streams.begin(plan.global_batch)
-        change, position = self._trained.recovery.change, self._position
+        change, position = self._trained.recovery.make_change, self._position
 
         def changed() -> bool:
             if change():
@@ -591,7 +591,7 @@ class Session:
         plan = EpochPlan(length, size, micro, seed, shuffle, scale_from, rule, passes, drop_last)
 
         def begin(source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]:
-            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.change)
+            return feed.batches(dataset, plan, None, epochs, steps, source, training.recovery.make_change)
 
         return SessionSampler(dataset, plan, self.device, begin)
 
@@ -691,7 +691,7 @@ class Session:
 
         def attempt() -> Result:
             present, fetch = context.present, Fetcher(dataset, context.placement.device, collate)
-            context.tracker.change(Phase.EVALUATION)
+            context.tracker.enter_now(Phase.EVALUATION)
             present.control.sum(Purpose.EVALUATE)
             module, part = model, DataPart(present.control.rank, present.control.world_size)
             if training is not None:

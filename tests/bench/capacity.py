@@ -172,7 +172,7 @@ class SimulatedNode:
         self._notify()
         while not self._gone:
             self._moved.clear()
-            newest = member.look().round
+            newest = member.observation().round
             if newest is not None and is_over(document, newest):
                 return
             self._moved.wait()

@@ -175,7 +175,7 @@ def _encoded(endpoint: str, nodes: int, repeats: int) -> Mapping[str, Any]:
         documents = RunFeed(store, RunKeys("/elastic_trainer", SMALLER)).read(Deadline.after(LIMIT_S))
         read_s = SYSTEM.monotonic() - began
         store.close()
-    seen, seconds, content = Observer().look(documents, 0.0, 0.0), [], b""
+    seen, seconds, content = Observer().observe(documents, 0.0, 0.0), [], b""
     for _ in range(repeats):
         began = SYSTEM.monotonic()
         content = as_json(snapshot(documents, seen))
@@ -237,7 +237,7 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             workers = [_worker(pages.directory, local_rank) for local_rank in range(RANKS)]
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
-            collector = NodeCollector(RUN, "n0", pages.look, pages.nonfinite, pages.counters, None)
+            collector = NodeCollector(RUN, "n0", pages.living, pages.nonfinite_losses, pages.counters, None)
             with closing(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector)) as endpoint:
                 scrapes = [_timed(endpoint.port, "/metrics") for _ in range(20)]
         finally:
@@ -258,7 +258,7 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
 
 def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
     writer = PageWriter.create(directory / f"{local_rank}-{os.getpid()}.page")
-    writer.note({"pid": os.getpid(), "start": start_of("self"), "local_rank": local_rank, "device": "cpu"})
+    writer.write_notes({"pid": os.getpid(), "start": start_of("self"), "local_rank": local_rank, "device": "cpu"})
     pulse = Heartbeat(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
     writer.beat(pulse)
     return writer, pulse
@@ -278,9 +278,9 @@ def _commit_us(steps: int) -> float:
     for step in range(1, steps + 1):
         tracker.step_begins(step)
         tracker.enter(tracker.draws())
-        tracker.waits()
+        tracker.begin_wait()
         tracker.resumes()
-        tracker.committed(step, 32)
+        tracker.note_step(step, 32)
     return (SYSTEM.monotonic() - began) / steps * 1e6
 
 

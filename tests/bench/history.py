@@ -62,7 +62,7 @@ def _history(etcd: EtcdServer, store: Store, count: int, options: Options) -> tu
     for number in range(options.repeats):
         now = DAYS * 86400.0 + number
         began = SYSTEM.monotonic()
-        shown = as_values(snapshot(documents, observer.look(documents, now, now)))
+        shown = as_values(snapshot(documents, observer.observe(documents, now, now)))
         page.run_update(shown)
         updates.append(1000 * (SYSTEM.monotonic() - began))
     points = len(shown["curves"]["wall"])
@@ -114,7 +114,7 @@ def _incident(number: int, wall: float) -> Incident:
 def _observed(documents: RunDocuments) -> Observer:
     observer = Observer()
     for number in range(int(DAYS * 86400.0 / LOOK_EVERY_S)):
-        observer.look(documents, number * LOOK_EVERY_S, number * LOOK_EVERY_S)
+        observer.observe(documents, number * LOOK_EVERY_S, number * LOOK_EVERY_S)
     return observer
 
 

@@ -89,8 +89,13 @@ class Scale(World):
         current = self.round
         if current is None or current.state is not RoundState.ACTIVE or current.number <= number:
             return False
-        places = [[each.groups.place for each in self.agents[member.node].at_work] for member in current.members]
-        return all(place and place[0] is not None and place[0].nonce == current.nonce for place in places)
+        assignments = [
+            [each.groups.assignment for each in self.agents[member.node].at_work] for member in current.members
+        ]
+        return all(
+            assignment and assignment[0] is not None and assignment[0].nonce == current.nonce
+            for assignment in assignments
+        )
 
     def whole(self) -> bool:
         current = self.round

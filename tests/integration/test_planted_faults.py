@@ -66,8 +66,8 @@ CONDUCTOR = {
     ),
     "an older record is written last": Fault(
         "agent/workers/conductor_shell.py",
-        "            if self._record is None:\n",
-        "            if record is not None:\n",
+        "                if not written and self._record is None:",
+        "                if not written and record is not None:",
         0,
     ),
     "hung workers live": Fault(

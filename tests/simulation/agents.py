@@ -40,7 +40,7 @@ class Agent:
     @property
     def at_work(self) -> list[SimWorker]:
         """Those that are in a round."""
-        return [each for each in self.workers if each.groups.inside and each.alive]
+        return [each for each in self.workers if each.groups.in_round and each.alive]
 
     def die(self, *, silently: bool = False) -> None:
         """The machine ends; ``silently``: its connections are not closed, as by a loss of power."""

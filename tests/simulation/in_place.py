@@ -1,4 +1,4 @@
-"""A node in place: the product's conductor, record writer, watchdog and places, and toy workers that it leads."""
+"""A node in place: the product's conductor, record writer, watchdog and slots, and toy workers that it leads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, Conduc
 from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.channel import Drain, Formation, Message, Over
-from elastic_trainer.membership.cluster_view import NodeView, has_places
+from elastic_trainer.membership.cluster_view import NodeView, has_slots
 from elastic_trainer.membership.documents import Ghost, NodeRecord
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.model import Incarnation
@@ -57,15 +57,15 @@ class InPlace(Agent):
         core = Conductor(ConductorConfig("run", self.name, self.base, SEVER_S), facts)
         self.conductor = ConductorShell(core, ports, self.loop, periodic)
         self._watchdog = Watchdog(HANG_S, self.conductor.watched, self._kill_hung, self.loop)
-        self._places = ShardSlots(node.member, self.name, self._nodes, self.conductor, self.loop)
+        self._slots = ShardSlots(node.member, self.name, self._nodes, self.conductor, self.loop)
         node.see = self.conductor.see
         node.start(self._arrived)
 
     def _arrived(self) -> None:
         for each in (self.conductor, self._writer):
             each.start()
-        if has_places(self.node.limits):
-            self.host.start(self._look_for_place())
+        if has_slots(self.node.limits):
+            self.host.start(self._look_for_slot())
         self._begin()
 
     # ---- the conductor's ports
@@ -120,9 +120,9 @@ class InPlace(Agent):
             self._leave_soon()
             return
         limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
-        place = begin_life(self.conductor, self.node.member, self._places, self.team, limit)
+        slot = begin_life(self.conductor, self.node.member, self._slots, self.team, limit)
         self._begins = False
-        first, size = (place or 0) * self.team, self.node.limits.shard_nodes * self.team if place is not None else 1
+        first, size = (slot or 0) * self.team, self.node.limits.shard_nodes * self.team if slot is not None else 1
         self.workers = [
             SimWorker(self, self.world, next(self._pids), rank, first + rank if size > 1 else 0, size)
             for rank in range(self.team)
@@ -152,7 +152,7 @@ class InPlace(Agent):
 
     def _end(self) -> None:
         """All have ended well: at torchrun's exit barrier, if they have passed the end of the training."""
-        member, seen = self.node.member, self.node.view.look().round
+        member, seen = self.node.member, self.node.view.observation().round
         if self.conductor.passed and seen is not None and seen.member(self.name) is not None:
             self._writer.close()
             limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
@@ -160,7 +160,7 @@ class InPlace(Agent):
         self._leave_soon()
 
     def _is_closed(self) -> bool:
-        seen = self.node.view.look().round
+        seen = self.node.view.observation().round
         return seen is not None and seen.state is State.CLOSED
 
     def _leave_soon(self) -> None:
@@ -177,9 +177,9 @@ class InPlace(Agent):
                     nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
         return nodes
 
-    def _look_for_place(self) -> Process:
+    def _look_for_slot(self) -> Process:
         while True:
-            yield self._places.turn()
+            yield self._slots.turn()
 
     # ---- what happens to it
 
@@ -201,7 +201,7 @@ class InPlace(Agent):
         if not living:
             return
         worker = self.chance.choice(living)
-        if worker.groups.inside and self.chance.random() < 0.5:
+        if worker.groups.in_round and self.chance.random() < 0.5:
             worker.blocked = True
             self.loop.after(PHASE_LIMIT_S, lambda: self.host.deliver(lambda: self._end_phase(worker)))
         else:
@@ -216,7 +216,7 @@ class InPlace(Agent):
 
     def _watch(self) -> Process:
         while any(each.hung and each.alive for each in self.workers):
-            yield self._watchdog.look()
+            yield self._watchdog.turn()
 
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:
         document, _ = self.conductor.at_work()

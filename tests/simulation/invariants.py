@@ -12,7 +12,7 @@ from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDoc
 from elastic_trainer.model import Incarnation
 
 if TYPE_CHECKING:
-    from tests.simulation.workers import SimPlace
+    from tests.simulation.workers import SimAssignment
 
 ONE_ACTIVE = "at most one active round"
 ONLY_GROW = "rounds only grow"
@@ -22,8 +22,8 @@ PRESENT = "only a node that is in the run writes a round"
 STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
-WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
-ALIKE = "all ranks of a round hold one state, at one place of the script, and use each sample once"
+WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its slot while its workers live"
+ALIKE = "all ranks of a round hold one state, at one point of the script, and use each sample once"
 NOTHING_LOST = "a round goes on from the newest state that a member or the storage holds"
 ONE_ROUND = "workers that were started for a round are in no other one, in restart mode"
 ONLY_ENDED = "no worker leaves a round that is not over"
@@ -55,7 +55,7 @@ class Invariants:
         """Rounds of the store as it was before it went back."""
         self._members: dict[str, tuple[RoundMember, ...]] = {}
         """Of all rounds ever written, by nonce."""
-        self._places: dict[tuple[str, int], int | None] = {}
+        self._slots: dict[tuple[str, int], int | None] = {}
         """By node and life."""
         self._rounds: dict[int, tuple[str, tuple[RoundMember, ...]]] = {}
         self._started: dict[tuple[str, int], int] = {}
@@ -74,12 +74,12 @@ class Invariants:
         self._closed: int | None = None
 
     def shows(self, name: str, record: NodeRecord) -> None:
-        """A node's key was written. A node may look for its place until its workers have sharded the model."""
+        """A node's key was written. A node may look for its slot until its workers have sharded the model."""
         if record.state is NodeState.WARMING:
             return
-        known = self._places.setdefault((name, record.life), record.place)
-        if known != record.place:
-            raise Violation(WHOLE_GROUPS, f"{name} goes from place {known} to {record.place}")
+        known = self._slots.setdefault((name, record.life), record.shard_slot)
+        if known != record.shard_slot:
+            raise Violation(WHOLE_GROUPS, f"{name} goes from slot {known} to {record.shard_slot}")
 
     def wrote(self, document: RoundDocument) -> None:
         """The round document was written."""
@@ -133,8 +133,8 @@ class Invariants:
         self._check_order(document)
         size = self._limits.shard_nodes
         for at, member in enumerate(document.members if size > 1 else ()):
-            if (place := self._places.get((member.node, member.life))) != at % size:
-                raise Violation(WHOLE_GROUPS, f"{_words(document)}: {member.node} of place {place} is number {at}")
+            if (slot := self._slots.get((member.node, member.life))) != at % size:
+                raise Violation(WHOLE_GROUPS, f"{_words(document)}: {member.node} of slot {slot} is number {at}")
         for member in document.members:
             if self._went_back and self._created(member.node) != member.create_revision:
                 continue  # decided on what was seen before the restore: it means a key of the former history
@@ -148,10 +148,10 @@ class Invariants:
     def _check_order(self, document: RoundDocument) -> None:
         """Of groups, those that both rounds have keep theirs; a round that was only planned orders nobody."""
         before = self._rounds[document.number - 1][1] if document.number - 1 in self._active else ()
-        place = {group: at for at, group in enumerate(self._groups(before))}
-        places = [place.get(group, len(place)) for group in self._groups(document.members)]
-        if places != sorted(places):
-            raise Violation(KEEP_ORDER, f"{_words(document)}: {places} of the round before")
+        order = {group: at for at, group in enumerate(self._groups(before))}
+        orders = [order.get(group, len(order)) for group in self._groups(document.members)]
+        if orders != sorted(orders):
+            raise Violation(KEEP_ORDER, f"{_words(document)}: {orders} of the round before")
 
     def _groups(self, members: Sequence[RoundMember]) -> list[tuple[tuple[str, int], ...]]:
         size, keys = self._limits.shard_nodes, [(member.node, member.create_revision) for member in members]
@@ -188,7 +188,7 @@ class Invariants:
         """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
         self._started[name, life] = number
 
-    def stepped(self, read: Sequence[SimPlace]) -> None:
+    def stepped(self, read: Sequence[SimAssignment]) -> None:
         """All members of a round have made a step in it; ``read``: the round as each of them has read it."""
         number, nonce = read[0].number, read[0].nonce
         ranks = {each.rank for each in read}

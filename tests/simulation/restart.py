@@ -25,7 +25,7 @@ from tests.simulation.in_place import JOIN_TIMEOUT_S
 from tests.simulation.invariants import NO_REPLACED, Violation
 from tests.simulation.loop import sleep
 from tests.simulation.node import SimNode
-from tests.simulation.workers import FIRST_PID, SimPlace, SimWorker
+from tests.simulation.workers import FIRST_PID, SimAssignment, SimWorker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -92,7 +92,7 @@ class Restart(Agent):
 
     def _left(self) -> bool:
         """Its workers have ended: whether that was by agreement."""
-        current, seen = self._current, self.node.view.look().round
+        current, seen = self._current, self.node.view.observation().round
         if current is None or seen is None or round_is_over(current, seen):
             return True
         failure = RoundFailure(current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
@@ -101,9 +101,9 @@ class Restart(Agent):
     def _work(self, current: RoundDocument) -> None:
         """Until the round is over, or the workers have failed or are done. Raises RunClosedError."""
         view = self.node.view
-        if not self._failed and not round_is_over(current, view.look().round):
+        if not self._failed and not round_is_over(current, view.observation().round):
             self._begin(current)
-        while not self._failed and not self.done and not round_is_over(current, view.look().round):
+        while not self._failed and not self.done and not round_is_over(current, view.observation().round):
             sleep((self.node.changed, 1.0))
         if self.done and not self._failed:
             limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
@@ -114,7 +114,7 @@ class Restart(Agent):
     def _begin(self, current: RoundDocument) -> None:
         nodes = tuple(member.node for member in current.members)
         worker = SimWorker(self, self.world, next(self._pids), 0)
-        worker.assigned = SimPlace(
+        worker.assigned = SimAssignment(
             current.number, nodes.index(self.name), len(nodes), 0, 1, nonce=current.nonce, nodes=nodes
         )
         self.workers = [worker]

@@ -203,8 +203,8 @@ class SimGroup:
 class Meeting:
     """The ranks that form a round, by its nonce."""
 
-    def __init__(self, world: World, place: SimPlace) -> None:
-        self.world, self.place = world, place
+    def __init__(self, world: World, assignment: SimAssignment) -> None:
+        self.world, self.assignment = world, assignment
         self.members: dict[int, SimWorker] = {}
         self.held: dict[int, tuple[int, int] | None] = {}
         self.prepared: dict[int, tuple[int, int]] = {}
@@ -221,27 +221,27 @@ class Meeting:
     def name(self, rank: int) -> str:
         return self.members[rank].who
 
-    def come(self, worker: SimWorker, place: SimPlace) -> None:
-        if place.rank in self.members:
-            raise Violation(ALIKE, f"{worker.who} and {self.name(place.rank)} are rank {place.rank}")
-        self.members[place.rank] = worker
-        self.held[place.rank], self.prepared[place.rank] = worker.state.held, worker.state.prepares
-        self.here.add(place.rank)
+    def come(self, worker: SimWorker, assignment: SimAssignment) -> None:
+        if assignment.rank in self.members:
+            raise Violation(ALIKE, f"{worker.who} and {self.name(assignment.rank)} are rank {assignment.rank}")
+        self.members[assignment.rank] = worker
+        self.held[assignment.rank], self.prepared[assignment.rank] = worker.state.held, worker.state.prepares
+        self.here.add(assignment.rank)
         self.try_to_form()
-        if place.rank == 0:
+        if assignment.rank == 0:
             for each in self.members.values():
                 each.thread.resume_in(ONE_WAY_S)
 
     def try_to_form(self) -> None:
         """If all are there and reach each other."""
-        if self.formed_at or len(self.here) < self.place.world_size:
+        if self.formed_at or len(self.here) < self.assignment.world_size:
             return
         world, names = self.world, {each.agent.name for each in self.members.values()}
         if world.cuts and any(not world.reaches(one, other) for one in names for other in names):
             self.stuck.append(self.try_to_form)
             return
         self.saved = world.newest_saved()
-        world.invariants.stepped([each.groups.place for each in self.members.values() if each.groups.place])
+        world.invariants.stepped([each.groups.assignment for each in self.members.values() if each.groups.assignment])
         self.moved_at = world.loop.now
         for rank, worker in self.members.items():
             takes_s = 0.004 if world.chance.random() < 0.9 else world.chance.uniform(0.02, 0.4)
@@ -356,8 +356,8 @@ class SimControl(Control):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimPlace(RankAssignment):
-    """A worker's place in a round as it has read it."""
+class SimAssignment(RankAssignment):
+    """A worker's assignment in a round as it has read it."""
 
     nonce: str
     nodes: tuple[str, ...]
@@ -371,40 +371,42 @@ class SimGroups:
     """The port to groups: the meetings of one worker, one after the other."""
 
     def __init__(self, worker: SimWorker) -> None:
-        self.worker, self.number, self.inside, self.why = worker, 0, False, ""
+        self.worker, self.number, self.in_round, self.why = worker, 0, False, ""
         self.meeting: Meeting | None = None
-        self.place: SimPlace | None = None
+        self.assignment: SimAssignment | None = None
         self.formed = False
 
-    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
-        assert isinstance(place, SimPlace)
-        worker, world, number = self.worker, self.worker.world, place.round
-        self.number, self.inside, self.why, self.formed = number, True, "", False
+    def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
+        assert isinstance(assignment, SimAssignment)
+        worker, world, number = self.worker, self.worker.world, assignment.round
+        self.number, self.in_round, self.why, self.formed = number, True, "", False
         world.entered(worker.who, number)
         if broken(number) is not None:
             raise RoundBrokenError(f"round {number} is broken already")
-        self.place, self.meeting = place, world.meeting(place)
-        worker.state.check_place(place)
-        self.meeting.come(worker, place)
+        self.assignment, self.meeting = assignment, world.meeting(assignment)
+        worker.state.check_assignment(assignment)
+        self.meeting.come(worker, assignment)
         meeting = self.meeting
         limit_s = GROUP_TIMEOUT_S if worker.state.recovery.led else START_LIMIT_S
         worker.thread.wait(lambda: bool(self.why) or 0 in meeting.members, limit_s)
         formed = worker.thread.wait(
-            lambda: bool(self.why) or world.loop.now >= meeting.formed_at.get(place.rank, math.inf), FORM_LIMIT_S
+            lambda: bool(self.why) or world.loop.now >= meeting.formed_at.get(assignment.rank, math.inf), FORM_LIMIT_S
         )
         if self.why:
             raise RoundBrokenError(self.why)
         if not formed:
-            away = [each for each in place.nodes if not world.reaches(worker.agent.name, each)]
+            away = [each for each in assignment.nodes if not world.reaches(worker.agent.name, each)]
             raise TransientError("not formed in time" + (f", remote=[{away[0]}]:1" if away else ""))
         self.formed = True
-        return Group(place, SimControl(meeting.group("all", 0, range(place.world_size)), place.rank, self))
+        return Group(
+            assignment, SimControl(meeting.group("all", 0, range(assignment.world_size)), assignment.rank, self)
+        )
 
     def part(self, kind: str, number: int, ranks: Sequence[int]) -> SimControl:
         """The control of some ranks of the round."""
         assert self.meeting is not None
-        assert self.place is not None
-        return SimControl(self.meeting.group(kind, number, ranks), self.place.rank, self)
+        assert self.assignment is not None
+        return SimControl(self.meeting.group(kind, number, ranks), self.assignment.rank, self)
 
     def sever(self) -> None:
         self.why = self.why or "severed"
@@ -412,15 +414,15 @@ class SimGroups:
 
     def abandon(self, *, planned: bool = False) -> None:
         self.close(LINGER_S if planned else 0.0)
-        self.inside, self.meeting, self.place = False, None, None
+        self.in_round, self.meeting, self.assignment = False, None, None
 
     def close(self, after_s: float) -> None:
-        if self.meeting is not None and self.place is not None:
-            self.meeting.leave(self.place.rank, after_s)
+        if self.meeting is not None and self.assignment is not None:
+            self.meeting.leave(self.assignment.rank, after_s)
 
     def over(self, number: int) -> None:
         """In the link's thread: rounds up to ``number`` are over."""
-        if self.inside and number >= self.number:
+        if self.in_round and number >= self.number:
             self.why = self.why or "the round ended in the middle of a collective"
             self.close(0.0)
 
@@ -438,8 +440,8 @@ class SimLink(AgentLink):
     def wait(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
         self._worker.thread.wait(holds, timeout_s)
 
-    def assignment(self, formation: Formation) -> SimPlace:
-        return SimPlace(
+    def assignment(self, formation: Formation) -> SimAssignment:
+        return SimAssignment(
             round=formation.number,
             rank=formation.rank,
             world_size=formation.world_size,
@@ -526,9 +528,11 @@ class SimState:
         """The moment that it can come to if a peer has."""
         return self.position.generation, self.prepared
 
-    def check_place(self, place: SimPlace) -> None:
-        if place.rank % self.size != self.shard:
-            raise Violation(ALIKE, f"{self.worker.who} holds shard {self.shard} of {self.size} at rank {place.rank}")
+    def check_assignment(self, assignment: SimAssignment) -> None:
+        if assignment.rank % self.size != self.shard:
+            raise Violation(
+                ALIKE, f"{self.worker.who} holds shard {self.shard} of {self.size} at rank {assignment.rank}"
+            )
 
     def show(self, phase: Phase) -> Phase:
         before, self.phase = self.phase, phase
@@ -557,9 +561,9 @@ class SimState:
     # ---- the next one
 
     def join(self, group: Group) -> None:
-        place, groups = group.formation, self.worker.groups
+        assignment, groups = group.formation, self.worker.groups
         if self.sharded:
-            first = place.rank - self.shard
+            first = assignment.rank - self.shard
             self.peers = groups.part("shards", first, range(first, first + self.size))
 
     def alike(self, control: Control) -> SimControl:
@@ -746,7 +750,7 @@ class SimState:
             self.worker.save_later()
         agreed = self.consensus.boundary(lambda: Flags(switch=recovery.knows_change()))
         if agreed is not None and agreed.switch:
-            recovery.agreed()
+            recovery.note_change()
 
 
 # ---- the process
@@ -811,7 +815,7 @@ class SimWorker:
         state, recovery = self.state, self.state.recovery
         recovery.begin()
         while state.position.step < self.world.last_step:
-            if recovery.change():
+            if recovery.make_change():
                 continue
             batch = state.draw()
             control, number = state.control, state.position.step + 1
@@ -822,14 +826,14 @@ class SimWorker:
                     self._call("evaluation", self._evaluate)
             if step.committed and number % self.world.saves_every == 0:
                 self._call("save", self._save)
-        recovery.repeated(lambda: state.control.sum(Purpose.FINISH), JSON)
+        recovery.call(lambda: state.control.sum(Purpose.FINISH), JSON)
         self.say(Leaving(status="done", step=0))
         self.end(0)
 
     def _call(self, name: str, attempt: Callable[[], int]) -> None:
         phase = Phase.EVALUATION if name == "evaluation" else Phase.CHECKPOINT
         before = self.state.show(phase)
-        self.world.called(self, name, self.state.recovery.repeated(attempt, JSON))
+        self.world.called(self, name, self.state.recovery.call(attempt, JSON))
         if self.state.show(before) is not phase:
             raise Violation(NO_RESTART, f"{self.who} shows another phase in {name}, and may be taken for hung")
 
@@ -911,7 +915,7 @@ class SimWorker:
             return
         self.code = code
         self.groups.close(0.0)
-        self.groups.inside = False
+        self.groups.in_round = False
         gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0
         self.agent.loop.after(gone_s, lambda: self.agent.host.deliver(lambda: self.agent.ended(self)))
         self.thread.end()

@@ -39,7 +39,7 @@ from tests.simulation.invariants import (
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
-from tests.simulation.workers import BATCH, Meeting, Saved, SimPlace, SimWorker, after
+from tests.simulation.workers import BATCH, Meeting, Saved, SimAssignment, SimWorker, after
 
 TICK_S = 0.2
 """The duration of a step."""
@@ -251,9 +251,9 @@ class World:
 
     # ---- what the workers do
 
-    def meeting(self, place: SimPlace) -> Meeting:
+    def meeting(self, assignment: SimAssignment) -> Meeting:
         """Where the ranks of a round form their groups."""
-        return self._meetings.setdefault(place.nonce, Meeting(self, place))
+        return self._meetings.setdefault(assignment.nonce, Meeting(self, assignment))
 
     def newest_saved(self) -> tuple[int, int] | None:
         """The newest whole state in storage."""
@@ -285,7 +285,7 @@ class World:
             raise Violation(ALIKE, f"{worker.who} sums gradients of {sorted(set(rows))}")
         if not meeting.step:
             self._goes_on(meeting, (lineage, number - 1))
-        meeting.step, nonce = number, meeting.place.nonce
+        meeting.step, nonce = number, meeting.assignment.nonce
         self.counts.steps += 1
         self._steady[nonce] = self._steady.get(nonce, 0) + 1
 
@@ -297,7 +297,7 @@ class World:
         election = elect([None if each is None else StateIdentity(*each) for each in able], size)
         least = [able[election.sources[0]]] if election is not None else [meeting.saved]
         if any(each is not None and moment < each for each in least):
-            raise Violation(NOTHING_LOST, f"round {meeting.place.number} goes on from {moment}, not {least}")
+            raise Violation(NOTHING_LOST, f"round {meeting.assignment.number} goes on from {moment}, not {least}")
 
     def called(self, worker: SimWorker, name: str, result: int) -> None:
         """A call of all ranks has given ``result``."""
@@ -317,7 +317,7 @@ class World:
                 self._suspect(meeting, here)
 
     def _suspect(self, meeting: Meeting, here: Sequence[SimWorker]) -> None:
-        nodes = meeting.place.nodes
+        nodes = meeting.assignment.nodes
         silent = list(dict.fromkeys(each.agent.name for each in here if each.still))
         if not silent and self.cuts:
             silent = [b for a in nodes for b in nodes if not self.reaches(a, b)][:1]
@@ -559,10 +559,10 @@ class World:
         """How things stand."""
         lines = [f"round: {_names(self.round)} {self.round!r}"[:600] if self.round is not None else "no round"]
         for agent in self.agents.values():
-            places = [(each.groups.number, str(each.state.phase)) for each in agent.at_work]
+            rounds = [(each.groups.number, str(each.state.phase)) for each in agent.at_work]
             lines.append(
-                f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} places={places} "
-                f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
+                f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} rounds={rounds} "
+                f"key={agent.node.key.create_revision} lost={agent.node.key.has_ended} {_short(agent)}"
             )
         return "\n".join(lines)
 

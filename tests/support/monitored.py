@@ -98,7 +98,7 @@ def grouped() -> RunDocuments:
     """Two shard groups of two nodes, n0 to n3, and a spare n4, which has the first place."""
     documents = run(5, 1, spec=Spec(min_nodes=2, max_nodes=4, shard_nodes=2))
     views = {
-        name: replace(view, record=view.record.model_copy(update={"place": i % 2}))
+        name: replace(view, record=view.record.model_copy(update={"shard_slot": i % 2}))
         for i, (name, view) in enumerate(documents.nodes.items())
     }
     assert documents.round is not None

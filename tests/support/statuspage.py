@@ -74,7 +74,9 @@ class StatusServer:
         if isinstance(found, Stream):
             stream = found  # which stays this one in the function below
             return Stream(found.name, lambda: self._pieces(stream)) if self.streams else text(404, "no streams")
-        return Answer(200, JSON, Body.of(GARBLED)) if self.garbled and request.path.endswith("/update") else found
+        return (
+            Answer(200, JSON, Body.compressed(GARBLED)) if self.garbled and request.path.endswith("/update") else found
+        )
 
     def _pieces(self, stream: Stream) -> Iterator[bytes]:
         for piece in stream.pieces():

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -296,6 +296,52 @@ def test_no_two_modules_import_each_other() -> None:
     del graph["elastic_trainer"]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": set()}) == {"b", "c"}
     assert circles(graph) == set()
+
+
+SAME_EVERYWHERE = """
+abandon add answer ask backward begin bind call check collect commit disown encode end enter finish forget
+forward get hold join kill leave meet observe open prepare publish put read receive record register release
+report reset restore run save send serve start step stop take turn undo update wait watch write begin_step
+as_json batches best descriptors files identity location loss members name names newest node path pid round
+size span_s state world_size
+"""
+"""Verbs and nouns whose methods do, or are, the same in whatever class they stand."""
+OF_ALL = {"ABC", "BaseModel", "Enum", "Exception", "Generic", "IntEnum", "NamedTuple", "Protocol", "StrEnum"}
+CLASSES = {each.name: each for tree in TREES.values() for each in ast.walk(tree) if isinstance(each, ast.ClassDef)}
+METHODS = {name: [each for each in it.body if isinstance(each, ast.FunctionDef)] for name, it in CLASSES.items()}
+BASES = {name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in it.bases} for name, it in CLASSES.items()}
+
+
+def members(name: str) -> set[str]:
+    """The methods and fields of a class, inherited ones too."""
+    if name not in CLASSES:
+        return set()
+    stored = [each for each in ast.walk(CLASSES[name]) if isinstance(getattr(each, "ctx", None), ast.Store)]
+    fields = {each.attr for each in stored if isinstance(each, ast.Attribute)}
+    fields |= {each.id for each in stored if isinstance(each, ast.Name)}
+    return {each.name for each in METHODS[name]}.union(fields, *map(members, BASES[name]))
+
+
+def merged(groups: Iterable[set[str]]) -> list[set[str]]:
+    """``groups``, those that overlap as one."""
+    found: list[set[str]] = []
+    for group in groups:
+        apart = [each for each in found if not each & group]
+        found = [*apart, group.union(*(each for each in found if each & group))]
+    return found
+
+
+def test_a_method_name_means_one_thing() -> None:
+    """No other public name is that of methods in three families of classes. A family inherits from each other or from
+    one class of a library, or has all that one Protocol with this method asks for."""
+    family = {name: min(group) for group in merged({name} | BASES[name] - OF_ALL for name in CLASSES) for name in group}
+    owned = {name: members(name) for name in CLASSES}
+    users: dict[str, list[set[str]]] = {}
+    for name in CLASSES:
+        for method in (each.name for each in METHODS[name] if not each.name.startswith("_")):
+            ports = {port for port in CLASSES if "Protocol" in BASES[port] and method in owned[port] <= owned[name]}
+            users.setdefault(method, []).append({family[name], *ports})
+    assert {name for name, groups in users.items() if len(merged(groups)) > 2} - set(SAME_EVERYWHERE.split()) == set()
 
 
 def calls_of_a_logger(tree: ast.Module) -> Iterator[ast.Call]:

@@ -86,7 +86,7 @@ class Incidents:
                 self._ended(document, now, wall)
             self._newest = document.state
 
-    def look(self, readings: Sequence[Reading], now: float) -> list[Incident]:
+    def complete(self, readings: Sequence[Reading], now: float) -> list[Incident]:
         """The incidents that are complete."""
         with self._lock:
             self._last = list(readings)

@@ -144,7 +144,7 @@ class Health:
         self._asked_at = self._touched_at = -math.inf
         self._publishing = threading.Lock()
         self._closed = False
-        self._looking = PeriodicThread("health", self.look, clock)
+        self._looking = PeriodicThread("health", self.turn, clock)
         self._writing = PeriodicThread("health-writer", self._turn, clock)
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Health:
         self._looking.close()
         self._writing.close()
         self._ports.saves.close()
-        self._meet_all(self._pages.look(), self._clock.monotonic())
+        self._meet_all(self._pages.living(), self._clock.monotonic())
         self.publish()
 
     def every_s(self) -> float:
@@ -171,7 +171,7 @@ class Health:
 
     # ---- the watchdog
 
-    def look(self) -> float:
+    def turn(self) -> float:
         """One turn: kill the workers that hang; seconds until the next."""
         now = self._clock.monotonic()
         late_s = now - self._looked_at
@@ -179,9 +179,9 @@ class Health:
         if self._subject.alive is not None and now - self._touched_at >= ALIVE_EVERY_S:
             self._touched_at = now
             self._subject.alive.touch()
-        readings = self._pages.look()
+        readings = self._pages.living()
         self._meet_all(readings, now)
-        if self._ports.saves.look(readings):
+        if self._ports.saves.pass_on(readings):
             self._writing.wake()
         if late_s > max(1.0, LATE * self._pause_s):
             self._stood.append((now, late_s))
@@ -191,9 +191,9 @@ class Health:
         self._waiting = hang_rules.Waiting.seen(self._waiting, [each for each in readings if each.waits], now)
         found = hang_rules.hung(readings, self._subject.limits, now, self._stood, self._waited)
         for each in found:
-            if not each.waits and process_state(each.reading.pid) != "traced":  # by a debugger
+            if not each.is_victim and process_state(each.reading.pid) != "traced":  # by a debugger
                 self._ports.hung.kill(each.reading.pid, each.reason, local_rank=each.reading.local_rank)
-        victims = [each for each in found if each.waits]
+        victims = [each for each in found if each.is_victim]
         before, self._all_victims = self._all_victims, bool(victims) and len(victims) == len(found)
         if self._all_victims:
             if not before:
@@ -214,17 +214,17 @@ class Health:
             self._ports.give_up(current.number, f"all ranks have waited for each other for {still_s:.1f} s")
 
     def _meet_all(self, readings: list[Reading], now: float) -> None:
-        for incident in self._ports.incidents.look(readings, now):
+        for incident in self._ports.incidents.complete(readings, now):
             self._meet(incident)
 
     def _meet(self, incident: Incident) -> None:
         pages = self._pages
         if incident.cause is not None:
-            pages.count(f"ended.{incident.cause}")
+            pages.count_event(f"ended.{incident.cause}")
         if (total_s := incident.total_s) is not None:
             kind = "planned" if incident.planned else "failure"
             for name, amount in observed(f"recovery_s.{kind}", total_s, RECOVERY_BUCKETS).items():
-                pages.count(name, amount)
+                pages.count_event(name, amount)
         logger().info(
             "incident.closed",
             cause=incident.cause,
@@ -236,7 +236,7 @@ class Health:
         )
         self._pending.append(incident)
 
-    def note(self, kind: str, reason: str, ranks: tuple[int, ...] = (), number: int | None = None) -> None:
+    def add_note(self, kind: str, reason: str, ranks: tuple[int, ...] = (), number: int | None = None) -> None:
         """Something that people should know of, for the next time that is published.
 
         ``number``: the round in which it happened, if that is not the newest.
@@ -261,7 +261,7 @@ class Health:
     def publish(self) -> None:
         """Publish this node's workers and new incidents; incidents wait while the store is away."""
         with self._publishing:
-            readings, counters = self._pages.look(), self._pages.counters()
+            readings, counters = self._pages.living(), self._pages.counters()
             self._notice(counters)
             self._notice_audits(readings)
             try:
@@ -275,9 +275,9 @@ class Health:
     def _turn(self) -> float:
         self.publish()
         try:
-            self._ports.saves.turn(self._round_now())
+            self._ports.saves.follow_round(self._round_now())
             self._ports.evictions.obey()
-            slow = self._ports.stragglers.look(self._round_now(), self._ports.store.told)
+            slow = self._ports.stragglers.judge(self._round_now(), self._ports.store.told)
             if slow is not None:
                 self._pending.append(slow)
         except ElasticTrainerError as error:
@@ -322,7 +322,7 @@ class Health:
             self._seen[name] = value
             if value > before and now - self._reported_at.get(kind, -math.inf) >= REPEATED_INCIDENT_S:
                 self._reported_at[kind] = now
-                self.note(kind, text)
+                self.add_note(kind, text)
 
     def _notice_audits(self, readings: list[Reading]) -> None:
         """Which ranks compute wrong results, as the worker of rank 0 has found."""
@@ -410,7 +410,9 @@ class StragglerWatch:
         self._round = 0
         self._reported_at: dict[str, float] = {}
 
-    def look(self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
+    def judge(
+        self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]
+    ) -> Incident | None:
         """Judge, if a look is due and this node has rank 0; the incident to report, if any."""
         now = self._clock.monotonic()
         if current is None or current.state is not RoundState.ACTIVE or not current.is_first(self._node):
@@ -570,7 +572,7 @@ class SaveRequests:
 
     # ---- the health thread
 
-    def look(self, readings: Sequence[Reading]) -> bool:
+    def pass_on(self, readings: Sequence[Reading]) -> bool:
         """Pass on what is asked; whether there is an answer to be written."""
         asked, head = self._open, next((each for each in readings if each.pulse.rank == 0), None)
         if asked is None or head is None or self._watch is None:
@@ -592,7 +594,7 @@ class SaveRequests:
 
     # ---- the health writer
 
-    def turn(self, current: RoundDocument | None) -> None:
+    def follow_round(self, current: RoundDocument | None) -> None:
         """Follow the requests while this node has rank 0, and write the answer."""
         over = current is None or current.state is RoundState.CLOSED
         leads = not over and current is not None and current.is_first(self._node)

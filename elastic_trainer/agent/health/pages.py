@@ -44,17 +44,17 @@ class Pages:
         self.reached = 0
         """The newest step that a worker of this node has committed."""
 
-    def look(self) -> list[Reading]:
+    def living(self) -> list[Reading]:
         """The workers that live, by local rank."""
         with self._lock:
             if self._closed:
                 return []
             now = self._clock.monotonic()
             living = [reading for reading in map(self._read, self._paths()) if reading is not None]
-            for reading in [each for each in living if not each.lives]:
+            for reading in [each for each in living if not each.is_alive]:
                 living.remove(reading)
                 self._bury(reading, now)
-            self.accounts.settle(living, now)
+            self.accounts.book(living, now)
             self.reached = max([self.reached, *(each.pulse.step for each in living)])
             return sorted(living, key=lambda each: each.local_rank)
 
@@ -67,9 +67,9 @@ class Pages:
         """What this node's workers have counted, dead ones too."""
         with self._lock:
             now = self._clock.monotonic()  # before the reading: a phase that ends meanwhile is not shown too long
-            return self.accounts.total(self.look(), now)
+            return self.accounts.total(self.living(), now)
 
-    def committed(self, pid: int) -> tuple[int, int] | None:
+    def position_of(self, pid: int) -> tuple[int, int] | None:
         """The round that the worker ``pid`` is in, and the step of the state that it holds; it may be dead.
 
         None where it has no page, or has committed no step.
@@ -81,7 +81,7 @@ class Pages:
 
     def reading(self, pid: int) -> Reading | None:
         """The page of the worker ``pid``, if that lives and has one."""
-        return next((each for each in self.look() if each.pid == pid), None)
+        return next((each for each in self.living() if each.pid == pid), None)
 
     def path_of(self, pid: int) -> Path | None:
         """Where the page of the worker ``pid`` is, if that lives and has one."""
@@ -115,7 +115,7 @@ class Pages:
         """The rank that each worker has, or had when it died, by process id."""
         return {each.pid: each.pulse.rank for each in self._known()}
 
-    def nonfinite(self, reading: Reading) -> int:
+    def nonfinite_losses(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
         with self._lock:
             return self._nonfinite.get(reading.local_rank, 0) + reading.pulse.nonfinite
@@ -129,7 +129,7 @@ class Pages:
         with self._lock:
             self.accounts.mode(phase, self._clock.monotonic())
 
-    def count(self, name: str, amount: float = 1.0) -> None:
+    def count_event(self, name: str, amount: float = 1.0) -> None:
         with self._lock:
             self.accounts.add(name, amount)
 
@@ -139,7 +139,7 @@ class Pages:
             if self._closed:
                 return
             now = self._clock.monotonic()
-            for reading in self.look():
+            for reading in self.living():
                 self._bury(reading, now)
             self.accounts.close(now)
             self._closed = True
@@ -149,7 +149,7 @@ class Pages:
     def _known(self) -> Sequence[Reading]:
         """The workers that live, then the last that was buried of each local rank, also by this look."""
         with self._lock:
-            return *self.look(), *self._ended.values()
+            return *self.living(), *self._ended.values()
 
     def _paths(self) -> list[Path]:
         if self.directory is not None:
@@ -185,16 +185,16 @@ class Pages:
                 path.unlink(missing_ok=True)
 
 
-def _folder(places: Sequence[Path | None]) -> PrivateFolder | None:
-    """A folder in the first place where one can be made (None: that for temporary files).
+def _folder(parents: Sequence[Path | None]) -> PrivateFolder | None:
+    """A folder in the first of ``parents`` where one can be made (None: that for temporary files).
 
     Shared memory comes first: on a disk each write of a page would be written back some time.
     """
-    for place in places:
+    for parent in parents:
         try:
-            return PrivateFolder(_PREFIX, place)
+            return PrivateFolder(_PREFIX, parent)
         except OSError as error:
-            logger().warning("pages.unavailable", place=str(place or "temporary"), error=str(error))
+            logger().warning("pages.unavailable", place=str(parent or "temporary"), error=str(error))
     return None
 
 
@@ -238,7 +238,7 @@ class TimeAccounting:
         """From now on empty slots are empty because of this."""
         self._modes.append((now, phase))
 
-    def settle(self, living: Iterable[Reading], now: float) -> None:
+    def book(self, living: Iterable[Reading], now: float) -> None:
         """Book the gaps that have ended, and those that nobody will end."""
         for reading in living:
             if self._occupied.get(reading.local_rank) != reading.pid:

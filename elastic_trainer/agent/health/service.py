@@ -1,4 +1,4 @@
-"""This node's health in one place: heartbeat pages, watchdog, incidents, metrics endpoint, preemption notices.
+"""This node's health, all of it: heartbeat pages, watchdog, incidents, metrics endpoint, preemption notices.
 
 *Runs in* the agent: built in torchrun's main thread; the parts have threads of their own, such as ``preemption``.
 *Owns* those parts.
@@ -68,16 +68,18 @@ class HealthService:
     ) -> None:
         self._node, self._member, self._clock = member.node_id, member, clock
         self.pages = Pages(clock)
-        self.hung = HungWorkers(partial(self.pages.count, "workers_killed"), self.pages.path_of)
+        self.hung = HungWorkers(partial(self.pages.count_event, "workers_killed"), self.pages.path_of)
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:
             pages = self.pages
-            collector = NodeCollector(keys.run_id, self._node, pages.look, pages.nonfinite, pages.counters, store)
+            collector = NodeCollector(
+                keys.run_id, self._node, pages.living, pages.nonfinite_losses, pages.counters, store
+            )
             self._endpoint = _endpoint(options, collector, self._not_ready)
         self._told = HealthStore(store, keys, self._node)
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
         self._incidents = Incidents(self._node, self._reached)
-        self._told.fold(member.look().nodes)
+        self._told.fold(member.observation().nodes)
         records = partial(records_of, store, keys)
         subject = HealthSubject(
             self._node,
@@ -86,7 +88,7 @@ class HealthService:
             metrics=self._endpoint.url(address) if self._endpoint is not None else "",
             max_nodes=member.limits.max_nodes,
             alive=_touched(options.alive_file),
-            logs=log_place(socket.gethostname()),
+            logs=log_location(socket.gethostname()),
             evicts_mismatched=options.evict_mismatched,
             min_nodes=member.limits.min_nodes,
         )
@@ -100,13 +102,13 @@ class HealthService:
             StragglerWatch(self._node, evictions, records, evicts=options.evict_stragglers, clock=clock),
             SaveRequests(store, keys, self._node),
             self.hung,
-            lambda: member.look().round,
+            lambda: member.observation().round,
             self._give_up,
         )
         self.health = Health(subject, ports, clock)
         self._preemption = PreemptionWatch(self._node, options.preemption, clock) if options.preemption else None
         member.on_round(self._see)
-        if (current := member.look().round) is not None:
+        if (current := member.observation().round) is not None:
             self._see(current)  # the member has followed the run for a while: nobody else may know how this round ends
         self.health.start()
         if self._preemption is not None:
@@ -128,7 +130,7 @@ class HealthService:
         os.environ.pop(ENV_PAGES, None)
         if self.pages.directory is not None:
             os.environ[ENV_PAGES] = str(self.pages.directory)
-        self.pages.look()
+        self.pages.living()
         os.environ[ENV_GROUP_TIMEOUT] = str(self._group_timeout_s)
         os.environ[ENV_REACHED] = str(max(self._reached, self.pages.reached))
         self.pages.mode(Phase.STARTING)
@@ -154,14 +156,14 @@ class HealthService:
 
     def _not_ready(self) -> str | None:
         """Why this node does not take part in a round; None if it does."""
-        current = self._member.look().round
+        current = self._member.observation().round
         if current is not None and current.state is RoundState.CLOSED:
             return "the run has ended"
         mine = current.member(self._node) if current is not None else None
         return None if self._member.is_mine(mine) else "this node is in no round"
 
     def _see(self, document: RoundDocument) -> None:
-        present = self._member.look().nodes
+        present = self._member.observation().nodes
         mine = document.member(self._node)
         takes_part = mine is not None and mine.create_revision == self._member.create_revision()
         self._incidents.see(document, self._clock.monotonic(), self._clock.wall(), present, takes_part=takes_part)
@@ -222,7 +224,7 @@ def _reached_before(store: MeteredStore, keys: RunKeys) -> int:
 # ---- where the node's output goes
 
 
-def log_place(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
+def log_location(hostname: str, environ: Mapping[str, str] = os.environ, output: int = 1) -> str:
     """``file:PATH``, ``journal:UNIT``, ``job:JOB/INDEX`` or ``pod:NAME`` of Kubernetes; else empty."""
     try:
         found = os.fstat(output)
@@ -271,14 +273,14 @@ class PreemptionWatch(PeriodicThread):
     def __init__(
         self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = leave_as_asked
     ) -> None:
-        super().__init__("preemption", self.look, clock)
+        super().__init__("preemption", self.turn, clock)
         name, _, base = source.partition("@")
         self._node, self._leave = node, leave
         self._notice = CLOUDS[name]
         self._ask = asking(base or METADATA)
         self._silent = 0
 
-    def look(self) -> float:
+    def turn(self) -> float:
         """One turn: leave if the machine is to go; seconds until the next."""
         try:
             reason = self._notice(self._ask)

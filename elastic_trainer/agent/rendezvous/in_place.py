@@ -3,13 +3,13 @@
 ``next_rendezvous`` returns a provisional world of this node alone; the workers get their real ranks through their
 Session.
 
-*Runs in* torchrun's main thread, and threads of the same process: ``join-timeout``, ``places``, ``progress``,
+*Runs in* torchrun's main thread, and threads of the same process: ``join-timeout``, ``slots``, ``progress``,
 ``plain-script-guard``, those of the conductor.
 *Owns* what the restart handler owns, and the conductor, its channel and threads, this node's TCP store, the guard
 against plain scripts.
 *Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
 *Invariant*: an unreachable store never ends the node: no round can form then, and training may continue. Progress of a
-round is written only while the store holds that round. All workers of one life keep the same place in a shard group,
+round is written only while the store holds that round. All workers of one life keep the same slot in a shard group,
 since they hold its shards.
 """
 
@@ -56,10 +56,10 @@ from elastic_trainer.membership.cluster_view import (
     NodeView,
     Observation,
     Sightings,
-    has_places,
+    has_slots,
     living,
     move,
-    place_of,
+    slot_of,
 )
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
@@ -174,7 +174,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         deadline = Deadline.after(self._options.join_timeout, self._clock)
         led = self._led if self._led is not None else self._arrive_in_place(workers)
         conductor, member, health = led.conductor, led.arrived.member, led.arrived.health
-        last = member.look().round if conductor.life else None
+        last = member.observation().round if conductor.life else None
         if last is not None:
             led.arrived.rescue.begin(last, in_place=True)
         self._how_workers_died(led.arrived)
@@ -183,19 +183,19 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
 
         first = conductor.life == 0
-        place = begin_life(conductor, member, led.slots, workers.local_world_size, deadline, start)
+        slot = begin_life(conductor, member, led.slots, workers.local_world_size, deadline, start)
         if first:
             self._confirm(deadline)
         if start is not None and start.count == FALSE_STARTS:
             member.await_over(0, deadline.at_most(OTHERS_START_S))  # other nodes' starts may be a life behind
-        closed = member.look().round
+        closed = member.observation().round
         if closed is not None and closed.state is RoundState.CLOSED:
             raise closed_error(closed)
         self._starts.begin(None)
         self._watch_for_session(conductor)
         health.pages.employ(workers.local_world_size)
         health.starting()
-        return self._provisional(workers, led, place)
+        return self._provisional(workers, led, slot)
 
     def _arrive_in_place(self, workers: WorkerSpec) -> InPlaceNode:
         if workers.max_restarts < 1:
@@ -215,7 +215,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         facts = WorkerFacts(
             member.create_revision,
             health.hung.take,
-            guarded(health.pages.committed, None),
+            guarded(health.pages.position_of, None),
             guarded(health.busy, ""),
             queued_s,
         )
@@ -227,7 +227,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         member.on_round(conductor.see)
         watchdog = Watchdog(options.hang_timeout, conductor.watched, health.hung.kill, self._clock)
-        watch = PeriodicThread("watchdog", watchdog.look, self._clock)
+        watch = PeriodicThread("watchdog", watchdog.turn, self._clock)
         if options.hang_timeout > 0.0:
             watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
@@ -250,13 +250,13 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         return self._led.start()
 
-    def _provisional(self, workers: WorkerSpec, led: InPlaceNode, place: int | None) -> RendezvousInfo:
+    def _provisional(self, workers: WorkerSpec, led: InPlaceNode, slot: int | None) -> RendezvousInfo:
         """A world of this node alone: enough for torchrun to start and watch the workers."""
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
         os.environ[ENV_SHARD_NODES] = str(self._spec.shard_nodes)
-        os.environ[ENV_SHARD_PLACE] = "" if place is None else str(place)
+        os.environ[ENV_SHARD_PLACE] = "" if slot is None else str(slot)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
         led.arrived.lend_memory(self._address)
@@ -305,7 +305,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             return
         if not led.conductor.met.is_set():
             self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
-        current = led.arrived.member.look().round
+        current = led.arrived.member.observation().round
         if current is not None and current.member(self.node_id) is not None:
             led.record_writer.close()
             self._await_end(led.arrived, current.number, outage_limit_s)
@@ -325,19 +325,19 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 def begin_life(
     conductor: ConductorShell,
     member: Member,
-    places: ShardSlots,
+    slots: ShardSlots,
     size: int,
     deadline: Deadline,
     start: FalseStart | None = None,
 ) -> int | None:
-    """Begin a life of ``size`` workers, and announce it; the node's place of a shard group, if nodes have places."""
+    """Begin a life of ``size`` workers, and announce it; the node's slot of a shard group, if nodes have slots."""
     conductor.begin(size, start)
-    return places.take(lambda place: member.announce(conductor.at(place), deadline))
+    return slots.take(lambda slot: member.announce(conductor.record_at(slot), deadline))
 
 
 def _report(member: Member, writer: ProgressWriter, progress: Progress) -> None:
     """Pass rank 0's ``progress`` on if it belongs to the round that this node knows."""
-    seen = member.look()
+    seen = member.observation()
     if seen.round is not None and seen.round.number == progress.round:
         writer.offer(progress, seen.round_revision)
 
@@ -374,7 +374,7 @@ class JoinTimeout(PeriodicThread):
 
     def turn(self) -> float:
         """Check whether this node still waits; returns the seconds until the next look."""
-        seen, mine = self._member.look(), self._member.published()
+        seen, mine = self._member.observation(), self._member.published()
         waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
         now = self._clock.monotonic()
         if not (waits and seen.connected) or _under_way(seen):
@@ -410,18 +410,18 @@ def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
 # ---- which shards its workers hold
 
 SETTLE_S, SETTLES = 0.25, 20
-"""How long nodes that start together wait to see each other's places, and how often."""
+"""How long nodes that start together wait to see each other's slots, and how often."""
 LOOK_S, STANDING_S = 2.0, 0.3
 """Interval at which a spare looks while others train, and while nobody does; with hundreds of nodes it is longer."""
 CROWD = 50
 PATIENCE_S = 30.0
-"""How long a spare that holds state waits for another node to take the missing place of its group."""
+"""How long a spare that holds state waits for another node to take the missing slot of its group."""
 
 
 class ShardSlots(PeriodicThread):
-    """The place of this node's workers in a shard group; it owns the thread ``places``.
+    """The slot of this node's workers in a shard group; it owns the thread ``slots``.
 
-    It never fails: a place that another node also has leaves this node a spare until one of them changes.
+    It never fails: a slot that another node also has leaves this node a spare until one of them changes.
     ``nodes()`` are all nodes of the run, read from the store.
     """
 
@@ -433,39 +433,39 @@ class ShardSlots(PeriodicThread):
         conductor: ConductorShell,
         clock: Clock = SYSTEM,
     ) -> None:
-        super().__init__("places", self.turn, clock)
+        super().__init__("slots", self.turn, clock)
         self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
         self._looked_at, self._crowd = -math.inf, 1.0
         self._since: float | None = None
         """Since when this node is the one that should restart its workers."""
 
     def take(self, announce: Callable[[int | None], None]) -> int | None:
-        """Choose and announce the place of new workers; None if nodes have no places."""
-        place = None
-        for place in self.choices():
-            announce(place)
-            if place is not None:
+        """Choose and announce the slot of new workers; None if nodes have no slots."""
+        slot = None
+        for slot in self.choices():
+            announce(slot)
+            if slot is not None:
                 pause(SETTLE_S, clock=self._clock)
-        return place
+        return slot
 
     def choices(self) -> Iterator[int | None]:
-        """The place of new workers, and another one each time that the nodes which start with them are seen there."""
-        if not has_places(self._member.limits):
+        """The slot of new workers, and another one each time that the nodes which start with them are seen there."""
+        if not has_slots(self._member.limits):
             yield None
             return
-        place = None
+        slot = None
         for _ in range(SETTLES):
-            view = self._view(self._nodes(), self._member.look().round)
-            found = place_of(living(view), self._node, view.limits.shard_nodes)
-            if found == place:
+            view = self._view(self._nodes(), self._member.observation().round)
+            found = slot_of(living(view), self._node, view.limits.shard_nodes)
+            if found == slot:
                 return
-            yield (place := found)
+            yield (slot := found)
 
     def turn(self) -> float:
-        """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
-        if not has_places(self._member.limits):
+        """Restart the workers at another slot if that completes a group; returns the seconds until the next look."""
+        if not has_slots(self._member.limits):
             return IDLE_S
-        seen, mine = self._member.look(), self._member.published()
+        seen, mine = self._member.observation(), self._member.published()
         current = seen.round
         trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
         if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:

@@ -156,7 +156,7 @@ class ArrivedNode:
             self.health.close()
         except Exception:  # noqa: BLE001 - a failing health report must not keep the key that others wait for
             logger().exception("health.failed")
-        last = self.member.look().round
+        last = self.member.observation().round
         self.member.leave(departure)
         self.copies.stop()
         self.rescue.close(last)

@@ -223,7 +223,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._worked or (self._node is not None and self._node.health.made_steps)
 
     def is_closed(self) -> bool:
-        current = self._node.member.look().round if self._node is not None else None
+        current = self._node.member.observation().round if self._node is not None else None
         return current is not None and current.state is RoundState.CLOSED
 
     def set_closed(self) -> None:
@@ -233,7 +233,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """1 when the workers' round is over, so that torchrun restarts them; otherwise 0."""
         if self._node is None or self._current is None:
             return 0
-        return 1 if round_is_over(self._current, self._node.member.look().round) else 0
+        return 1 if round_is_over(self._current, self._node.member.observation().round) else 0
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -254,7 +254,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if node is not None:
             departure = self._departure(error, node)
             if departure is not None and departure.planned:
-                node.health.pages.count("left")  # its last report then says that the node left on request
+                node.health.pages.count_event("left")  # its last report then says that the node left on request
             node.leave(departure)
         if self._port is not None:
             self._port.close()
@@ -296,7 +296,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         workers = local_workers()
         node.health.pages.employ(workers.local_world_size)
         node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
-        seen = node.member.look().round
+        seen = node.member.observation().round
         if self._current is None and seen is not None and seen.state is RoundState.ACTIVE:
             self._await_imports(waiting.remaining_s())  # the others train on, and would stand still for it
         if self._current is not None:
@@ -373,7 +373,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         told = self._died = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)
         number = self._current.number if self._current is not None else 0
-        node.health.health.note("worker_died", told, tuple(sorted(failed)), number)
+        node.health.health.add_note("worker_died", told, tuple(sorted(failed)), number)
         return told
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
@@ -382,14 +382,14 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return True, ""
         member, hung, died = node.member, node.health.hung.take_any(), self._how_workers_died(node)
         false_start = self._starts.end(failures(), stepped=self._made_steps)
-        seen = member.look().round
+        seen = member.observation().round
         if seen is None or round_is_over(self._current, seen):
             return True, ""
         if false_start is not None:  # the round may end before this node must break it
             member.announce(member.record().model_copy(update=false_start.fields), deadline)
             grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
             member.await_over(self._current.number, deadline.at_most(grace_s))
-            seen = member.look().round
+            seen = member.observation().round
             if seen is not None and (seen.state is RoundState.CLOSED or round_is_over(self._current, seen)):
                 return True, ""
         cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was killed: {hung}"
@@ -501,7 +501,7 @@ def has_ended_by_plan(member: Member, failure: RoundFailure, deadline: Deadline)
     """Break the round whose workers have ended here; True if it was no failure: it had ended by agreement, which this
     node had not seen when its workers ended."""
     member.break_round(failure, deadline)
-    seen = member.look().round
+    seen = member.observation().round
     return seen is not None and seen.number == failure.number and seen.state is RoundState.DRAINING
 
 

@@ -180,7 +180,7 @@ class Outbox:
     def add(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def note(self, event: str, level: str = "info", **fields: Any) -> None:
+    def log(self, event: str, level: str = "info", **fields: Any) -> None:
         self.effects.append(Note(level, event, fields))
 
     def later(self, key: object, seconds: float, call: Callable[[], None]) -> None:
@@ -261,7 +261,7 @@ class Worker:
 
     def ponged(self, now: float) -> None:
         if self.pinged_at:
-            self.delays.note(now - self.pinged_at, now)
+            self.delays.add(now - self.pinged_at, now)
         self.pinged_at = 0.0
 
     def free_for(self) -> int:
@@ -298,11 +298,11 @@ class Life:
         """Steps known to have been committed in this life."""
         return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
 
-    def note(self, place: Identity) -> None:
+    def set_progress(self, position: Identity) -> None:
         """A worker has reported its progress."""
-        self.first_step = place.step if self.first_step is None else self.first_step
-        if self.reached is None or place.step >= self.reached.step:
-            self.reached = place
+        self.first_step = position.step if self.first_step is None else self.first_step
+        if self.reached is None or position.step >= self.reached.step:
+            self.reached = position
 
     def came_to(self, number: int, step: int) -> None:
         """A worker of round ``number`` holds the state after ``step``, whatever its last report says."""
@@ -316,7 +316,7 @@ class Life:
         """The last reports of the workers that are ready."""
         return [worker.ready for worker in self.workers.values() if worker.ready is not None]
 
-    def complete(self, now: float) -> bool:
+    def may_join(self, now: float) -> bool:
         """Whether all workers are ready and the node may join at monotonic time ``now``."""
         whole = bool(self.workers) and len(self.reports) == self.size
         return whole and not self.ended and now >= self.joins_at
@@ -325,14 +325,14 @@ class Life:
         workers = self.workers.values()
         if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
             return NodeState.FINISHING
-        if not self.complete(now):
+        if not self.may_join(now):
             return NodeState.WARMING
         return NodeState.DRAINING if evicted else NodeState.READY
 
     def shown(self, now: float) -> dict[str, object]:
         """The fields of the node's record that follow from the workers' messages."""
         reports = self.reports
-        complete = self.complete(now)
+        complete = self.may_join(now)
         states = [report.state for report in reports if report.state is not None]
         newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
         return {
@@ -411,7 +411,7 @@ class Release:
         each.queued = each.queued or queued
         if busy and busy != worker.busy:  # the last reason explains the delay until it is free: it had no time since
             worker.busy = busy
-            self._outbox.note(
+            self._outbox.log(
                 "worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=each.number, busy=busy
             )
         self._late()
@@ -479,7 +479,7 @@ class Quarantine:
         self.note_unreachable(nodes)
         if nodes:
             fields = {"round": document.number, "unreachable": nodes, "reason": self._answer}
-            self._outbox.note("node.cut_off", "warning", node=self._node, **fields)
+            self._outbox.log("node.cut_off", "warning", node=self._node, **fields)
         self._checked()
 
     def _checked(self) -> None:
@@ -537,7 +537,7 @@ class Quarantine:
     def _wait(self) -> None:
         self._backoff = self._backoff.after(0)
         seconds = max(SHORTEST_S, self._backoff.back_off_s()) * (TIMES_UNSEEN if self._unseen else 1.0)
-        self._outbox.note("node.quarantined", "warning", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._outbox.log("node.quarantined", "warning", node=self._node, seconds=seconds, unreachable=self.unreachable)
         self._after(seconds, self._try_again, away=True)
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
@@ -574,7 +574,7 @@ class Quarantine:
             self._wait()
             return
         self.active = False
-        self._outbox.note("quarantine.ended", node=self._node)
+        self._outbox.log("quarantine.ended", node=self._node)
         self._released()
 
 
@@ -593,7 +593,7 @@ class Conductor:
         self._connected: list[Worker] = []
         self._document: RoundDocument | None = None
         self._acknowledged = 0
-        self._place: int | None = None
+        self._slot: int | None = None
         self._evicted = ""
         self.passed = False
         """Whether a worker has passed the end of the training, which all ranks pass together."""
@@ -637,17 +637,17 @@ class Conductor:
         self._life = Life(self._life.number, size, joins_at=joins_at)
         if back_off_s:
             fields = {"seconds": back_off_s, "failures": self._backoff.count}
-            self.outbox.note("node.backed_off", "warning", node=self._node, **fields)
+            self.outbox.log("node.backed_off", "warning", node=self._node, **fields)
             self.outbox.later("back-off", back_off_s, partial(self._offer, self._life.number))
         self._quarantine.clear()
-        self._place, self._false_start = None, start
+        self._slot, self._false_start = None, start
         self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
         self.met = False
         return self._record(NodeState.WARMING)
 
-    def at(self, place: int | None) -> NodeRecord:
-        """The record of a node that warms up at ``place`` of a shard group."""
-        self._place = place
+    def record_at(self, slot: int | None) -> NodeRecord:
+        """The record of a node that warms up at ``slot`` of a shard group."""
+        self._slot = slot
         return self._record(NodeState.WARMING)
 
     def restart_workers(self, why: str) -> None:
@@ -658,7 +658,7 @@ class Conductor:
             self._begin_anew(why)
 
     def _begin_anew(self, why: str) -> None:
-        self.outbox.note("workers.restarted", node=self._node, place=self._place, reason=why)
+        self.outbox.log("workers.restarted", node=self._node, place=self._slot, reason=why)
         strikes = self._backoff
         self._end_life(why, None)
         self._backoff = strikes
@@ -867,7 +867,7 @@ class Conductor:
             self._evict(message.reason)
         elif isinstance(message, Progress):
             self._quarantine.clear()
-            self._life.note(
+            self._life.set_progress(
                 Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
             )
             mine = self._my_entry(self._document)
@@ -881,7 +881,7 @@ class Conductor:
         if message.planned and message.number == worker.offered:
             worker.inside = message.number
         if message.state is not None:
-            self._life.note(Identity.model_validate(message.state.model_dump()))
+            self._life.set_progress(Identity.model_validate(message.state.model_dump()))
         self._publish()
 
     def _left(self, worker: Worker, message: Leaving) -> None:
@@ -911,7 +911,7 @@ class Conductor:
         """This node is asked to leave: a planned change."""
         if not self._evicted:
             self._evicted = reason
-            self.outbox.note("node.evicted", node=self._node, reason=reason)
+            self.outbox.log("node.evicted", node=self._node, reason=reason)
             self._publish()
 
     def gone(self, worker: Worker) -> None:
@@ -923,7 +923,7 @@ class Conductor:
         if worker.left is not None and worker.left.status in ("done", "stopped"):
             return
         fields = {"pid": worker.pid, "local_rank": worker.local_rank}
-        self.outbox.note("worker.lost", "warning", node=self._node, **fields)
+        self.outbox.log("worker.lost", "warning", node=self._node, **fields)
         hung = self._facts.why_hung(worker.pid)
         cause = "was lost" if hung is None else f"was killed: {hung}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
@@ -955,7 +955,7 @@ class Conductor:
         self._acknowledged = max(self._acknowledged, number + 1)
         reason = f"worker {worker.local_rank} of node {self._node} hangs: {why}"
         fields = {"pid": worker.pid, "local_rank": worker.local_rank, "reason": why}
-        self.outbox.note("worker.excluded", "warning", **fields)
+        self.outbox.log("worker.excluded", "warning", **fields)
         failure = RoundFailure(number, reason, cause=Cause.WORKER_HUNG)
         self.outbox.add(BreakRound(failure, self._record(cause=why)))
 
@@ -971,7 +971,7 @@ class Conductor:
         fields["acknowledged"] = max(self._acknowledged, fields["reported"])
         if planned is not None:
             fields["planned"] = planned
-        fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
+        fields["unreachable"], fields["shard_slot"] = self._quarantine.unreachable, self._slot
         fields["passed"] = self.passed
         if self._false_start is not None and not self.met:
             fields |= self._false_start.fields

@@ -122,7 +122,7 @@ class ConductorShell:
         return self._conductor.passed
 
     begin = _event(Conductor.begin)
-    at = _event(Conductor.at)
+    record_at = _event(Conductor.record_at)
     restart_workers = _event(Conductor.restart_workers)
     see = _event(Conductor.see)
     admit = _event(Conductor.admit)

@@ -128,7 +128,7 @@ class StartupWatch:
         self.close()
         self._began = self._clock.monotonic()
         if port is not None and not self._got_past:
-            self._thread = PeriodicThread("startup", partial(self.look, port), self._clock)
+            self._thread = PeriodicThread("startup", partial(self.turn, port), self._clock)
             self._thread.start()
 
     def end(self, failures: Mapping[int, ProcessFailure], *, stepped: bool) -> FalseStart | None:
@@ -151,7 +151,7 @@ class StartupWatch:
         if thread is not None:
             thread.close()
 
-    def look(self, port: int) -> float:
+    def turn(self, port: int) -> float:
         """Note whether a socket listens at ``port`` now; returns the seconds until the next look."""
         if self._got_past or self.lasted_s >= AT_START_S:
             return IDLE_S

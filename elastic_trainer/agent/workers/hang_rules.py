@@ -54,7 +54,7 @@ class Hung:
     limit_s: float
 
     @property
-    def waits(self) -> bool:
+    def is_victim(self) -> bool:
         """Whether it waits for others, and so is a victim."""
         return self.reading.waits
 
@@ -203,7 +203,7 @@ class AnswerDelays:
 
     _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def note(self, seconds: float, now: float) -> None:
+    def add(self, seconds: float, now: float) -> None:
         """Add an answer that took ``seconds``."""
         if seconds <= LONGEST_DELAY_S:
             self._seen.append((now, seconds))

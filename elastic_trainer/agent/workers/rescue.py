@@ -4,7 +4,7 @@
 storage, without torch, since the next failure may take the node. Rank 0's node does so at once; the other nodes check
 after a while whether it was done or is in progress. They hold the same step with their own ranks' buffers, and storage
 needs those of only one. Each worker has its own memory files: the first worker's for whole states, all workers' for the
-places of a sharded model.
+ranks of a sharded model.
 
 ``NeighbourCopies``: a model that is sharded over all nodes loses shards with a node. Each node therefore leaves a copy
 of its own with the next one (checkpoint.neighbours has the protocol), and the workers that start after a failure read
@@ -191,7 +191,7 @@ class NeighbourCopies:
     def __init__(self, workers: int) -> None:
         self._copies = {number: _memory(number) for number in range(workers)}
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._permits = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._closing = False
         self.key = secrets.token_hex(16)
         """What a client has to know."""
@@ -217,7 +217,7 @@ class NeighbourCopies:
 
     def serve(self, client: socket.socket) -> None:
         """Serve the client that connects there, in a thread of its own."""
-        if self._closing or not self._places.acquire(blocking=False):
+        if self._closing or not self._permits.acquire(blocking=False):
             client.close()
             return
         try:
@@ -225,7 +225,7 @@ class NeighbourCopies:
         except RuntimeError as error:  # the limit of processes is reached
             logger().warning("neighbour_copies.refused", reason=str(error))
             client.close()
-            self._places.release()
+            self._permits.release()
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -244,7 +244,7 @@ class NeighbourCopies:
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger().debug("neighbour_copies.hung_up", reason=str(error) or type(error).__name__)
         finally:
-            self._places.release()
+            self._permits.release()
 
     def _send(self, link: Any, request: dict[str, Any]) -> None:
         descriptor = int(str(request["read"]).rpartition("/")[2])

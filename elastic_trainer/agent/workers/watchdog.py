@@ -46,7 +46,7 @@ class Watchdog:
         self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
         self._looked_at = clock.monotonic()
 
-    def look(self) -> float:
+    def turn(self) -> float:
         """Kill the workers that have been silent for too long, ping the others; seconds until the next turn."""
         now = self._clock.monotonic()
         stood_still = now - self._looked_at > LATE * self.every_s

@@ -271,7 +271,7 @@ class ObjectStorage:
 
     def publish(self, temporary: str, name: str) -> None:
         with _writing(self.location):
-            lost = self._lease.lost and not self._lease.regained()
+            lost = self._lease.was_lost and not self._lease.regained()
         if lost:
             raise StorageError(f"checkpoints at {self.location} may have been taken over by another job meanwhile")
         manifest, key = bytes(self._manifests.pop(temporary)), f"{name}/{MANIFEST_FILE}"
@@ -482,13 +482,13 @@ class PrefixLease:
         self._thread: threading.Thread | None = None
 
     @property
-    def lost(self) -> bool:
+    def was_lost(self) -> bool:
         """Whether it was held, and may belong to another process now."""
         return self._mine is not None and self._clock.monotonic() - self._renewed_at > VALID_S
 
     def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
         """Take or keep it; the holder if that is another process."""
-        if self._mine is not None and not self.lost:
+        if self._mine is not None and not self.was_lost:
             return None
         for _ in range(_TRIES):
             top = self._top()
@@ -506,9 +506,9 @@ class PrefixLease:
     def regained(self) -> bool:
         """Renew a lease that was lost because it was not renewed in time; whether it is still this process's."""
         self._renew()
-        if not self.lost:
+        if not self.was_lost:
             self._keep_renewing()
-        return not self.lost
+        return not self.was_lost
 
     def let_go(self) -> None:
         if self._process != os.getpid():

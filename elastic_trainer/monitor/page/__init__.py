@@ -283,7 +283,7 @@ class Choice:
     """Search text: part of a node's or host's name."""
 
     @classmethod
-    def of(cls, query: str) -> Choice:
+    def parse(cls, query: str) -> Choice:
         """The choice in a form's ``query``: ``turned`` is the previous choice, ``turn`` the node to toggle now."""
         told = parse_qs(query)
         turned = sorted(set(told.get("turned", ())) ^ set(told.get("turn", ())))[:MOST_TURNED]
@@ -357,9 +357,9 @@ def _block(node: Json) -> dict[str, Any]:
     many = len(node["cells"])
     wide = many if many <= 4 else (many + 1) // 2
     paths: dict[str, str] = {}
-    for place, cell in enumerate(node["cells"]):
+    for number, cell in enumerate(node["cells"]):
         kind = "trouble" if cell.trouble else cell.phase
-        paths[kind] = paths.get(kind, "") + square(kind, place % wide * CELL, place // wide * CELL)
+        paths[kind] = paths.get(kind, "") + square(kind, number % wide * CELL, number // wide * CELL)
     high = -(-many // wide) if many else 1
     label = f"{node['name']}: {node['summary']}"
     return {"name": label, "width": max(1, wide) * CELL, "height": high * CELL, "paths": paths}
@@ -410,7 +410,7 @@ def _urgency(node: Json, cells: Sequence[Cell]) -> int:
         state not in ("ready", "done"),
         not node.get("in_round"),
     )
-    return next((place for place, true in enumerate(tests) if true), len(tests))
+    return next((index for index, true in enumerate(tests) if true), len(tests))
 
 
 def trouble(rank: Json) -> str:
@@ -547,8 +547,8 @@ def points(snapshot: Json) -> list[list[Any]]:
     curves = snapshot["curves"] or {}
     columns = [curves.get(name) or [] for name in _CURVES]
     return [
-        [wall, *(column[place] if place < len(column) else None for column in columns)]
-        for place, wall in enumerate(curves.get("wall") or [])
+        [wall, *(column[index] if index < len(column) else None for column in columns)]
+        for index, wall in enumerate(curves.get("wall") or [])
     ]
 
 
@@ -626,11 +626,11 @@ def edits(before: Sequence[str], now: Sequence[str]) -> list[Edit]:
 
 def _matching(before: Sequence[str], now: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
     start = None
-    for place, (old, new) in enumerate(zip(before, now, strict=True)):
+    for index, (old, new) in enumerate(zip(before, now, strict=True)):
         if old != new and start is None:
-            start = place
+            start = index
         elif old == new and start is not None:
-            yield start, place, start, place
+            yield start, index, start, index
             start = None
     if start is not None:
         yield start, len(now), start, len(now)
@@ -771,8 +771,8 @@ def static(name: str) -> tuple[bytes, str] | None:
 
     Serves only names found in the package, so no name can escape it.
     """
-    place = _every().get(name)
-    return None if place is None else (place.read_bytes(), TYPES[PurePosixPath(name).suffix])
+    path = _every().get(name)
+    return None if path is None else (path.read_bytes(), TYPES[PurePosixPath(name).suffix])
 
 
 @cache

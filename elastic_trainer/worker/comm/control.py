@@ -1,7 +1,7 @@
 """The collectives of all ranks of a round: how they are made, waited for, and told from other errors when they fail.
 
 A collective ends in one of three ways. It completes. A peer is gone, or the round is over: then its wait ends at once,
-with RoundBrokenError. Or ranks have come to different places of the script, where each waits for the others for ever.
+with RoundBrokenError. Or ranks have come to different points of the script, where each waits for the others for ever.
 
 *Runs in* the worker's main thread, and a thread for each round that looks for ranks elsewhere (:class:`Whereabouts`).
 *Owns* three keys of the round's store. *Fails by* RoundBrokenError; ConfigError for ranks that call different things.
@@ -202,19 +202,19 @@ class InterruptibleWaits:
         if len(self._open) >= self._most:
             for each in list(self._open.values()):
                 if each.is_completed():
-                    self.ended(each)
+                    self.forget(each)
             self._most = max(_FEW, 2 * len(self._open))
         self._open[id(work)] = work
         return work
 
-    def ended(self, work: Work) -> None:
+    def forget(self, work: Work) -> None:
         """Treat ``work`` as ended, whatever it reports."""
         self._open.pop(id(work), None)
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` has ended, at most for its group's timeout, and in place no longer than the round."""
         if self._tracker is not None:
-            self._tracker.waits()
+            self._tracker.begin_wait()
         try:
             self._wait(work)
         finally:
@@ -579,7 +579,7 @@ class EqualityCheck:
     """
 
     def __init__(self, control: Control, purpose: Purpose, number: int) -> None:
-        parts = [float((number >> _BITS * place) & _MASK) for place in range(_PARTS)]
+        parts = [float((number >> _BITS * index) & _MASK) for index in range(_PARTS)]
         mine = [*parts, *(part * part for part in parts)]
         self._wanted = [control.world_size * each for each in mine]
         self._pending = control.start(purpose, mine)
@@ -599,7 +599,7 @@ def _kind(error: ElasticTrainerError) -> str:
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), PermanentError.__name__)
 
 
-# ---- ranks that have come to different places of the script
+# ---- ranks that have come to different points of the script
 #
 # One has left its loop, or evaluates alone, while another is inside a step: they wait in different process groups, and
 # nothing would end that before a timeout of minutes. A rank that stays where it is for long, and is not inside a step,
@@ -668,7 +668,7 @@ class Whereabouts:
     def compared(self, error: CallsDifferError) -> ConfigError:
         """What ``error`` does not know: who else called what. All ranks come here, unless one is in a step."""
         own, rank, others = self._control.newest, self._control.rank, range(self._control.world_size)
-        mine = self._place(self._stand())
+        mine = self._whereabouts(self._stand())
         deadline, found = Deadline.after(GRACE_S), ""
         try:
             self._store.set(f"{_CALLS}/{rank}", json.dumps([own, mine]))
@@ -712,16 +712,16 @@ class Whereabouts:
         if self._store.check([_PARTED]):
             return str(self._store.get(_PARTED).decode())
         if not stand.inside:
-            self._store.set(_OUTSIDE, json.dumps([stand.begun, collectives, self._place(stand)]))
+            self._store.set(_OUTSIDE, json.dumps([stand.begun, collectives, self._whereabouts(stand)]))
         elif self._store.check([_OUTSIDE]):
-            begun, theirs, place = json.loads(self._store.get(_OUTSIDE))
+            begun, theirs, where = json.loads(self._store.get(_OUTSIDE))
             if begun < stand.begun and collectives < theirs:
-                sentence = f"{place}, and {self._who} is inside step {stand.step + 1}"
+                sentence = f"{where}, and {self._who} is inside step {stand.step + 1}"
                 self._store.set(_PARTED, sentence)
                 return sentence
         return ""
 
-    def _place(self, stand: Stand) -> str:
+    def _whereabouts(self, stand: Stand) -> str:
         return f"{self._who} {stand.doing} after step {stand.step}"
 
     def _part(self) -> None:

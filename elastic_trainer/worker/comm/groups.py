@@ -64,7 +64,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """One process's place in one round. Without ``store`` it is alone and needs no process group."""
+    """One process's assignment in one round. Without ``store`` it is alone and needs no process group."""
 
     round: int
     rank: int
@@ -108,18 +108,18 @@ def self_started(
             " them",
             hint="omit them, or start the processes without torchrun",
         )
-    place: dict[str, Any] = {**environment.model_dump(exclude_unset=True), **said, "launched": True}
+    values: dict[str, Any] = {**environment.model_dump(exclude_unset=True), **said, "launched": True}
     if method != ENVIRONMENT:
-        place["master_addr"], place["master_port"] = _address(method)
-    missing = [name for name in ("rank", "world_size") if name not in (place if method == ENVIRONMENT else said)]
+        values["master_addr"], values["master_port"] = _address(method)
+    missing = [name for name in ("rank", "world_size") if name not in (values if method == ENVIRONMENT else said)]
     if missing:
         raise ConfigError(
             f"init_method is {method!r}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             hint="give rank and world_size" + (", or set RANK and WORLD_SIZE" if method == ENVIRONMENT else ""),
         )
-    if is_loopback(place.get("master_addr") or "") and not {"local_rank", "local_world_size"} & place.keys():
-        place["local_rank"], place["local_world_size"] = place["rank"], place["world_size"]
-    completed = validated(WorkerEnvironment, place, "Session")
+    if is_loopback(values.get("master_addr") or "") and not {"local_rank", "local_world_size"} & values.keys():
+        values["local_rank"], values["local_world_size"] = values["rank"], values["world_size"]
+    completed = validated(WorkerEnvironment, values, "Session")
     if completed.rank >= completed.world_size:
         raise ConfigError(
             f"rank is {completed.rank}, and world_size is {completed.world_size}",
@@ -140,8 +140,8 @@ def _address(method: str) -> tuple[str, int]:
     return host, port
 
 
-def place_in(environment: WorkerEnvironment) -> RankAssignment:
-    """The place given by the launcher's environment variables. ConfigError if they contradict each other."""
+def assignment_of(environment: WorkerEnvironment) -> RankAssignment:
+    """The assignment given by the launcher's environment variables. ConfigError if they contradict each other."""
     if environment.rank >= environment.world_size or environment.local_rank >= environment.local_world_size:
         raise ConfigError(
             f"environment: RANK {environment.rank} of WORLD_SIZE {environment.world_size}, LOCAL_RANK"
@@ -252,7 +252,7 @@ class FormTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """The groups of this rank: of its shard group ``number`` of ``count``, and of its place in all shard groups."""
+    """The groups of this rank: its shard group, ``number`` of ``count``, and the ranks that hold the same shards."""
 
     number: int
     count: int
@@ -261,7 +261,7 @@ class ShardGroups:
     peers: Control
     """The ranks of the shard group."""
     copies: Control
-    """The ranks of this place, by shard group."""
+    """The ranks with this shard rank, by shard group."""
     replicas: Any
     """The process group of these ranks, for gradients; None if there is only one shard group."""
     works: InterruptibleWaits
@@ -280,7 +280,7 @@ def form_shard_groups(
     """
     _check_alike(layout, control)
     forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
-    size, place, works = layout.size, layout.place, control.works
+    size, shard_rank, works = layout.size, layout.shard_rank, control.works
     number, count = control.rank // size, control.world_size // size
     published: list[str] = []
 
@@ -295,17 +295,17 @@ def form_shard_groups(
         return group
 
     def make() -> tuple[Any, list[Any], Any]:
-        whole = made(f"shards/{number}", place, size)
+        whole = made(f"shards/{number}", shard_rank, size)
         dims = [  # never the whole group: its own sums detect ranks that call the model unequally often
             made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
             for dim, name in enumerate(layout.names)
         ]
-        return whole, dims, made(f"copies/{place}", number, count)
+        return whole, dims, made(f"copies/{shard_rank}", number, count)
 
     threaded = ThreadedWork(make, brief=True)
     works.wait(works.begun(threaded))
     whole, dims, replicas = threaded.result
-    peers = Control(whole, place, size, works, working)
+    peers = Control(whole, shard_rank, size, works, working)
     copies = Control(replicas, number, count, works, working)
     data = InterruptibleWaits() if nccl else works
     return ShardGroups(number, count, whole, tuple(dims), peers, copies, replicas, data, nccl, tuple(published))
@@ -326,9 +326,9 @@ def _check_alike(layout: ShardLayout, control: Control) -> None:
         raise ConfigError(
             f"the device mesh {described} of this rank is not that of rank 0", hint="create the same mesh on all nodes"
         )
-    if control.rank % layout.size != layout.place and all(row == mine for row in rows):
+    if control.rank % layout.size != layout.shard_rank and all(row == mine for row in rows):
         raise ConfigError(
-            f"rank {control.rank} holds the shards of place {layout.place}, but is needed at another place",
+            f"rank {control.rank} holds the shards of place {layout.shard_rank}, but is needed at another place",
             hint="start all nodes with the same --rdzv-conf shard_nodes",
         )
 
@@ -650,7 +650,7 @@ class CollectiveAborter:
         self._works = InterruptibleWaits()
 
     @property
-    def inside(self) -> bool:
+    def in_round(self) -> bool:
         return self._inside.is_set()
 
     def enter(self, number: int, store: Collection[End]) -> InterruptibleWaits:
@@ -669,7 +669,7 @@ class CollectiveAborter:
         self._inside.clear()
         self.sockets.forget()
 
-    def free(self, number: int, why: str) -> None:
+    def release_main_thread(self, number: int, why: str) -> None:
         """Free the main thread if it still forms round ``number``."""
         works = self._works
         if self.number == number:
@@ -714,19 +714,21 @@ class ElasticGroups:
         return self._aborter.number
 
     @property
-    def inside(self) -> bool:
-        return self._aborter.inside
+    def in_round(self) -> bool:
+        return self._aborter.in_round
 
-    def form(self, place: RankAssignment, broken: Callable[[int], str | None]) -> Group:
-        number, aborter = place.round, self._aborter
-        works = aborter.enter(number, store_ends(place))
+    def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
+        number, aborter = assignment.round, self._aborter
+        works = aborter.enter(number, store_ends(assignment))
         if broken(number) is not None:
             raise RoundBrokenError(f"round {number} is broken already")
         why = f"round {number} was not formed within {self._timeouts.forming_s:g} s"
-        limit = threading.Timer(self._timeouts.forming_s, aborter.free, (number, why))
+        limit = threading.Timer(self._timeouts.forming_s, aborter.release_main_thread, (number, why))
         over = partial(broken, number)
         try:
-            self._group = form_in_place(place, self._placement, self._timeouts, limit.start, over, works, self._layout)
+            self._group = form_in_place(
+                assignment, self._placement, self._timeouts, limit.start, over, works, self._layout
+            )
             aborter.sockets.formed(self._group.listening)
         finally:
             limit.cancel()

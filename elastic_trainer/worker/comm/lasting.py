@@ -58,7 +58,7 @@ class _InterruptibleWork(dist.Work):
                 self._works.wait(self._work)
             self._land()
             self._done = True
-            self._works.ended(self._work)  # some works never report completion
+            self._works.forget(self._work)  # some works never report completion
         return True
 
     def is_completed(self) -> bool:
@@ -82,7 +82,7 @@ class _Transfer(_InterruptibleWork):
         if not self._done:
             transfer, self._work = self._work, ThreadedWork(partial(self._work.wait, self._limit))
             self._works.begun(self._work)
-            self._works.ended(transfer)
+            self._works.forget(transfer)
         return super().wait(timeout)
 
 
@@ -99,7 +99,7 @@ def real_group(store: Any, rank: int, size: int, timeout: timedelta, at: Sequenc
 
 
 class LastingGroup(dist.ProcessGroup):
-    """See the module. ``ranks`` are its members' places in the shard group; torch takes them for global ranks."""
+    """See the module. ``ranks`` are its members' ranks in the shard group; torch takes them for global ranks."""
 
     def __init__(self, name: str, rank: int, ranks: Sequence[int], *, nccl: bool = False) -> None:
         size, self._ranks = len(ranks), ranks
@@ -224,7 +224,7 @@ class LastingMesh(torch_internals.PlacedMesh):
 
 
 class ShardLayout:
-    """The arrangement of the ranks of a shard group, and this process's place in it, fixed for its life.
+    """The arrangement of the ranks of a shard group, and this process's rank in it, fixed for its life.
 
     The ranks of a node, or of several, are divided into shard groups of ``size`` consecutive ranks; ``number`` is the
     index of this process among them. ``node_size`` is the number of ranks of a node.
@@ -233,24 +233,24 @@ class ShardLayout:
     def __init__(self, device: str, shape: Sequence[int], names: Sequence[str], number: int, node_size: int) -> None:
         self.shape, self.names, self.node_size = tuple(shape), tuple(names), node_size
         self.size = math.prod(self.shape)
-        self.place, self.spans_nodes = number % self.size, self.size > node_size
+        self.shard_rank, self.spans_nodes = number % self.size, self.size > node_size
         numbers = torch.arange(self.size).reshape(self.shape)
-        self.coordinate = tuple(int(each) for each in (numbers == self.place).nonzero()[0])
+        self.coordinate = tuple(int(each) for each in (numbers == self.shard_rank).nonzero()[0])
         nccl = device == "cuda"
-        self.whole = LastingGroup("all", self.place, range(self.size), nccl=nccl)
+        self.whole = LastingGroup("all", self.shard_rank, range(self.size), nccl=nccl)
         self.dims = [
             LastingGroup(name, self.coordinate[dim], self.members(dim), nccl=nccl)
             for dim, name in enumerate(self.names)
         ]
-        self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.place)
+        self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.shard_rank)
         self.mesh.use({group.group_name: group for group in self.dims})
         self.mesh.gate = self._gate = threading.Event()
         self._met = False
         self.stages: int | None = None
-        """The dimension along which places hold different stages of the model, if any."""
+        """The dimension along which ranks hold different stages of the model, if any."""
 
     def members(self, dim: int) -> tuple[int, ...]:
-        """The places that differ from this one only in ``dim``."""
+        """The shard ranks that differ from this one only in ``dim``."""
         numbers = torch.arange(self.size).reshape(self.shape)
         index: list[Any] = list(self.coordinate)
         index[dim] = slice(None)
@@ -261,7 +261,7 @@ class ShardLayout:
         """The shard group replaces torch's default group, whose rank FSDP over tensor parallel uses."""
         self._gate.set()
         try:
-            with torch_internals.default_group(self.whole), LastingMesh.joined(self.place):
+            with torch_internals.default_group(self.whole), LastingMesh.joined(self.shard_rank):
                 yield
         finally:
             if not self._met:

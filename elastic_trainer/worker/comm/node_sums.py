@@ -62,7 +62,7 @@ class NodeSums:
         whole = found == number and _SUM.unpack_from(data, _ROW.size)[0] == xxhash.xxh3_64_intdigest(data[: _ROW.size])
         return tuple(values) if whole else None
 
-    def lives(self, rank: int) -> bool:
+    def is_alive(self, rank: int) -> bool:
         """Whether the process of ``rank`` is there."""
         (process,) = _PID.unpack_from(self._memory, _TOKEN_BYTES + rank * _PID.size)
         try:
@@ -121,7 +121,7 @@ class _Rows:
 
     def _check_peers(self) -> None:
         for rank in range(self._sums.size):
-            if rank not in self._found and not self._sums.lives(rank) and not self._whole():
+            if rank not in self._found and not self._sums.is_alive(rank) and not self._whole():
                 raise RuntimeError(f"rank {rank} of this node has ended")
 
 

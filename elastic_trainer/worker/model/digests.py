@@ -53,10 +53,10 @@ def summed(of: Sequence[torch.Tensor]) -> torch.Tensor:
     """One 64-bit integer per tensor, on their device."""
     device = of[0].device
     factors = torch.arange(1, SEGMENT + 1, device=device) * _ODD
-    places: list[int] = []
+    indices: list[int] = []
     sums: list[torch.Tensor] = []
     for count, segment in enumerate(_segments(of)):
-        places += [place for place, _ in segment]
+        indices += [index for index, _ in segment]
         pieces = [piece for _, piece in segment]
         joined = torch.cat(pieces).to(torch.int64)
         ends = torch.tensor([len(piece) for piece in pieces], device=device).cumsum(0)
@@ -64,19 +64,19 @@ def summed(of: Sequence[torch.Tensor]) -> torch.Tensor:
         totals[1:] -= totals[:-1].clone()
         sums.append(totals * (2 * count + 1))
     result = torch.zeros(len(of), dtype=torch.int64, device=device)
-    return result.index_add_(0, torch.tensor(places, device=device), torch.cat(sums)) if sums else result
+    return result.index_add_(0, torch.tensor(indices, device=device), torch.cat(sums)) if sums else result
 
 
 def _segments(of: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
     """Pieces of all tensors with the tensors' indices, in portions of up to SEGMENT elements."""
     segment: list[tuple[int, torch.Tensor]] = []
     room = SEGMENT
-    for place, tensor in enumerate(of):
+    for index, tensor in enumerate(of):
         plain = codec.plain(tensor).contiguous().view(-1)
         flat = plain.view(_INTEGERS[plain.element_size()])
         while len(flat):
             piece, flat = flat[:room], flat[room:]
-            segment.append((place, piece))
+            segment.append((index, piece))
             room -= len(piece)
             if not room:
                 yield segment

@@ -178,9 +178,9 @@ class Trainable:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self._names, self.parameters = _listed(module)
-        self.look()
+        self.read_flags()
 
-    def look(self) -> None:
+    def read_flags(self) -> None:
         """Take the present flags and groups as what is trained. ConfigError if a parameter is not the model's."""
         groups = self._optimizer.param_groups
         check_members(self._optimizer, self._module)
@@ -197,7 +197,7 @@ class Trainable:
 
     @property
     def switched(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since :meth:`look`."""
+        """Whether a parameter was frozen or unfrozen since :meth:`read_flags`."""
         return list(map(_required, self.parameters)) != self._flags
 
     def switch(self) -> str:
@@ -214,7 +214,7 @@ class Trainable:
 
     # ---- between ranks
 
-    def agree(self, control: Control) -> None:
+    def check_alike(self, control: Control) -> None:
         """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""
         flags = bytes(self._flags)
         if control.alone or EqualityCheck(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
@@ -222,12 +222,15 @@ class Trainable:
         rows = control.gather_bytes(flags)
         if len({len(row) for row in rows}) > 1:
             raise ConfigError("ranks train models of different sizes", hint="make the same model on all ranks")
-        rank, place = next(
-            (rank, place) for rank, row in enumerate(rows) for place, flag in enumerate(row) if flag != rows[0][place]
+        rank, number = next(
+            (rank, number)
+            for rank, row in enumerate(rows)
+            for number, flag in enumerate(row)
+            if flag != rows[0][number]
         )
         raise ConfigError(
-            f"parameter {self._names[place]!r} is trained on rank {rank if rows[rank][place] else 0} and frozen on"
-            f" rank {0 if rows[rank][place] else rank}",
+            f"parameter {self._names[number]!r} is trained on rank {rank if rows[rank][number] else 0} and frozen on"
+            f" rank {0 if rows[rank][number] else rank}",
             hint="freeze and unfreeze parameters at the same step on all ranks",
         )
 
@@ -673,7 +676,7 @@ class DdpReplica(Replica):
     def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
         if self._gradients is not None:
             self._gradients.backward(loss)
-            self.summed = self._gradients.complete
+            self.summed = self._gradients.has_all
         elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -685,7 +688,7 @@ class DdpReplica(Replica):
 
         Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
         """
-        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.waits))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: torch_internals.after_backward(self._tracker.begin_wait))  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -729,7 +732,7 @@ class Gradients:
         self._summed = self._sums.complete = False
 
     @property
-    def complete(self) -> bool:
+    def has_all(self) -> bool:
         """Whether the sums hold all gradients of the step."""
         return self._sums.complete
 

@@ -327,10 +327,10 @@ class ShardedReplica(Replica):
     def anywhere(self, flag: bool) -> bool:
         return self.groups.peers.sum(Purpose.NORM, [float(flag)])[0] > 0.0
 
-    # ---- what places share
+    # ---- what ranks share
 
     def level(self) -> None:
-        """Give all places of the shard group the first one's values of parameters that they have in common."""
+        """Give all ranks of the shard group the first one's values of parameters that they have in common."""
         for each in self._parameters:
             held = dict(zip(each.device_mesh.mesh_dim_names or (), each.placements, strict=True))
             for dim, name in enumerate(self._layout.names):

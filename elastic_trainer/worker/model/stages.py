@@ -128,7 +128,7 @@ class StagedReplica(ShardedReplica):
         rows = self.groups.peers.gather_bytes(mine)
         dim: Any = self._layout.stages
         numbers = self._layout.mesh.mesh.movedim(dim, 0).flatten(1)
-        of_stages = [[rows[place] for place in places] for places in numbers.tolist()]
+        of_stages = [[rows[rank] for rank in ranks] for ranks in numbers.tolist()]
         for position, (name, _) in enumerate(self.module.named_parameters()):
             stages = sum(all(row[position] for row in rows) for rows in of_stages)
             if stages != 1 or sum(any(row[position] for row in rows) for rows in of_stages) != 1:
@@ -191,7 +191,7 @@ class StagedReplica(ShardedReplica):
             )
             buffers = [(each, each.clone()) for stage in self._stages for each in stage.submod.buffers()]
             first = inputs[0] if self._stages[0].is_first else ()
-            # torch 2.15 takes this process's rank in the default group for its place.
+            # torch 2.15 takes this process's rank in the default group for its shard rank.
             with torch_internals.default_group(self._layout.whole):
                 torch_internals.begin_schedule(made, several, first, None if numbers is None else numbers[:1])
             for each, before in buffers:
@@ -203,7 +203,7 @@ class StagedReplica(ShardedReplica):
         """What the schedule calls; each micro-batch's target is its number."""
         return self._loss_of(output, int(number))
 
-    # ---- what places share
+    # ---- what ranks share
 
     def share_buffers(self) -> None:
         """Give all ranks of a stage those of its first one."""

@@ -240,12 +240,12 @@ class TreeReduction:
         self._moving, self._kept = [buffer for buffer, _ in pairs], [old for _, old in pairs]
         tensors = [*self._parameters, *self._moving]
         self.dtype = torch.float64 if any(each.dtype is torch.float64 for each in tensors) else torch.float32
-        self._places: list[slice] = []
+        self._slices: list[slice] = []
         """Where each tensor of a leaf lies in the flat vector."""
         end = 0
         small = 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
         for count in [*(each.numel() for each in self._parameters), small]:
-            self._places.append(slice(end, end + count))
+            self._slices.append(slice(end, end + count))
             end += -(-count // _ALIGNED) * _ALIGNED
         self._length = end
         self._control = Control()
@@ -389,7 +389,7 @@ class TreeReduction:
         return fold(total, dict(zip(order, rows, strict=True)), _plus)
 
     def _write(self, leaf: Leaf, row: torch.Tensor) -> None:
-        pairs = [(row[place], each) for place, each in zip(self._places, leaf, strict=True)]
+        pairs = [(row[part], each) for part, each in zip(self._slices, leaf, strict=True)]
         for target in (target for target, each in pairs if each is None):
             target.zero_()
         torch._foreach_copy_(
@@ -398,7 +398,7 @@ class TreeReduction:
         )
 
     def _read(self, flat: torch.Tensor) -> Leaf:
-        *gradients, small = [flat[place] for place in self._places]
+        *gradients, small = [flat[part] for part in self._slices]
         shaped = [
             part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
             for part, parameter in zip(gradients, self._parameters, strict=True)

@@ -467,7 +467,7 @@ class StoredStates:
             if files is not None:
                 return read_outline(files, wanted), files is not snapshot or snapshot.stored
         except CheckpointError as error:
-            self.failed(files, wanted.name, error)
+            self.leave_out(files, wanted.name, error)
         return None
 
     def holder(self, wanted: Manifest) -> CheckpointFiles | None:
@@ -497,7 +497,9 @@ class StoredStates:
             self._tracker.operated("load", duration_s, ok=True)
             self._manager.loaded(manifest, duration_s, **values)
 
-    def failed(self, files: CheckpointFiles | None, name: str, error: CheckpointError, duration_s: float = 0.0) -> None:
+    def leave_out(
+        self, files: CheckpointFiles | None, name: str, error: CheckpointError, duration_s: float = 0.0
+    ) -> None:
         """The state ``name`` cannot be read from ``files``: this rank tries others."""
         if isinstance(files, StateSnapshot):
             logger().warning("snapshot.damaged", checkpoint=name, reason=str(error))
@@ -638,7 +640,7 @@ def _loaded(
         error = _shared(alike, readers, files, manifest, filling)
     duration_s = SYSTEM.monotonic() - began
     if error is not None:
-        stored.failed(files, manifest.name, error, duration_s)
+        stored.leave_out(files, manifest.name, error, duration_s)
     if any(failed for (failed,) in control.gather([int(error is not None)])) or filling is None:
         return None
     if files is not None and alike.rank == readers[0]:
@@ -719,7 +721,7 @@ def joined_copies(
 
 
 def _copy(snapshot: StateSnapshot) -> ShardCopy:
-    shard, count = snapshot.place or (0, 1)
+    shard, count = snapshot.shard or (0, 1)
     return *snapshot.order, shard, count
 
 

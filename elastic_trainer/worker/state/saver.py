@@ -5,7 +5,7 @@ rank 0 of each group decides, and one small sum before each copy tells the other
 
 *Runs in* the worker's main thread; only rank 0 commits. *Owns* the checkpoint directory's manager, and the copies.
 *Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
-:meth:`Saver.attempt` and :meth:`Saver.settle` return them.
+:meth:`Saver.attempt` and :meth:`Saver.make_durable` return them.
 *Invariant*: a state with non-finite parameters is never saved.
 """
 
@@ -100,7 +100,7 @@ class Cadence:
 class Memory:
     """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
 
-    ``beside`` are the files of the other places of a sharded model.
+    ``beside`` are the files of the other ranks of a sharded model.
     """
 
     files: Sequence[Path] = ()
@@ -129,7 +129,7 @@ class Experience:
         """Posterior mean of a failure rate that was assumed to be one in ``PRIOR_S``."""
         return (PRIOR_S + self.trained_s) / (1 + self.failures)
 
-    def saved(self, cost_s: float) -> Experience:
+    def after_save(self, cost_s: float) -> Experience:
         """After one more save."""
         before_s = self.cost_s if self.cost_s is not None else cost_s
         return replace(self, cost_s=before_s + _SMOOTHING * (cost_s - before_s))
@@ -139,7 +139,7 @@ class Experience:
         return {"trained_s": round(self.trained_s, 3), "failures": self.failures, "settled": settled}
 
     @classmethod
-    def resumed(cls, fields: Mapping[str, Any], *, lost: bool = True) -> Experience:
+    def from_checkpoint(cls, fields: Mapping[str, Any], *, lost: bool = True) -> Experience:
         """The experience of a life that resumes the checkpoint with these ``fields``; ``lost``: whether steps after
         it were lost, as far as is known."""
         kept = fields.get(FIELD)
@@ -206,7 +206,7 @@ class OnDemand:
         if self._step == step:
             self._step = None
 
-    def settled(self, step: int, name: str, error: BaseException | None) -> None:
+    def report(self, step: int, name: str, error: BaseException | None) -> None:
         """The checkpoint ``name`` of ``step`` is durable, or was not written because of ``error``."""
         if error is None:
             self._newest = (step, name)
@@ -219,7 +219,7 @@ class OnDemand:
         answer: dict[str, str | int] = {"id": self._answered, "name": name}
         if problem is not None:
             answer |= {"problem": str(problem)[:500], "code": problem.exit_code}
-        self._tracker.describe(on_demand=answer)
+        self._tracker.set_notes(on_demand=answer)
 
 
 class Writers(StrEnum):
@@ -244,12 +244,12 @@ class Shares:
     turn: int = 0
 
     @classmethod
-    def among(cls, place: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
+    def among(cls, assignment: RankAssignment, writers: Writers = Writers.AUTO) -> Shares:
         """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
         if writers is Writers.RANK0:
             return cls()
-        nodes = place.world_size // place.local_world_size
-        return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
+        nodes = assignment.world_size // assignment.local_world_size
+        return cls(max(1, min(MOST_WRITERS, nodes)), assignment.rank // assignment.local_world_size)
 
     def worthwhile(self, module: torch.nn.Module) -> bool:
         """The same on all ranks."""
@@ -258,20 +258,20 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """One place's part of a sharded state, which its shard group copies together.
+    """One rank's part of a sharded state, which its shard group copies together.
 
     ``peers`` are the ranks of the group; None: they cannot be reached, and each acts for itself. ``writes``: the group
     writes the checkpoints; else it has copies in memory only.
     """
 
-    places: ShardGroup
+    shard_group: ShardGroup
     peers: Control | None
     writes: bool
 
     @property
     def leads(self) -> bool:
-        """Whether the others of the group follow this place."""
-        return self.places.index == 0
+        """Whether the others of the group follow this rank."""
+        return self.shard_group.index == 0
 
     @property
     def helps(self) -> bool:
@@ -324,7 +324,7 @@ def following(rows: Sequence[str], rank: int) -> str:
 
 def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
     """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
-    buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
+    buffers = {f"{prefix}{name}" for name, _ in module.named_buffers() for prefix in ("model/", "average/module.")}
     return lambda name: name in buffers or not name.startswith(("model/", "optimizer/", "average/"))
 
 
@@ -336,8 +336,8 @@ _AGAIN_S: Final = 60.0
 class Saver:
     """Saves ``state`` through ``manager`` (None: nowhere), on the rank that saves.
 
-    A save copies the state, which is written beside training; :meth:`look` notes what became of it, and ``on_saved``
-    gets every checkpoint, with ``fields()`` in it.
+    A save copies the state, which is written beside training; :meth:`note_ended_saves` notes what became of it, and
+    ``on_saved`` gets every checkpoint, with ``fields()`` in it.
     """
 
     def __init__(
@@ -405,16 +405,16 @@ class Saver:
             self._saves.stop()
             self._begun = -1, -1
 
-    def resumed(self, name: str, order: tuple[int, int], fields: Mapping[str, Any], *, stored: bool) -> None:
+    def note_resume(self, name: str, order: tuple[int, int], fields: Mapping[str, Any], *, stored: bool) -> None:
         """The present state was just read from the checkpoint ``name``, of that round and step, with these ``fields``;
         ``stored``: it is in storage.
         """
         step = self._state.position.step
         if self._saves is not None:
-            self._saves.resumed(name, order)
+            self._saves.protect(name, order)
         self._last_step = step if stored else self._last_step
         lost = not 0 < self._tracker.reached <= step  # 0: nobody knows how far the job was
-        self._past = replace(Experience.resumed(fields, lost=lost), cost_s=self._past.cost_s)
+        self._past = replace(Experience.from_checkpoint(fields, lost=lost), cost_s=self._past.cost_s)
         self._began_s = self._clock.monotonic()
 
     @property
@@ -477,11 +477,11 @@ class Saver:
             self._copy(SnapshotPurpose.MEMORY_ONLY)
 
     def wants_copy(self) -> bool:
-        """Whether the shard groups should copy the state into the agents' memory (:meth:`copy`)."""
+        """Whether the shard groups should copy the state into the agents' memory (:meth:`copy_shards`)."""
         sending = self._saves is not None and self._saves.sending
         return self._part is not None and self._part.leads and not sending and self._copy_due()
 
-    def copy(self) -> None:
+    def copy_shards(self) -> None:
         """On all ranks of a sharded model: what :meth:`copy_if_due` does."""
         if self._part is not None:
             self._copy(SnapshotPurpose.MEMORY_ONLY)
@@ -491,16 +491,16 @@ class Saver:
         return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s, sent_s)
 
     def write_share(self) -> None:
-        """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
+        """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this rank."""
         whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
         if whole or (self._part is not None and self._part.helps):
             self._copy(SnapshotPurpose.CO_WRITE)
 
     def _together(self, *, goes: bool, kept: bool = False) -> bool:
-        """Whether to copy now. The places of a group do so together, if place 0 ``goes``, when all have sealed the copy
-        before: then there is always one that all of them hold. Those who help learn what place 0 still writes.
+        """Whether to copy now. A shard group does so together, if shard rank 0 ``goes``, when all have sealed the copy
+        before: then there is always one that all of them hold. Those who help learn what shard rank 0 still writes.
 
-        While the copy before is on its way from a place to its neighbour, none is made that is only ``kept`` in memory.
+        While the copy before is on its way from a rank to its neighbour, none is made that is only ``kept`` in memory.
         """
         part, saves = self._part, self._saves
         if part is None or part.peers is None or saves is None:
@@ -554,7 +554,7 @@ class Saver:
         NonFiniteError if it cannot be saved then; CheckpointError for a state that cannot be saved at all. ``begun``:
         this state's save, if it has begun already.
         """
-        self.look()
+        self.note_ended_saves()
         self._last_s = self._clock.monotonic()
         if self._manager is None or self._saves is None:
             return None
@@ -566,7 +566,7 @@ class Saver:
             with self._tracker.during(Phase.CHECKPOINT):
                 if save is None:
                     self.newest = save = self._begin(self._manager, self._saves, metrics, best=best)
-                    self._past = self._past.saved(self._clock.monotonic() - began)
+                    self._past = self._past.after_save(self._clock.monotonic() - began)
                     self._tracker.pulse.save_interval_s = self._interval_s() or 0.0
                 if wait:
                     in_round(self._part, save.done.wait)
@@ -576,7 +576,7 @@ class Saver:
                 logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
-        self.look()
+        self.note_ended_saves()
         if save.error is not None and wait:
             raise save.error
         return save.manifest.name
@@ -612,7 +612,7 @@ class Saver:
             watched=watched(state.module, tree),
             parts=parts,
             own=not_shared(state.module),
-            places=None if part is None else part.places,
+            shard_group=None if part is None else part.shard_group,
         )
         if purpose is not SnapshotPurpose.MEMORY_ONLY:
             self._begun = position.generation, position.step
@@ -652,13 +652,13 @@ class Saver:
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
-            self.on_demand.settled(self._state.position.step, "", error)
+            self.on_demand.report(self._state.position.step, "", error)
             return error
         return None
 
-    def look(self) -> None:
+    def note_ended_saves(self) -> None:
         """Note what has become of saves since the last look."""
-        for save in self._saves.finished() if self._saves is not None and self._saves.unread else ():
+        for save in self._saves.take_ended() if self._saves is not None and self._saves.unread else ():
             if save.purpose is not SnapshotPurpose.COMMIT:
                 logger().warning("snapshot.failed", step=save.manifest.step, reason=str(save.error))
                 self._refused |= isinstance(save.error, NonFiniteError)
@@ -675,9 +675,9 @@ class Saver:
                     self._last_step = None
             else:
                 done = save.committed
-                self._tracker.saved(save.manifest.step, done.size, done.duration_s, done.free_bytes)
+                self._tracker.note_save(save.manifest.step, done.size, done.duration_s, done.free_bytes)
                 self._on_saved(save.committed)
-            self.on_demand.settled(save.manifest.step, save.manifest.name, save.error)
+            self.on_demand.report(save.manifest.step, save.manifest.name, save.error)
 
     def refused(self) -> bool:
         """Whether, since this was asked last, a snapshot was refused because it was not finite."""
@@ -687,9 +687,9 @@ class Saver:
     # ---- the state at hand, made durable
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the last save that ended has failed."""
-        self.look()
+        self.note_ended_saves()
         return self._failed
 
     @property
@@ -697,11 +697,11 @@ class Saver:
         """Whether a step was committed since the last snapshot."""
         return self._manager is not None and self._state.position.step != self._last_step
 
-    def settle(self) -> CheckpointError | NonFiniteError | None:
+    def make_durable(self) -> CheckpointError | NonFiniteError | None:
         """Make the state at hand durable, unless it is; wait for all that is being written. What went wrong, if so.
 
-        A place that helps does not wait, for place 0 does. Where it cannot reach the others, no place does: one of them
-        may be gone.
+        A rank that helps does not wait, for shard rank 0 does. Where it cannot reach the others, no rank does: one of
+        them may be gone.
         """
         part = self._part
         if self._saves is None:
@@ -730,11 +730,11 @@ class Saver:
         if self._saves is not None and not self._saves.idle:
             with self._tracker.during(Phase.CHECKPOINT):
                 in_round(within, self._saves.wait)
-        self.look()
+        self.note_ended_saves()
 
     def close(self, limit_s: float | None) -> None:
         """Write what waits, and end; what takes longer than ``limit_s`` is given up."""
         if self._saves is not None:
             with self._tracker.during(Phase.CHECKPOINT):
                 in_round(None, partial(self._saves.close, limit_s))
-            self.look()
+            self.note_ended_saves()

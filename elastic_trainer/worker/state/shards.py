@@ -1,4 +1,4 @@
-"""The state of a sharded model as this rank's shards, which ranks of one place give each other, and back.
+"""The state of a sharded model as this rank's shards, which ranks with the same shard rank give each other, and back.
 
 *Runs in* the worker's main thread.
 *Fails by* CheckpointError for an optimizer whose state is sharded unlike its parameters.

@@ -146,7 +146,7 @@ class TrainingState:
         }
         return self._shards_of(committed)
 
-    def live(self) -> LoadInto:
+    def targets(self) -> LoadInto:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
         parts = {"model": self.module, "average": self.average}
         held = {name: {} if each is None else each.state_dict(keep_vars=True) for name, each in parts.items()}
@@ -203,9 +203,9 @@ class TrainingState:
             "average": average,
         }
 
-    def follow(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
-        """After a resume: train with what the script has changed on purpose (see :meth:`Made.follow`)."""
-        self.settings = self.made.follow(self.settings, allow_changed, strict=strict, says=says)
+    def adopt_settings(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
+        """After a resume: train with what the script has changed on purpose (see :meth:`Made.adopt`)."""
+        self.settings = self.made.adopt(self.settings, allow_changed, strict=strict, says=says)
 
     def register(self, name: str, part: Stateful) -> None:
         """Save ``part`` with the state from now on; if a resumed state contains it, load it now."""
@@ -453,10 +453,10 @@ class OptimizerSet(torch.optim.Optimizer):
         state: dict[int | str, Any] = {}  # a key that is no parameter's number belongs to a whole member
         groups: list[dict[str, Any]] = []
         first = 0
-        for place, each in enumerate(self.members):
+        for index, each in enumerate(self.members):
             own = each.state_dict()
             state |= {
-                first + key if isinstance(key, int) else f"{place}/{key}": known for key, known in own["state"].items()
+                first + key if isinstance(key, int) else f"{index}/{key}": known for key, known in own["state"].items()
             }
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
@@ -466,7 +466,7 @@ class OptimizerSet(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups, first = list(state_dict["param_groups"]), 0
-        for place, each in enumerate(self.members):
+        for index, each in enumerate(self.members):
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             last = first + len(parameters_of(each))
             load_exactly(
@@ -475,7 +475,7 @@ class OptimizerSet(torch.optim.Optimizer):
                     "state": {
                         key - first if isinstance(key, int) else key.partition("/")[2]: known
                         for key, known in state_dict["state"].items()
-                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{place}/"))
+                        if (first <= key < last if isinstance(key, int) else key.startswith(f"{index}/"))
                     },
                     "param_groups": [
                         {**group, "params": [number - first for number in group["params"]]} for group in own
@@ -636,7 +636,7 @@ class Made:
                 known = ", ".join(sorted(each for each in self.named if each != FROZEN))
                 raise ConfigError(f"allow_changed: there is no setting {name!r}", hint=f"here are {known}")
 
-    def follow(
+    def adopt(
         self, saved: Mapping[str, str], allow_changed: Collection[str], *, strict: bool, says: bool
     ) -> dict[str, str]:
         """After a resume: what counts from now on, by name; ``saved`` is what counted when the checkpoint was saved.

@@ -256,9 +256,9 @@ def _is_kept(value: Any) -> bool:
 def _laid_out(tensor: torch.Tensor, strides: Sequence[int], offset: int) -> torch.Tensor:
     """A copy of ``tensor`` with these ``strides``, ``offset`` elements behind aligned memory."""
     once = tensor
-    for place, stride in enumerate(strides):
-        if stride == 0 and once.shape[place] > 1:
-            once = once.narrow(place, 0, 1)
+    for axis, stride in enumerate(strides):
+        if stride == 0 and once.shape[axis] > 1:
+            once = once.narrow(axis, 0, 1)
     reach = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, strides, strict=True))
     new = tensor
     with suppress(RuntimeError):  # elements that overlap in another way: their values alone must do
@@ -327,11 +327,11 @@ def trials(nodes: Sequence[str], turn: int) -> list[Trial]:
     shift = 1 + turn % (count - 1)
     further = 1 + shift % (count - 1)
     found = []
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         for number, rank in enumerate(group):
-            others = groups[(place + shift) % count]
+            others = groups[(index + shift) % count]
             checker = others[number % len(others)]
-            thirds = groups[(place + further) % count] if count > 2 else [*others, *group]
+            thirds = groups[(index + further) % count] if count > 2 else [*others, *group]
             judge = next((each for each in [*thirds[number:], *thirds] if each not in (rank, checker)), None)
             found.append(Trial(rank, checker, judge))
     return found

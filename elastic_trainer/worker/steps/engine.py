@@ -154,7 +154,7 @@ class Step:
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
         weight = replica.before_backward(part, self._done)
-        steps.agree()
+        steps.check_trained()
         if part is not None and part.outdated:
             raise ConfigError(
                 "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
@@ -215,7 +215,7 @@ class Step:
                 hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
             )
         replica.before_backward(batch.micro_batches[0], ())
-        steps.agree()
+        steps.check_trained()
         parts = batch.micro_batches
         read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
         given = [each if isinstance(each, tuple) else (each,) for each in read]
@@ -602,7 +602,7 @@ class Steps:
     def bind(self, control: Control, recovery: Recovery) -> None:
         """A round begins, in which all ranks hold one state; ``recovery`` is what follows its end."""
         self.control, self.part, self._recovery = control, self.replica.part(control), recovery
-        self.trainable.look()
+        self.trainable.read_flags()
         self._agreed = False
         self._schedule_count = advanced(self._scheduler)
         self._unchecked.clear()
@@ -626,7 +626,7 @@ class Steps:
         """A step of this ``kind`` about the batch at hand."""
         batch = self._feed.batch
         if batch is None:
-            self._recovery.change()
+            self._recovery.make_change()
         elif batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         step = kind(self, batch)
@@ -664,9 +664,9 @@ class Steps:
         if self.replica.fitted and trainable.switched:
             self.replica.fit(self.control, trainable.switch())
             self._agreed = False
-            trainable.look()
+            trainable.read_flags()
         elif len(self._optimizer.param_groups) != trainable.groups:
-            trainable.look()
+            trainable.read_flags()
 
     def _drop_gradients(self) -> None:
         """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
@@ -695,10 +695,10 @@ class Steps:
         if self._recovery.lost is not None:
             raise self._recovery.lost
 
-    def agree(self) -> None:
+    def check_trained(self) -> None:
         """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
         if not self._agreed:
-            self.trainable.agree(self.control)
+            self.trainable.check_alike(self.control)
             self._agreed = True
 
     # ---- update and commit
@@ -740,7 +740,7 @@ class Steps:
                 f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
             )
         if not self.replica.summed:
-            self.trainable.look()
+            self.trainable.read_flags()
             raise ConfigError(
                 "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
                 " session.wrap() returned",
@@ -810,7 +810,7 @@ class Steps:
             batch.used = True
             self.position.cursor = batch.following or self.position.cursor
             samples = len(batch.ids) if step.counts else 0
-        self._tracker.committed(self.position.step, samples, self.position.cursor)
+        self._tracker.note_step(self.position.step, samples, self.position.cursor)
         if self.scaling.scaler is None:
             self._unchecked += step.finite_evidence()
             if len(self._unchecked) > _MOST_UNCHECKED:
@@ -832,7 +832,7 @@ class Steps:
         """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
         self.position.step += 1
         self.position.lineage, self.position.cursor = self.position.generation, cursor
-        self._tracker.committed(self.position.step, 0, cursor)
+        self._tracker.note_step(self.position.step, 0, cursor)
         self._advance_schedule()
 
     # ---- closing
@@ -884,7 +884,7 @@ class Steps:
         if action is BoundaryAction.STOP:
             boundaries.stop()
         elif action is BoundaryAction.SWITCH:
-            self._recovery.agreed()
+            self._recovery.note_change()
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
@@ -1113,13 +1113,13 @@ def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
     most = Counter(whole)  # in rank order
     wanted = max(most, key=lambda row: most[row])
     others = tuple(rank for rank, row in enumerate(whole) if row != wanted)
-    places = [
-        place for place in range(len(names)) if any(len(row) <= place or row[place] != wanted[place] for row in whole)
+    differing = [
+        index for index in range(len(names)) if any(len(row) <= index or row[index] != wanted[index] for row in whole)
     ]
     if not others:
         return None
-    first = names[places[0]] if places else "(their number)"
-    return Difference(whole.index(wanted), others, first, len(places))
+    first = names[differing[0]] if differing else "(their number)"
+    return Difference(whole.index(wanted), others, first, len(differing))
 
 
 class Comparison:
@@ -1424,7 +1424,7 @@ class Boundaries:
     def stop(self) -> NoReturn:
         """All ranks leave here, with a checkpoint."""
         context = self._context
-        context.signals.agreed()
+        context.signals.note_stop()
         logger().info("session.stopping", step=context.position.step)
         self.save_last("stopped")
         context.stopped = True
@@ -1463,7 +1463,7 @@ class StepBoundaries(Boundaries):
     def after_step(self, step: int) -> BoundaryAction:
         saver = self._saver
         self._comparison.after_step(step)
-        saver.look()
+        saver.note_ended_saves()
         self._refused |= saver.refused()
         saved = saver.due_by_step(step)
         if saved:
@@ -1481,7 +1481,7 @@ class StepBoundaries(Boundaries):
             nonfinite=self._own_nonfinite(),
             switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
-            mark=self._plan_check.mark(),
+            mark=self._plan_check.fingerprint(),
         )
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
@@ -1496,7 +1496,7 @@ class StepBoundaries(Boundaries):
                 logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
         if agreed.copy:
-            self._saver.copy()
+            self._saver.copy_shards()
         return BoundaryAction.SWITCH if agreed.switch else BoundaryAction.GO_ON
 
     def _save(self) -> None:
@@ -1513,7 +1513,7 @@ class StepBoundaries(Boundaries):
 
     def _meet_nonfinite(self) -> None:
         step = self._steps.position.step
-        self._tracker.nonfinite()
+        self._tracker.count_nonfinite()
         if self._fatal:
             raise NonFiniteError(
                 f"the loss or a parameter became NaN or infinite by step {step}",
@@ -1529,7 +1529,7 @@ class StepBoundaries(Boundaries):
 
     def save_last(self, status: str) -> None:
         """SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's."""
-        context, problem = self._context, self._saver.settle()
+        context, problem = self._context, self._saver.make_durable()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
         unsaved, unsound = map(bool, self._control.sum(Purpose.STOP, flags)[:2])
@@ -1538,7 +1538,7 @@ class StepBoundaries(Boundaries):
             logger().error("session.unsaved", step=context.position.step, reason=_UNSAVED, fails=fails)
             if fails:
                 raise SystemExit(EXIT_CANNOT_WRITE) from problem
-        context.closed(status)
+        context.report_end(status)
 
     # ---- after the end of a round
 
@@ -1633,7 +1633,7 @@ class WorkerContext:
     def arrive(self, group: groups.Group) -> None:
         """A round has been formed: show this process's rank in it."""
         formation = group.formation
-        self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
+        self.tracker.set_rank(formation.rank, formation.world_size, formation.round, self.placement.device)
         logs.bind(rank=formation.rank)
 
     def leave(self) -> None:
@@ -1651,12 +1651,12 @@ class WorkerContext:
         if self._report is not None:
             self._report(self.position, self.span_s)
 
-    def record(self, step: Step, **place: int) -> None:
+    def record(self, step: Step, **where: int) -> None:
         """Write a committed step to the ledger, once: its round may end before the boundary after it."""
         if step.recorded or not self.ledger.enabled:
             return
         step.recorded = True
-        self.ledger.write("step", **place, **self.entry(step))
+        self.ledger.write("step", **where, **self.entry(step))
 
     def entry(self, step: Step) -> dict[str, Any]:
         """What the ledger says of a committed step."""
@@ -1669,9 +1669,9 @@ class WorkerContext:
             "loss": step.local_mean(),
         }
 
-    def saved(self, committed: Committed) -> None:
+    def report_save(self, committed: Committed) -> None:
         step = committed.entry.step
         self.ledger.write("checkpoint", step=step, name=committed.name, duration_s=committed.duration_s)
 
-    def closed(self, status: str) -> None:
+    def report_end(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)

@@ -120,7 +120,7 @@ class DataPlanCheck:
             self._compared_until = max(self.compare(), epoch + 1)
             self._trained = True
 
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """What all ranks must have in common, as one number."""
         return mark(self._plan()[0])
 
@@ -237,15 +237,15 @@ class DataFeed:
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: replace it by this rank's part of what comes next."""
         batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
-        if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
+        if batch is None or batch.used or sampler is None or self._drawn_at == self._drawn_for:
             return
-        if self._made or sampler.plan.ended(cursor):
+        if self._made or sampler.plan.is_over(cursor):
             batch.used = True  # by other ranks
         else:
             batch.become(self._draw(sampler))
 
     @property
-    def _place(self) -> tuple[Cursor, int, int, int]:
+    def _drawn_for(self) -> tuple[Cursor, int, int, int]:
         """All that decides this rank's part: position, its number, how many there are, how often it was halved."""
         return self._position.cursor, self._part.rank, self._part.world, self.halvings
 
@@ -253,7 +253,7 @@ class DataFeed:
     def next_size(self) -> int:
         """Samples of the next step, job-wide; 0 if unknown, and at the end of an epoch."""
         if self._sampler is not None:
-            plan = self._sampler.plan.at(self._part.world)
+            plan = self._sampler.plan.for_world(self._part.world)
             return min(plan.global_batch, plan.left(self._position.cursor))
         fields = self.fields or self._resumed
         left = int(fields.get("length", 0)) - self._position.cursor.samples
@@ -320,7 +320,7 @@ class DataFeed:
             over = over or (steps is not None and self._position.step >= steps)
             if not over:
                 raise  # else this is an earlier loop of a script with several: the next one is compared
-        self._tracker.describe(length=plan.left(Cursor()), batch=plan.at(self._part.world).global_batch)
+        self._tracker.set_notes(length=plan.left(Cursor()), batch=plan.for_world(self._part.world).global_batch)
         until = epochs if epochs is not None else self._last_epoch or 0
         if isinstance(loading, LoaderSource):
             timed: Source = Awaited(loading, self._tracker)
@@ -350,7 +350,7 @@ class DataFeed:
         self._sampler, self._same_until, self._most_steps = sampler, epochs or 0, steps
         self._look_up_lr()
         while (epochs is None or position.cursor.epoch < epochs) and not self._made:
-            while not self._made and not sampler.plan.ended(position.cursor):
+            while not self._made and not sampler.plan.is_over(position.cursor):
                 if change():
                     continue
                 self.batch = self._draw(sampler)
@@ -358,7 +358,7 @@ class DataFeed:
             self.batch = None
             if epochs is None:
                 return
-            if sampler.plan.ended(position.cursor):
+            if sampler.plan.is_over(position.cursor):
                 self._next_epoch()
         if self._sampler is sampler:
             self.close()
@@ -376,11 +376,11 @@ class DataFeed:
     @property
     def at_end(self) -> bool:
         """Whether nothing is left to draw of the epoch, or of the run."""
-        return self._sampler is not None and (self._made or self._sampler.plan.ended(self._position.cursor))
+        return self._sampler is not None and (self._made or self._sampler.plan.is_over(self._position.cursor))
 
     def _draw(self, sampler: Sampler) -> Batch:
-        self._drawn_at = cursor, rank, world, _ = self._place
-        if world > 1 and world > (parts := sampler.plan.at(world).most_parts) and self._idle != (world, parts):
+        self._drawn_at = cursor, rank, world, _ = self._drawn_for
+        if world > 1 and world > (parts := sampler.plan.for_world(world).most_parts) and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
                 logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)

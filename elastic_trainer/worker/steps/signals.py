@@ -90,7 +90,7 @@ class Signals:
         self._thread = threading.Thread(target=self._watch, name="session-signals", daemon=True)
         self._thread.start()
 
-    def agreed(self) -> None:
+    def note_stop(self) -> None:
         """All ranks stop at this boundary: what follows (a checkpoint) has limits of its own."""
         with self._rearming:
             self._deadline = None
@@ -98,7 +98,7 @@ class Signals:
     def close(self) -> None:
         if self._thread is None or self._writer is None or self._reader is None:
             return
-        self.agreed()
+        self.note_stop()
         signal.set_wakeup_fd(self._previous_fd)
         self._give_back()
         self._writer.send(b"\0")

@@ -220,7 +220,7 @@ class WholeStates:
         self._context, self._replica, self.manager = context, replica, context.manager
 
     def memory(self) -> Memory:
-        """Each place of the node has memory files of its own; whole states are those of the first."""
+        """Each local rank has memory files of its own; whole states are those of the first."""
         environment = self._context.environment
         first = SLOTS * environment.local_rank
         return Memory(environment.memory[first : first + SLOTS], self._context.options.saving.snapshot_every_s)
@@ -337,7 +337,7 @@ class Training:
             options.cadence,
             self.state,
             self.fields,
-            context.saved,
+            context.report_save,
             context.tracker,
             WhenBehind(options.saving.when_behind),
             self._states.memory(),
@@ -417,7 +417,7 @@ class Training:
         return self.context.signals.requested is not None
 
     def show(self, phase: Phase) -> Phase:
-        return self.context.tracker.change(phase)
+        return self.context.tracker.enter_now(phase)
 
     def collect(self) -> dict[str, Any]:
         return self.state.collect()
@@ -475,7 +475,7 @@ class Training:
         self.origin = Origin(None, notes["fields"])
 
     def agree_on_batch(self, control: Control) -> None:
-        self._shortage.agree(control)
+        self._shortage.act_together(control)
 
     def redraw(self) -> None:
         self.context.feed.redraw()
@@ -486,7 +486,7 @@ class Training:
     def leave_now(self) -> NoReturn:
         """Leave the job by a planned change."""
         self.context.stopped = True
-        self.context.closed("stopped")
+        self.context.report_end("stopped")
         raise SystemExit(self.context.signals.exit_code)
 
     def resume_alone(self) -> None:
@@ -520,20 +520,20 @@ class Training:
         with joined_copies(control, self.saver.parts_in_memory(), context.environment.copies_here) as joined:
             left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
             stored = StoredStates(self._states.manager, context.tracker, left, looks=context.manager is not None)
-            live = self.state.live()
+            live = self.state.targets()
             self.origin = restore(control, alike, stored, self.collect, take_over, check, unfit, live)
         self.steps.dirty = False
         if self.origin.fields.get(EPOCH_CLOSED):
             context.position.cursor = Cursor(context.position.cursor.epoch + 1, 0)
         if self.origin.name is not None:
             strict = context.options.checks.on_changed == OnChanged.RAISE
-            self.state.follow(context.options.allow_changed, strict=strict, says=formation.rank == 0)
+            self.state.adopt_settings(context.options.allow_changed, strict=strict, says=formation.rank == 0)
         first = context.position.generation + 1 if self.origin.name is not None else 0
         read = context.position.generation, context.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest)
         if self.origin.name is not None:
-            self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
+            self.saver.note_resume(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
 
     def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None = None) -> None:
         """All ranks of ``group`` hold one state: bind everything to the round, and begin.
@@ -561,7 +561,7 @@ class Training:
             each()
 
     def _watch(self, group: Group) -> None:
-        """Find out if ranks come to different places of the script."""
+        """Find out if ranks come to different points of the script."""
         context = self.context
         if self._whereabouts is not None:
             self._whereabouts.close()
@@ -576,7 +576,7 @@ class Training:
         self._whereabouts = Whereabouts(group.fresh, control, node, stand, lambda: context.span_s, free)
 
     def parted_by(self, error: BaseException | None) -> ConfigError | None:
-        """Why the ranks cannot go on, if ``error`` is due to their being at different places of the script."""
+        """Why the ranks cannot go on, if ``error`` is due to their being at different points of the script."""
         if self._whereabouts is None or error is None:
             return None
         if isinstance(error, CallsDifferError):
@@ -604,7 +604,7 @@ class Training:
         come here after such an end.
         """
         self.steps.sync.require_closed()
-        return self.recovery.repeated(attempt, codec)
+        return self.recovery.call(attempt, codec)
 
     def refuse_inside(self, call: str) -> None:
         """ConfigError while a step is open."""
@@ -639,7 +639,7 @@ class Training:
         control = context.present.control
         self.refuse_inside("save()")
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        context.tracker.change(Phase.CHECKPOINT)
+        context.tracker.enter_now(Phase.CHECKPOINT)
         newest, mine = saver.newest, control.rank == 0
         begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
         goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
@@ -651,7 +651,7 @@ class Training:
             for name, value in values.items() if begun is None else ():
                 context.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
             try:  # after a failure the caller learns whether this one was durable
-                saved = saver.save(values, best=best, wait=wait or saver.failed, begun=begun)
+                saved = saver.save(values, best=best, wait=wait or saver.has_failed, begun=begun)
             except (CheckpointError, NonFiniteError) as error:
                 problem = error
         elif not goes_on:
@@ -666,16 +666,16 @@ class Training:
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.context.tracker.during(Phase.CHECKPOINT):
-            self.saver.settle()
+            self.saver.make_durable()
             self.context.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
+        """Save what is only in memory, without a round: one rank of each node can, or its ranks together.
 
         Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
         """
         if not self.saver.copied and self._states.serve_alone(self.saver):
-            self.saver.settle()
+            self.saver.make_durable()
 
 
 class LocalSgdSync(EveryStep):
@@ -822,7 +822,7 @@ class MemoryShortage:
         logs.logger().warning("memory.exhausted", step=step.number, rank=step.rank, then=str(self._policy))
         return StepGivenUpError(f"rank {step.rank} ran out of memory in step {step.number}")
 
-    def agree(self, control: Control) -> None:
+    def act_together(self, control: Control) -> None:
         """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
         if self._policy is OnShortage.RAISE:
             return

@@ -80,7 +80,7 @@ def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
         saves.submit(checkpoints.encode(state | {"step": step}, info), checkpoints.draft(info))
         for tensor in (*state["model"].values(), state["optimizer"][0]):
             tensor.fill_(-1)
-        for save in saves.finished():
+        for save in saves.take_ended():
             say.send(save.manifest.step)
 
 

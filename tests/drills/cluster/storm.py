@@ -70,7 +70,7 @@ class Storm:
         Calls ``at_rest`` whenever everybody trains between two faults.
         """
         stage = self._stage
-        stage.settled()
+        stage.await_steps()
         while not over():
             if self._chance.random() < REPAIRED:
                 self._repair()
@@ -89,7 +89,7 @@ class Storm:
         self._end_freeze()
         if len(self._stage.expected) < self._stage.setting.min_nodes:
             self._stage.cluster.add()
-        self._stage.settled()
+        self._stage.await_steps()
 
     def _pass(self, seconds: float) -> None:
         """Let time pass; etcd comes back and a frozen node is thawed when it is due."""
@@ -116,7 +116,7 @@ class Storm:
     def _strike(self) -> None:
         """Something that may happen now."""
         stage, chance = self._stage, self._chance
-        stage.look()
+        stage.observe()
         running, holding = sorted(stage.expected), set(holders(stage))
         struck = [name for name in running if name != self.spared and holding - {name}]
         blow = chance.choice(self._possible(running, struck))

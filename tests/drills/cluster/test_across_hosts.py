@@ -96,16 +96,16 @@ def test_a_job_grows_and_shrinks_across_hosts(cell: Cell, tmp_path: Path) -> Non
     """One node trains; a second and a third join; two die at once, and the one left trains on; another joins. No node
     that lives is lost, each sample counts once, and with the tree all bits are those of one undisturbed process."""
     with placed(cell, tmp_path) as stage:
-        trained = [len(stage.settled().nodes)]
+        trained = [len(stage.await_steps().nodes)]
         assert here().reaches("n0") == (not cell.network.rules), "the firewall lets through what it must not"
         while trained[-1] < 3:
             stage.cluster.add()
-            trained.append(len(stage.settled().nodes))
+            trained.append(len(stage.await_steps().nodes))
         assert {inner_id(node.pid) for node in stage.cluster.running} == {2}, "process ids differ between hosts"
-        kill_nodes(stage, stage.settled().nodes[1:])
-        trained.append(len(stage.settled().nodes))
+        kill_nodes(stage, stage.await_steps().nodes[1:])
+        trained.append(len(stage.await_steps().nodes))
         stage.cluster.add()
-        trained.append(len(stage.settled().nodes))
+        trained.append(len(stage.await_steps().nodes))
         assert conclusions(stage) == []
         assert trained == [*range(cell.nodes, 4), 1, 2]
         assert stage.cluster.hosts.keys() == {node.name for node in stage.cluster.nodes}

@@ -58,16 +58,16 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
     else is lost, and all is as if the clocks were right."""
     clocks = MovedClocks(tmp_path)
     with staged(replace(SETTING, max_nodes=3), tmp_path / "job", clocks.cluster) as stage:
-        before = stage.settled()
+        before = stage.await_steps()
         for jumps in ({"n0": 3600.0, "n1": -7200.0}, {"n0": -60.0, "n1": 0.0}):
             t = now()
             for node, seconds in jumps.items():
                 clocks.move(node, seconds)
-            stage.resumed(before.pids.values(), t, 0, "steps after the jumps")
+            stage.await_resumed(before.pids.values(), t, 0, "steps after the jumps")
             assert {node: round(_ahead_s(stage, node), -1) for node in jumps} == jumps
-        assert stage.settled().pids == before.pids
+        assert stage.await_steps().pids == before.pids
         stage.node("n0").kill_worker()
-        after = stage.settled()
+        after = stage.await_steps()
         assert {node: pid for node, pid in after.pids.items() if before.pids[node] != pid}.keys() == {"n0"}
         assert conclusions(stage) == []
 
@@ -89,7 +89,7 @@ def test_nothing_grows_in_a_long_storm(kind: str, tmp_path: Path) -> None:
         storm = Storm(stage, seed, clocks)
         while not whole.expired:
             leg = Deadline.after(min(WATCHED_S, 60.0 * MINUTES))
-            storm.spared = stage.settled().nodes[-1]
+            storm.spared = stage.await_steps().nodes[-1]
             feet = Footprints(stage, storm.spared, clocks.temporary)
             storm.rage(lambda leg=leg: leg.expired, feet.note)  # type: ignore[misc]
             notes = tmp_path / f"notes-{storm.spared}.json"

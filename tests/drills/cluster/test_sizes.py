@@ -22,7 +22,7 @@ def test_only_sizes_that_are_allowed_train(tmp_path: Path) -> None:
     options = {"regroup_grace": "10", "sizes": "2:4"}
     setting = Setting(nodes=4, max_nodes=4, pause_s=0.04, limit_s=180.0, options=options)
     with staged(setting, tmp_path) as stage:
-        before = stage.settled()
+        before = stage.await_steps()
         kill_nodes(stage, [before.nodes[3]])
         two = stage.until(lambda: training(stage, 2), "a round of two")
         third = next(name for name in before.nodes[:3] if name not in two)
@@ -30,7 +30,7 @@ def test_only_sizes_that_are_allowed_train(tmp_path: Path) -> None:
         assert waiting is not None
         assert waiting.pid == before.pids[third]
         stage.restore()
-        after = stage.settled()
+        after = stage.await_steps()
         assert {name: after.pids[name] for name in before.nodes[:3]} == {
             name: before.pids[name] for name in before.nodes[:3]
         }
@@ -40,7 +40,7 @@ def test_only_sizes_that_are_allowed_train(tmp_path: Path) -> None:
 
 def training(stage: Stage, nodes: int) -> tuple[str, ...] | None:
     """The names of the nodes of an active round of ``nodes`` in which all have made steps."""
-    standing, document = stage.look(), stage.document
+    standing, document = stage.observe(), stage.document
     if standing is None or document is None or document.state is not RoundState.ACTIVE:
         return None
     made = standing.world == nodes == len(standing.nodes) and standing.least_steps() > 5

@@ -65,7 +65,7 @@ def test_a_slow_node_goes_where_another_stands_ready(tmp_path: Path) -> None:
         slow = before.nodes[-1]
         stage.retire(slow)
         ask(tmp_path, slow, Wedge.SLOW)
-        stage.until(lambda: (now := stage.look()) and slow not in now.nodes and len(now.nodes) == 3, f"{slow} to go")
+        stage.until(lambda: (now := stage.observe()) and slow not in now.nodes and len(now.nodes) == 3, f"{slow} to go")
         stage.until(lambda: not stage.node(slow).running, f"the end of {slow}")
         assert stage.node(slow).exit_code() == 143
         stage.until(lambda: any(each.cause is Cause.NODE_LEFT for each in incidents(stage)), "the incident")
@@ -79,5 +79,5 @@ def test_a_slow_node_goes_where_another_stands_ready(tmp_path: Path) -> None:
 
 
 def _three(stage: Stage) -> object:
-    standing = stage.look()
+    standing = stage.observe()
     return standing if standing is not None and len(standing.nodes) == 3 and standing.least_steps() > 20 else None

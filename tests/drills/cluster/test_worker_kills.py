@@ -113,7 +113,7 @@ class Kills:
 
     def rage(self, count: int, least: int = 0, budget_s: float = math.inf) -> None:
         """Kill ``count`` workers, then wait until everybody trains; ``least`` of them where they take ``budget_s``."""
-        self._stage.settled()
+        self._stage.await_steps()
         enough = now() + budget_s
         for number in range(1, count + 1):
             if number > least and now() > enough:
@@ -125,11 +125,11 @@ class Kills:
             lasts_s = max((mark.seconds for mark in under_way.values()), default=0.0)
             pause(self._chance.uniform(0.0, SOON_S.get(moment, INTERLUDE_PART * lasts_s)))
             self._kill()
-        self._stage.settled()
+        self._stage.await_steps()
 
     def _holders(self) -> dict[str, int]:
         """Workers that live and hold the training state, by node."""
-        self._stage.look()
+        self._stage.observe()
         return {name: worker.pid for name, worker in holders(self._stage).items()}
 
     def _under_way(self, pids: dict[str, int]) -> dict[str, Mark]:
@@ -184,7 +184,9 @@ def test_an_evaluation_is_completed_by_one_who_is_left_of_too_few(tmp_path: Path
         kills = Kills(stage, 1, interlude_every=1, least_s=2.0)
         kills.rage(2)
         assert [kill.amid for kill in kills.done] == [1, 1]
-        assert stage.book.committed_again({kill.pid for kill in kills.done} | set(stage.settled().pids.values())) == 0
+        assert (
+            stage.book.committed_again({kill.pid for kill in kills.done} | set(stage.await_steps().pids.values())) == 0
+        )
         assert conclusions(stage) == []
 
 
@@ -211,7 +213,7 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
     with staged(setting, tmp_path / "job") as stage:
         kills = Kills(stage, seed, interlude_every=PACE.interlude_every, least_s=PACE.least_s)
         kills.rage(PACE.kills, PACE.least, PACE.budget_s)
-        final = stage.settled()
+        final = stage.await_steps()
         workers = {name: stage.node(name).worker() for name in final.nodes}
         restarts = {
             name: int(processes.environment(worker).get("TORCHELASTIC_RESTART_COUNT", "-1"))

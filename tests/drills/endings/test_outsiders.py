@@ -95,7 +95,7 @@ def test_a_node_opens_its_ports_at_the_address_that_it_announces_alone(job: Job)
     for node in job.nodes:
         record = job.record(node.name)
         assert record is not None
-        inside = job.hosts[node.name].inside if job.hosts else []
+        inside = job.hosts[node.name].command if job.hosts else []
         looked = [*inside, sys.executable, "-c", LISTENING, str(node.pid)]
         opened = [tuple(each) for each in json.loads(subprocess.check_output(looked))]
         assert {record.store_port, record.probe_port} < {port for _, port in opened}

@@ -27,7 +27,7 @@ def play(directory: Path) -> None:
     options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=3, pause_s=0.04, limit_s=180.0, options=options)
     with Segment() as segment, staged(setting, directory) as stage:
-        before = stage.settled()
+        before = stage.await_steps()
         name = stage.cluster.add().name
         segment.part(before.nodes[1], name)
         document = stage.until(lambda: left_out(stage), f"a round without {name}")
@@ -35,22 +35,22 @@ def play(directory: Path) -> None:
         assert [member.node for member in document.members] == list(before.nodes)
         assert sum(each.state is RoundState.BROKEN for each in stage.history) == 1
         stage.retire(name)
-        alone = stage.settled()
+        alone = stage.await_steps()
         assert alone.pids == before.pids
         tried = attempts(stage, name)
         stage.until(lambda: stage.node(name).log.read_text().count('"node.quarantined"') > 1, "two vain looks")
-        stage.look()
+        stage.observe()
         assert attempts(stage, name) == tried
         segment.reunite(before.nodes[1], name)
         stage.welcome(name)
-        joined = stage.settled()
+        joined = stage.await_steps()
         assert {node: joined.pids[node] for node in before.nodes} == dict(before.pids)
         assert conclusions(stage) == []
 
 
 def left_out(stage: Stage) -> RoundDocument | None:
     """The first round that was formed without somebody who could not be reached."""
-    stage.look()
+    stage.observe()
     return next((each for each in stage.history if each.left_out is not None), None)
 
 

@@ -41,7 +41,7 @@ def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
             (0, node_freeze, "does not answer"),
             (2, node_freeze, "does not answer"),  # rank 0's
         ):
-            before = stage.settled().round
+            before = stage.await_steps().round
             effect = act(stage, repeat)
             assert (effect.steps_lost, effect.problems) == (0, ()), effect
             assert found in broken_after(stage, before).reason
@@ -50,7 +50,7 @@ def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
 
 def broken_after(stage: Stage, number: int) -> RoundDocument:
     """The first broken round from ``number`` on."""
-    stage.look()
+    stage.observe()
     return next(each for each in stage.history if each.state is RoundState.BROKEN and each.number >= number)
 
 
@@ -65,14 +65,14 @@ def test_who_cannot_be_reached_is_found_by_asking(tmp_path: Path) -> None:
 def fall_silent(directory: Path) -> None:
     setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
     with Segment(), staged(setting, directory) as stage:
-        before = stage.settled()
+        before = stage.await_steps()
         effect = pair_partition(stage, 0)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect
         assert "does not answer its peer" in broken_after(stage, before.round).reason
         without = next(each for each in stage.history if each.left_out)
         assert without.number == before.round + 1, "a round was formed in vain"
         assert without.left_out == before.nodes[1], "the more junior one of two equals"
-        before = stage.settled()
+        before = stage.await_steps()
         effect = node_partition(stage, 0)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect
         assert "does not answer its peer" in broken_after(stage, before.round).reason

@@ -58,7 +58,7 @@ class Groups(Saved):
         self.job.wait_for(lambda: self.job.shows(node.name, NodeState.READY), f"{node.name} is not ready")
         record = self.job.record(node.name)
         assert record is not None
-        assert record.place == 0
+        assert record.shard_slot == 0
         return node
 
     def taken_up(self, world: int) -> int:

@@ -89,16 +89,16 @@ def save(directory: Path, shape: str) -> None:
         model(torch.randn(5, 12)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    state, places = collect(model, optimizer), ShardGroup(mesh)
+    state, shard_group = collect(model, optimizer), ShardGroup(mesh)
     whole = full(state)
     dist.barrier()
     manager = CheckpointManager(directory)
-    image, draft = manager.encode(state, SaveInfo(1), places=places), manager.draft(SaveInfo(1))
+    image, draft = manager.encode(state, SaveInfo(1), shard_group=shard_group), manager.draft(SaveInfo(1))
     if rank == 0:
         commit.SHARDS_LEAST_PATIENCE_S = 60.0
         torch.save(whole, directory / "reference.pt")
         print("committed", manager.commit(image, draft).name)
-    elif places.index:
+    elif shard_group.index:
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
         threading.Thread(target=watch, args=(manager, saved), daemon=True).start()
         print("wrote", *manager.write_share(image, draft, 0, saved))
@@ -138,7 +138,7 @@ def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    action, place, shape = sys.argv[1:]
+    action, directory, shape = sys.argv[1:]
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(os.environ["STORE"], size)
@@ -147,12 +147,12 @@ def main() -> None:
         if action == "dcp":
             mesh = mesh_of(shape, rank)
             whole = full(state := collect(*build(mesh, 1)))
-            save_dcp(state, checkpoint_id=f"{place}/dcp")
-            torch.save(whole, f"{place}/reference.pt")
+            save_dcp(state, checkpoint_id=f"{directory}/dcp")
+            torch.save(whole, f"{directory}/reference.pt")
         elif action == "load":
-            load(Path(place), shape)
+            load(Path(directory), shape)
         else:
-            save(Path(place), shape)
+            save(Path(directory), shape)
     finally:
         dist.destroy_process_group()
 

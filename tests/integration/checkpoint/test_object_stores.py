@@ -367,14 +367,14 @@ def test_a_lease_that_was_not_renewed_in_time_is_regained_if_nobody_took_it(s3_u
     def late(temporary: str, name: str) -> None:
         held._renewed_at = -math.inf
         held._stop.set()
-        assert held.lost
+        assert held.was_lost
         publish(temporary, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "publish", late)
         checkpoints.save({"x": 2}, SaveInfo(2))
     assert [entry.step for entry in checkpoints.entries()] == [2, 1]
-    assert not held.lost
+    assert not held.was_lost
     assert not held._stop.is_set()
     checkpoints.close()
 

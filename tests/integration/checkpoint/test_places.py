@@ -30,8 +30,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
             store.touch()
             (tmp_path / "checkpoints").mkdir(exist_ok=True)
-            place = str(tmp_path / "checkpoints")
-            words = ["-m", "tests.integration.checkpoint.places", action, place, shape]
+            directory = str(tmp_path / "checkpoints")
+            words = ["-m", "tests.integration.checkpoint.places", action, directory, shape]
             found = []
             for rank in range(size):
                 env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
@@ -58,7 +58,7 @@ def ended(processes: list[Forked], tmp_path: Path) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shape", ["4", "2x1", "2x2"])
 def test_what_some_places_write_others_load(start: Start, tmp_path: Path, shape: str) -> None:
-    """Bit by bit, at more places and fewer, and whole; each place has written its shards alone."""
+    """Bit by bit, at more ranks and fewer, and whole; each rank has written its shards alone."""
     directory = tmp_path / "checkpoints"
     said = ended(start("save", shape), tmp_path)
     assert "committed" in said[0]

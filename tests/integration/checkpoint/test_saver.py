@@ -44,7 +44,7 @@ from elastic_trainer.worker.state.saver import Cadence, Memory, Saver, ShardPart
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.support.memory_store import ManualClock
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import Place, newest_of
+from tests.unit.checkpoint.states import GroupRank, newest_of
 from tests.unit.checkpoint.test_memory import Stream, on_device
 
 LIMIT_S = 30.0
@@ -90,7 +90,7 @@ def test_without_memory_a_save_is_made_at_once_behind_the_one_under_way(tmp_path
     manager.gate.release(2)
     done = saves.at_once(manager.encode({"w": weights}, info), manager.draft(info))
     assert done.done.is_set()
-    assert [save.manifest.step for save in saves.finished()] == [1, 2]
+    assert [save.manifest.step for save in saves.take_ended()] == [1, 2]
     saves.close()
 
 
@@ -115,7 +115,7 @@ def test_states_that_are_refused_leave_the_newest_good_one_in_memory(tmp_path: P
         keep(saves, manager, torch.full((1000,), value), step)
         saves.wait()
     assert kept_step(lasting) == 2
-    assert len(saves.finished()) == 3
+    assert len(saves.take_ended()) == 3
     saves.close()
 
 
@@ -181,15 +181,15 @@ def test_a_copy_from_a_device_is_sealed_when_it_has_arrived(tmp_path: Path) -> N
 
 
 def place_saves(directory: Path, index: int, value: float, purpose: SnapshotPurpose) -> tuple[BackgroundSaves, Any]:
-    """The save of one place, which has tensors of its own."""
+    """The save of one rank, which has tensors of its own."""
     manager, info, weight = CheckpointManager(directory), SaveInfo(3), torch.full((10,), value)
     saves = BackgroundSaves(manager)
-    image = manager.encode({f"w{index}": weight}, info, watched={"w": weight}, places=Place(index))
+    image = manager.encode({f"w{index}": weight}, info, watched={"w": weight}, shard_group=GroupRank(index))
     return saves, saves.submit(image, manager.draft(info), purpose)
 
 
 def test_a_place_whose_shard_is_not_finite_ends_the_save_of_all(tmp_path: Path) -> None:
-    """Place 0 learns it at once, and does not wait for a file that cannot come."""
+    """Shard rank 0 learns it at once, and does not wait for a file that cannot come."""
     first, save = place_saves(tmp_path, 0, 1.0, SnapshotPurpose.COMMIT)
     other, help_ = place_saves(tmp_path, 1, math.nan, SnapshotPurpose.CO_WRITE)
     assert save.done.wait(LIMIT_S)
@@ -203,7 +203,7 @@ def test_a_place_whose_shard_is_not_finite_ends_the_save_of_all(tmp_path: Path) 
 
 
 def test_nobody_waits_for_a_place_that_is_known_to_be_gone(tmp_path: Path) -> None:
-    """Neither place 0 for another, nor another for place 0."""
+    """Neither shard rank 0 for another, nor another for shard rank 0."""
     first, save = place_saves(tmp_path, 0, 1.0, SnapshotPurpose.COMMIT)
     first.stop(but=[(0, 3)])
     assert first.moments() == ((0, 3),)
@@ -289,12 +289,12 @@ def test_a_background_save_that_fails_shows_in_log_and_metric_and_the_state_coun
     trained.step()
     assert trained.saver.attempt() is None
     trained.saver.wait()
-    assert trained.saver.failed
+    assert trained.saver.has_failed
     assert trained.saver.unsaved
     assert trained.counted("save.failed") == 1
-    assert isinstance(trained.saver.settle(), StorageError)
+    assert isinstance(trained.saver.make_durable(), StorageError)
     trained.step()
-    assert trained.saver.settle() is None
+    assert trained.saver.make_durable() is None
     assert trained.end() == [2]
 
 
@@ -343,16 +343,16 @@ def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: 
 
 
 def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path) -> None:
-    """Both copies are being written when a place dies: the others join the next round at once."""
+    """Both copies are being written when a rank dies: the others join the next round at once."""
     trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
-    places = ShardGroup(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
-    trained.saver.serve(saves=True, part=ShardPart(places, Control(works=works), writes=True))
+    group = ShardGroup(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
+    trained.saver.serve(saves=True, part=ShardPart(group, Control(works=works), writes=True))
     for _ in range(2):
         trained.step()
         assert trained.saver.attempt() is None
     trained.step()
     threading.Timer(0.2, works.end, ["a place is gone"]).start()
-    for waits in (trained.saver.attempt, trained.saver.settle):
+    for waits in (trained.saver.attempt, trained.saver.make_durable):
         with pytest.raises(RoundBrokenError, match="a place is gone"):
             waits()
     assert trained.end() == [1, 2]
@@ -367,7 +367,7 @@ def test_a_save_on_demand_that_has_ended_when_training_goes_on_is_answered(
     trained, request, answers = Trained(tmp_path / "saved"), tmp_path / "request", list[Any]()
     on_demand = trained.saver.on_demand
     monkeypatch.setattr(on_demand, "_file", request)
-    monkeypatch.setattr(trained.tracker, "describe", lambda on_demand: answers.append(on_demand))
+    monkeypatch.setattr(trained.tracker, "set_notes", lambda on_demand: answers.append(on_demand))
     trained.manager.full = {1} if full else set()
     trained.manager.gate.release(100)
     for asked in ("a", "b"):
@@ -413,8 +413,8 @@ def test_without_memory_a_save_waits_for_other_places_no_longer_than_the_round(
     """It is made in the main thread, which must join the next round."""
     monkeypatch.setattr(arena, "available", lambda: 0)
     trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
-    places: Any = Place(0)
-    trained.saver.serve(saves=True, part=ShardPart(places, Control(works=works), writes=True))
+    group: Any = GroupRank(0)
+    trained.saver.serve(saves=True, part=ShardPart(group, Control(works=works), writes=True))
     trained.manager.gate.release(100)
     trained.step()
     threading.Timer(0.2, works.end, ["place 1 is gone"]).start()
@@ -462,7 +462,7 @@ def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(
     monkeypatch.setattr(manager, "check_writable", slow(manager.check_writable))
     monkeypatch.setattr(manager, "newest", slow(manager.newest))
     release = threading.Thread(target=slow(manager.gate.release), args=[100])
-    for act in (trained.saver.settle, lambda: check_storage(manager, Control(), WorkerEnvironment()), restored):
+    for act in (trained.saver.make_durable, lambda: check_storage(manager, Control(), WorkerEnvironment()), restored):
         with structlog.testing.capture_logs() as captured:
             logs = captured
             if not release.ident:

@@ -70,7 +70,7 @@ def epochs(source: Fetcher, plan: EpochPlan, worlds: list[int], until: int = 2) 
     for epoch in range(until):
         found.append([])
         cursor = Cursor(epoch, 0)
-        while not plan.ended(cursor):
+        while not plan.is_over(cursor):
             world = worlds[step % len(worlds)]
             parts = [sampler.draw(cursor, rank, world) for rank in range(world)]
             for part in parts:

@@ -129,7 +129,7 @@ def _stalled(job: Watched) -> str:
 
 def _steps(job: Watched) -> int:
     """The steps that all have made in the present round."""
-    standing = job.stage.look()
+    standing = job.stage.observe()
     assert standing is not None
     return standing.least_steps()
 
@@ -138,7 +138,7 @@ def _kill_two(job: Watched, before: Standing) -> None:
     """SIGKILL a worker, and another one when the rest has gone on: two rounds that end by a fault."""
     victim, *others = reversed(before.nodes)
     t = kill([worker(job.stage, before, victim)]).t
-    job.stage.resumed([before.pids[name] for name in others], t, before.round + 1, f"a step without {victim}")
-    left = job.stage.look()
+    job.stage.await_resumed([before.pids[name] for name in others], t, before.round + 1, f"a step without {victim}")
+    left = job.stage.observe()
     assert left is not None
     kill([worker(job.stage, left, others[0])])

@@ -165,7 +165,7 @@ def _await_steps(job: Watched, standing: Standing, count: int) -> None:
     """Wait until all have made so many more steps in the round of ``standing``."""
 
     def steps() -> int:
-        now = job.stage.look()
+        now = job.stage.observe()
         assert now is not None
         assert now.round == standing.round
         return now.least_steps()

@@ -17,10 +17,10 @@ def test_a_node_leaves_once_when_its_cloud_says_so(cloud: str) -> None:
     left: list[str] = []
     with MetadataServer() as server, capture_logs() as logs:
         watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append(cloud))
-        assert [watch.look() for _ in range(3)] == [EVERY_S] * 3
+        assert [watch.turn() for _ in range(3)] == [EVERY_S] * 3
         assert not left
         server.preempt()
-        assert watch.look() > 1000  # it has left: there is nothing more to ask
+        assert watch.turn() > 1000  # it has left: there is nothing more to ask
     assert left == [cloud]
     (told,) = [each for each in logs if each["event"] == "node.preempted"]
     assert told["node"] == "n0"
@@ -35,15 +35,15 @@ def test_a_service_that_does_not_answer_is_logged_once_and_asked_again(cloud: st
         watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append(cloud))
         server.broken = True
         for _ in range(SILENT_TURNS + 2):
-            assert watch.look() == EVERY_S
+            assert watch.turn() == EVERY_S
         assert [each["event"] for each in logs] == ["preemption.unwatched"]
         assert not left
         server.broken = False
         server.preempt()
-        watch.look()
+        watch.turn()
     assert left == [cloud]
     gone = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append("again"))
-    assert gone.look() == EVERY_S
+    assert gone.turn() == EVERY_S
     assert left == [cloud]
 
 

@@ -47,7 +47,7 @@ class Watched:
 
     def settled(self) -> Standing:
         """Wait until all nodes that should train do, and Prometheus sees just their ranks."""
-        standing = self.stage.settled()
+        standing = self.stage.await_steps()
         self.wait_value(f"count(elastic_trainer_step{{RUN}}) == {standing.world}")
         self.wait_value(f"elastic_trainer_world_size{{RUN}} == {standing.world}")
         return standing
@@ -65,7 +65,7 @@ def watched(setting: Setting, directory: Path, scales: Mapping[str, float] | Non
     """Start everything, and wait until the job trains and is seen; ``scales``: see :class:`Watch`."""
     setting = replace(setting, options={**setting.options, "metrics_address": "0.0.0.0"})  # Prometheus is elsewhere
     with staged(setting, directory / "job") as stage, monitor(stage.server.endpoint) as (_, port):
-        stage.settled()  # or the start of this machine would count as a slow rendezvous
+        stage.await_steps()  # or the start of this machine would count as a slow rendezvous
         address = f"127.0.0.1:{port}"
         nodes_from = f"http://{address}/sd/nodes"
         scales = OUTAGE | dict(scales or {})

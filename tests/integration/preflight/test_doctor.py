@@ -311,7 +311,7 @@ def test_a_doctor_compares_itself_with_earlier_ones(
 KEYS = RunKeys("/p", "run")
 
 
-def place(name: str) -> Neighbor:
+def neighbor(name: str) -> Neighbor:
     return Neighbor(name, "127.0.0.1", 1)
 
 
@@ -332,7 +332,7 @@ def test_all_get_the_same_list_and_leave_nothing() -> None:
 
     def attend(name: str) -> Meeting:
         store = MemoryStore(backend)
-        with attended(store, KEYS, place(name), 3, Deadline.after(LIMIT_S), silent) as meeting:
+        with attended(store, KEYS, neighbor(name), 3, Deadline.after(LIMIT_S), silent) as meeting:
             together.wait(LIMIT_S)
             return meeting
 
@@ -364,7 +364,7 @@ def test_a_missing_node_is_told_with_those_that_came(store: type[MemoryStore], l
     clock = Ticking()
     with (
         pytest.raises(AbsentError, match=r"1 of 3 nodes joined within [\d.]+ s: a \(start the same command"),
-        attended(store(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(limit_s, clock), clock.tick),
+        attended(store(MemoryBackend()), KEYS, neighbor("a"), 3, Deadline.after(limit_s, clock), clock.tick),
     ):
         pytest.fail("the meeting took place")
 
@@ -377,7 +377,7 @@ def test_nodes_that_expect_different_numbers_are_told() -> None:
         def attend(name: str, count: int) -> str:
             limit = Deadline.after(2.0, clock)
             try:
-                with attended(MemoryStore(backend), KEYS, place(name), count, limit, lambda _: waits.set()):
+                with attended(MemoryStore(backend), KEYS, neighbor(name), count, limit, lambda _: waits.set()):
                     return "met"
             except (ConfigError, AbsentError) as error:
                 return str(error)
@@ -405,7 +405,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
 
         with (
             pytest.raises(AbsentError),
-            attended(MemoryStore(backend), KEYS, place("a"), 2, Deadline.after(1.0, clock), seen),
+            attended(MemoryStore(backend), KEYS, neighbor("a"), 2, Deadline.after(1.0, clock), seen),
         ):
             pytest.fail("the meeting took place")
 
@@ -415,7 +415,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
     try:
         with (
             pytest.raises(ConfigError, match="another node has the name 'a'"),
-            attended(store, KEYS, place("a"), 2, Deadline.after(LIMIT_S), silent),
+            attended(store, KEYS, neighbor("a"), 2, Deadline.after(LIMIT_S), silent),
         ):
             pytest.fail("the meeting took place")
     finally:
@@ -425,6 +425,6 @@ def test_a_name_that_is_taken_is_refused() -> None:
 
 def test_a_meeting_is_that_of_its_members() -> None:
     """Who comes later is in none yet."""
-    decided = Attendance(place=place("a"), count=2, members=(place("a"), place("b")), nonce="x")
+    decided = Attendance(neighbor=neighbor("a"), count=2, members=(neighbor("a"), neighbor("b")), nonce="x")
     assert found("b", [decided]) == Meeting(decided.members, "x")
-    assert found("c", [decided, Attendance(place=place("c"), count=2)]) is None
+    assert found("c", [decided, Attendance(neighbor=neighbor("c"), count=2)]) is None

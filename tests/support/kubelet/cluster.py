@@ -238,7 +238,7 @@ class Cluster:
         host = self._segment.attach(life)
         known = [each["metadata"]["name"] for each in self._all("PersistentVolumeClaim")]
         around = Surroundings(
-            host.inside,
+            host.command,
             partial(self._segment.cut, life),
             host.address,
             self.directory / "pods" / life,

@@ -52,5 +52,5 @@ def told_by(node: str, *ranks: RankHealth, number: int = 1, **more: Any) -> Node
 def rank(number: int, *, waits: bool = True, still_s: float = 500.0, waits_s: float | None = None) -> RankHealth:
     """One rank of it; it has waited all the time unless given."""
     waited_s = still_s if waits_s is None else waits_s
-    place: dict[str, Any] = {"rank": number, "local_rank": 0, "pid": 1, "phase": "training", "phase_s": 1.0}
-    return RankHealth(**place, still_s=still_s, step=5, step_s=1.0, compute_s=0.5, waits=waits, waits_s=waited_s)
+    who: dict[str, Any] = {"rank": number, "local_rank": 0, "pid": 1, "phase": "training", "phase_s": 1.0}
+    return RankHealth(**who, still_s=still_s, step=5, step_s=1.0, compute_s=0.5, waits=waits, waits_s=waited_s)

@@ -105,8 +105,8 @@ class Worker:
         assert self.seat is not None
         self._conductor.receive(self.seat, message)
 
-    def ready(self, number: int, step: int | None = None, *, planned: bool = False, **place: int) -> None:
-        state = None if step is None else StateReport(round=number - 1, step=step, **place)
+    def ready(self, number: int, step: int | None = None, *, planned: bool = False, **position: int) -> None:
+        state = None if step is None else StateReport(round=number - 1, step=step, **position)
         self.say(Ready(number=number, planned=planned, state=state))
 
     def progress(self, round: int, step: int) -> None:

@@ -96,8 +96,8 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
         flip_bit(path, bit)
 
 
-class Place:
-    """Place ``index`` of two, which holds all that it is asked about, or the tensors of ``own`` first number."""
+class GroupRank:
+    """Shard rank ``index`` of two, which holds all that it is asked about, or the tensors of ``own`` first number."""
 
     count = 2
 

@@ -37,7 +37,7 @@ from elastic_trainer.checkpoint.manifest import (
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.errors import StorageError
 from tests.support.memory_store import ManualClock
-from tests.unit.checkpoint.states import Place
+from tests.unit.checkpoint.states import GroupRank
 
 ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")
 NAME = "step-000000120-r7-0123456789ab"
@@ -185,7 +185,7 @@ def test_who_reads_holds_nothing_and_is_kept_out_by_nobody(tmp_path: Path) -> No
 
 
 class Helper(ManualClock):
-    """Place 1, which is to help to save step 2; a wait lets its time pass."""
+    """Shard rank 1, which is to help to save step 2; a wait lets its time pass."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(0.0)
@@ -205,10 +205,10 @@ class Helper(ManualClock):
 
     def _prepared(self, step: int) -> tuple[Image, Manifest]:
         info = SaveInfo(step, round=1)
-        return self._manager.encode({"w": torch.ones(3)}, info, places=Place(1)), self._manager.draft(info)
+        return self._manager.encode({"w": torch.ones(3)}, info, shard_group=GroupRank(1)), self._manager.draft(info)
 
     def offer(self, step: int, *, alive: bool = True) -> str:
-        """Place 0 begins to save ``step``."""
+        """Shard rank 0 begins to save ``step``."""
         writer = this_process() if alive else replace(this_process(), start=1)
         name, manifest = temporary_name(writer), self._prepared(step)[1]
         self.storage.create(name, manifest.name)

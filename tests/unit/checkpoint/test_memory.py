@@ -31,7 +31,7 @@ from elastic_trainer.checkpoint.memory import (
     read,
 )
 from elastic_trainer.checkpoint.reading import read_state
-from tests.unit.checkpoint.states import Place, descriptor_of, flipped, newest_of, same, training_state
+from tests.unit.checkpoint.states import GroupRank, descriptor_of, flipped, newest_of, same, training_state
 
 
 def content(image: Image) -> dict[str, bytes]:
@@ -160,7 +160,7 @@ class Stream(Cuda):
     def queue(self, target: Any, data: Any) -> None:
         self.waiting.append(lambda: np.copyto(target, data))
 
-    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+    def record(self, devices: Iterable[Any]) -> Callable[[], None]:
         mine = len(self.waiting)
         assert devices
 
@@ -236,11 +236,11 @@ def files() -> Iterator[list[Path]]:
 
 
 def leave(
-    arena: Arena, manager: CheckpointManager, state: Any, step: int, *, sealed: bool = True, places: Any = None
+    arena: Arena, manager: CheckpointManager, state: Any, step: int, *, sealed: bool = True, shard_group: Any = None
 ) -> None:
     """What a worker does before it is killed."""
     info = SaveInfo(step, 1)
-    held = arena.hold(manager.encode(state, info, places=places))
+    held = arena.hold(manager.encode(state, info, shard_group=shard_group))
     if sealed:
         manifest = manager.draft(info).with_files(records(held.image))
         arena.seal(held, manifest, manager.location, OWNER.job)
@@ -275,17 +275,17 @@ def test_the_newest_state_is_there_until_the_next_is_whole(files: list[Path], tm
         assert float(read_state(left(files), left(files).manifest)["w"][0]) == step
 
 
-def test_the_places_of_a_sharded_state_make_one_snapshot_when_all_hold_one_step(tmp_path: Path) -> None:
+def test_the_ranks_of_a_sharded_state_make_one_snapshot_when_all_hold_one_step(tmp_path: Path) -> None:
     """The newest step that all have, whichever is ahead; its files are those of an ordinary checkpoint."""
-    places = [Place(index, own=index) for index in (0, 1)]
-    descriptors = [[os.memfd_create("test") for _ in range(SLOTS)] for _ in places]
+    groups = [GroupRank(index, own=index) for index in (0, 1)]
+    descriptors = [[os.memfd_create("test") for _ in range(SLOTS)] for _ in groups]
     files = [[Path(f"/proc/self/fd/{each}") for each in mine] for mine in descriptors]
     manager = CheckpointManager(tmp_path, owner=OWNER)
 
     def leave_shard(index: int, step: int) -> None:
-        state = {f"w{each.index}": torch.full((50,), step * 10.0 + each.index) for each in places}
+        state = {f"w{each.index}": torch.full((50,), step * 10.0 + each.index) for each in groups}
         own = Arena(files[index], beside=files[1 - index])
-        leave(own, manager, state, step, places=places[index])
+        leave(own, manager, state, step, shard_group=groups[index])
 
     for index, step in ((0, 1), (0, 2), (1, 1)):
         leave_shard(index, step)

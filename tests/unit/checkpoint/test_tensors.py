@@ -53,7 +53,7 @@ from elastic_trainer.checkpoint.manifest import (
     Image,
     Manifest,
     from_bytes,
-    place_of,
+    part_of,
     tensor_files,
     tensors_file,
 )
@@ -385,8 +385,8 @@ def test_only_place_0_writes_what_is_not_sharded() -> None:
     state = {"plain": torch.randn(3), "step": 7, "bytes": b"x" * 9000}
     for number in range(2):
         with rank(number, 2):
-            image = codec.encode(state, places=ShardGroup(init_device_mesh("cpu", (2,))))
-        assert place_of(image.names) == (number, 2)
+            image = codec.encode(state, shard_group=ShardGroup(init_device_mesh("cpu", (2,))))
+        assert part_of(image.names) == (number, 2)
         assert (STATE_FILE in image.names) == (number == 0)
         assert (image.files[0].body_size > 0) == (number == 0)
 
@@ -394,9 +394,9 @@ def test_only_place_0_writes_what_is_not_sharded() -> None:
 def refused(make: Callable[[DeviceMesh], Any], sentence: str, *, part: bool = False) -> None:
     with rank(0, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        places = ShardGroup(mesh["a"] if part else mesh)
+        shard_group = ShardGroup(mesh["a"] if part else mesh)
         with pytest.raises(CheckpointError, match=sentence):
-            codec.encode({"t": make(mesh)}, places=places)
+            codec.encode({"t": make(mesh)}, shard_group=shard_group)
 
 
 def test_what_is_no_box_or_not_known_is_refused_with_its_path() -> None:

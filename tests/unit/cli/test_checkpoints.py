@@ -149,12 +149,12 @@ def test_a_mistake_is_one_sentence(
     words: Sequence[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And exit code 78; suggestions can be copied as they are."""
-    place = tmp_path / "my runs"
-    saved(place, 20, 21, 22)
-    (place / "empty").mkdir()
-    assert main(["checkpoints", *(word.format(place) for word in words)]) == 78
+    directory = tmp_path / "my runs"
+    saved(directory, 20, 21, 22)
+    (directory / "empty").mkdir()
+    assert main(["checkpoints", *(word.format(directory) for word in words)]) == 78
     error = capsys.readouterr().err
-    said = sentence.replace("list {}", f"list '{place}'").format(*[place] * 3)
+    said = sentence.replace("list {}", f"list '{directory}'").format(*[directory] * 3)
     assert error.startswith(f"elastic-trainer: {said}")
     assert error.count("\n") == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health.service import log_place
+from elastic_trainer.agent.health.service import log_location
 from elastic_trainer.cli import logs
 from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
 from elastic_trainer.cli.main import main
@@ -32,7 +32,7 @@ def test_a_rank_is_found_on_its_node_of_the_newest_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("location", "said"),
     [
         ("journal:a@b.service", "node n0: on h, journalctl -u a@b.service --since=-10min"),
         ("pod:gpt-xyz", "node n0: kubectl logs gpt-xyz --since=10m"),
@@ -46,8 +46,8 @@ def test_a_rank_is_found_on_its_node_of_the_newest_round() -> None:
         ("", "node n0: on h, with whatever started it: its output goes to no file"),
     ],
 )
-def test_what_is_elsewhere_has_a_command(place: str, said: str) -> None:
-    assert whereabouts(NodeLog("n0", "h", place), "10m") == said
+def test_what_is_elsewhere_has_a_command(location: str, said: str) -> None:
+    assert whereabouts(NodeLog("n0", "h", location), "10m") == said
 
 
 def test_lines_are_new_by_their_time() -> None:
@@ -79,17 +79,17 @@ def test_a_length_of_time_has_a_unit() -> None:
 def test_a_node_says_where_its_output_goes(tmp_path: Path) -> None:
     """A file, a journal, a pod of an indexed Job or another; of a pipe nothing is known."""
     with (tmp_path / "n0.log").open("w") as file:
-        assert log_place("h", {}, file.fileno()) == f"file:{tmp_path / 'n0.log'}"
+        assert log_location("h", {}, file.fileno()) == f"file:{tmp_path / 'n0.log'}"
     with Path("/dev/null").open("w") as other:
         number = other.fileno()
         pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-        assert log_place("gpt-3", {}, number) == ""
-        assert log_place("gpt-3", {**pod, "JOB_COMPLETION_INDEX": "3"}, number) == "job:gpt/3"
-        assert log_place("gpt-3", pod, number) == "pod:gpt-3"
+        assert log_location("gpt-3", {}, number) == ""
+        assert log_location("gpt-3", {**pod, "JOB_COMPLETION_INDEX": "3"}, number) == "job:gpt/3"
+        assert log_location("gpt-3", pod, number) == "pod:gpt-3"
     # Bytes that are not UTF-8 are escaped, since the name goes into the node's document.
     with open(os.fsencode(tmp_path) + b"/caf\xc3\xa9-\xe9.log", "wb") as file:
-        place = log_place("h", {}, file.fileno())
-    assert place == f"file:{tmp_path}/café-\\xe9.log"
+        location = log_location("h", {}, file.fileno())
+    assert location == f"file:{tmp_path}/café-\\xe9.log"
 
 
 @pytest.mark.parametrize("foreign", ["a link", "for all", ""])

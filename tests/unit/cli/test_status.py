@@ -84,7 +84,7 @@ def test_the_rank_that_the_others_wait_for_is_named_and_no_rate_is_stale() -> No
     """Three equal rows and the rate of a minute ago would say nothing."""
     told = {"n0": health("n0", [rank(0, waits=True, still_s=42.0), rank(1, 1, still_s=42.0)])}
     documents = run(1, health=told)
-    text = printed(run_view(snapshot(documents, Observer().look(documents, 0.0, 0.0))))
+    text = printed(run_view(snapshot(documents, Observer().observe(documents, 0.0, 0.0))))
     for part in ("needs attention: rank 1 on n0 holds", "waits for 42 s", "no step for 42 s, the others wait for it"):
         assert part in text, text
     assert "steps/s" not in text
@@ -122,7 +122,7 @@ def pages(*, wide: bool) -> list[RenderableType]:
         health={LONG: told["n0"]},
         round=round_.model_copy(update={"members": tuple(each._replace(node=LONG) for each in round_.members)}),
     )
-    seen = Observer().look(documents, 0.0, 0.0)
+    seen = Observer().observe(documents, 0.0, 0.0)
     rows = [summary(documents, seen), summary(run(2), seen)]
     listed = list_view(listing(rows, StoreStatus(True, 0.0), 0.0), wide=wide)
     return [run_view(snapshot(documents, seen), wide=wide), listed]
@@ -150,7 +150,7 @@ def test_wide_shows_all_columns_on_any_terminal() -> None:
 
 def reading(serial: int) -> StoreReading:
     documents = run(serial=serial)
-    return StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
+    return StoreReading({"r": RunReading(documents, Observer().observe(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
 
 
 def test_where_nothing_can_be_redrawn_a_view_is_printed_again_when_there_is_news() -> None:

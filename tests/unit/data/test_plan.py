@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.data.plan import Course, EpochPlan, LrRule, Piece, Place, asked, cut, epoch_order, share, spanning
+from elastic_trainer.data.plan import Course, EpochPlan, Extent, LrRule, Piece, asked, cut, epoch_order, share, spanning
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
@@ -74,7 +74,7 @@ def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
     plan = EpochPlan(10, 4)
     tail = plan.global_batch_at(Cursor(0, 8))
     assert (len(tail.ids), tail.following, tail.index) == (2, Cursor(0, 10), 2)
-    assert plan.ended(tail.following)
+    assert plan.is_over(tail.following)
     with pytest.raises(ValueError, match="nothing is left"):
         plan.global_batch_at(tail.following)
 
@@ -83,13 +83,13 @@ def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
 def test_a_tail_that_fills_no_batch_is_dropped_where_that_is_asked_for(passes: int | None, sizes: list[int]) -> None:
     """With ``passes``, one that fills no pass: as a DataLoader, whose batch is a pass, drops it."""
     plan, cursor, seen = EpochPlan(23, 8, passes=passes, drop_last=True), Cursor(3, 0), []
-    while not plan.ended(cursor):
+    while not plan.is_over(cursor):
         whole = plan.global_batch_at(cursor)
         seen.append(len(whole.ids))
         cursor = whole.following
     assert seen == sizes
     assert plan.steps == len(sizes)
-    assert EpochPlan(23, 8, scale_from=2, drop_last=True).at(4).steps == 1
+    assert EpochPlan(23, 8, scale_from=2, drop_last=True).for_world(4).steps == 1
 
 
 def test_cutting_covers_everything_once() -> None:
@@ -136,7 +136,7 @@ def test_each_sample_counts_once_whatever_is_given_up_and_wherever_it_crashes(
     Read rank by rank, all is in the order of one rank."""
     counted: list[int] = []
     cursor, saved, step = Cursor(5, 0), (Cursor(5, 0), 0), 0
-    while not plan.ended(cursor):
+    while not plan.is_over(cursor):
         what, world = schedule[step] if step < len(schedule) else ("commit", 3)
         step += 1
         whole = plan.global_batch_at(cursor)
@@ -164,13 +164,13 @@ def scaled(**changes: object) -> EpochPlan:
 
 def test_by_default_nothing_depends_on_the_ranks() -> None:
     plan = EpochPlan(1000, 64, 8)
-    assert [plan.at(world).global_batch for world in (1, 3, 500)] == [64, 64, 64]
+    assert [plan.for_world(world).global_batch for world in (1, 3, 500)] == [64, 64, 64]
     assert plan.lr_factor(500) == 1.0
 
 
 @pytest.mark.parametrize(("world", "batch"), [(1, 16), (2, 32), (3, 48), (4, 64), (8, 128)])
 def test_the_batch_is_proportional_to_the_ranks(world: int, batch: int) -> None:
-    assert scaled().at(world).global_batch == batch
+    assert scaled().for_world(world).global_batch == batch
     assert scaled().lr_factor(world) == world / 4
     assert scaled(lr_rule=LrRule.SQRT).lr_factor(world) == pytest.approx(math.sqrt(world / 4))
     assert scaled(lr_rule=LrRule.NONE).lr_factor(world) == 1.0
@@ -179,9 +179,9 @@ def test_the_batch_is_proportional_to_the_ranks(world: int, batch: int) -> None:
 def test_a_batch_that_does_not_divide_is_rounded_and_never_empty() -> None:
     """The learning rate follows the batch that there is; a micro-batch is never larger than the batch."""
     plan = scaled(global_batch=10, scale_from=16, micro_batch=5)
-    assert (plan.at(1).global_batch, plan.at(1).micro_batch) == (1, 1)
+    assert (plan.for_world(1).global_batch, plan.for_world(1).micro_batch) == (1, 1)
     assert plan.lr_factor(1) == 0.1
-    assert (plan.at(24).global_batch, plan.at(24).micro_batch) == (15, 5)
+    assert (plan.for_world(24).global_batch, plan.for_world(24).micro_batch) == (15, 5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,27 +196,27 @@ def test_each_sample_is_used_once_while_the_batch_follows_the_ranks(
 ) -> None:
     """World sizes that change at every step, and the batch with them, neither repeat nor miss a sample."""
     plan, cursor, used, step = scaled(length=length, global_batch=batch, scale_from=scale_from), Cursor(0, 0), [], 0
-    while not plan.ended(cursor):
+    while not plan.is_over(cursor):
         world = worlds[step % len(worlds)]
-        whole = plan.at(world).global_batch_at(cursor)
+        whole = plan.for_world(world).global_batch_at(cursor)
         for pieces in divide(len(whole.ids), None, world):
             used += [int(i) for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
         cursor, step = whole.following, step + 1
     assert sorted(used) == list(range(length))
 
 
-def walked(course: Course, cursor: Cursor, *, span: bool = False) -> list[Place]:
+def walked(course: Course, cursor: Cursor, *, span: bool = False) -> list[Extent]:
     """What a rank asks for in fact, step by step, without the same thing twice in a row."""
-    places: list[Place] = []
+    extents: list[Extent] = []
     while cursor.epoch < course.until:
-        while not course.plan.ended(cursor):
+        while not course.plan.is_over(cursor):
             whole = course.plan.global_batch_at(cursor)
             pieces = course.pieces(whole)
             requests = [asked(whole, spanning(pieces))] if span else [asked(whole, piece) for piece in pieces]
-            places += [request.place for request in requests if [request.place] != places[-1:]]
+            extents += [request.extent for request in requests if [request.extent] != extents[-1:]]
             cursor = whole.following
         cursor = Cursor(cursor.epoch + 1, 0)
-    return places
+    return extents
 
 
 @settings(max_examples=80, deadline=None)
@@ -237,11 +237,11 @@ def test_what_is_foreseen_is_what_is_asked_for(
     pieces = course.pieces(whole)
     begin = 0 if span else where[2] % len(pieces)
     first = asked(whole, spanning(pieces) if span else pieces[begin], span=span)
-    places = walked(course, cursor, span=span)
-    assert [request.place for request in course.from_request(first)] == places[places.index(first.place) :]
+    extents = walked(course, cursor, span=span)
+    assert [request.extent for request in course.from_request(first)] == extents[extents.index(first.extent) :]
 
 
-def test_a_place_that_is_not_this_ranks_is_followed_by_the_next_global_batch() -> None:
+def test_an_extent_that_is_not_this_ranks_is_followed_by_the_next_global_batch() -> None:
     """Somebody holds a batch of an earlier round: it is fetched, and the present course goes on behind it."""
     plan = EpochPlan(12, 6, 2, shuffle=False)
     whole = plan.global_batch_at(Cursor(0, 0))

@@ -312,10 +312,10 @@ def test_too_many_bad_samples_are_an_error() -> None:
     """A sample that is drawn again counts once; each epoch begins anew."""
     tally = Tally()
     for epoch in (0, 1):
-        tally.note(epoch, [Missing(1, "E"), Missing(1, "E"), Missing(2, "E")], most=2)
+        tally.add_missing(epoch, [Missing(1, "E"), Missing(1, "E"), Missing(2, "E")], most=2)
     assert tally.total == 4
     with pytest.raises(DataError, match="3 samples of epoch 1 could not be fetched here, and at most 2"):
-        tally.note(1, [Missing(3, "E")], most=2)
+        tally.add_missing(1, [Missing(3, "E")], most=2)
 
 
 def test_the_limit_is_a_part_of_what_one_rank_sees_and_at_least_a_handful() -> None:

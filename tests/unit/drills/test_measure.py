@@ -42,12 +42,12 @@ def test_recovery_is_the_first_step_of_a_later_round(
     assert (None if told is None else astuple(told)) == (None if found is None else pytest.approx(found))
 
 
-def left(node: str, place: int, digest: str) -> Digest:
-    pid = int(node[1:]) * 10 + place
-    return Digest(event=JournalMoment.END, node=node, pid=pid, round=1, step=7, digest=digest, place=place)
+def left(node: str, shard_rank: int, digest: str) -> Digest:
+    pid = int(node[1:]) * 10 + shard_rank
+    return Digest(event=JournalMoment.END, node=node, pid=pid, round=1, step=7, digest=digest, shard_rank=shard_rank)
 
 
-def test_ranks_of_one_place_hold_the_same_and_those_of_two_do_not() -> None:
+def test_ranks_of_one_shard_rank_hold_the_same_and_those_of_two_do_not() -> None:
     whole = [left("n0", 0, "a"), left("n0", 1, "b"), left("n1", 0, "a"), left("n1", 1, "b")]
     assert state_problems(whole, ["n0", "n1"]) == []
     assert compared(whole) == 2
@@ -58,8 +58,8 @@ def test_ranks_of_one_place_hold_the_same_and_those_of_two_do_not() -> None:
 def test_all_workers_of_a_node_are_followed() -> None:
     """By name, the nodes in the order of their ranks."""
     book = Book(
-        Line(event=LineKind.STEP, t=1.0, node=node, rank=rank, local_rank=place, world=4, round=1, pid=rank + 1, step=1)
-        for node, rank, place in (("n0", 2, 0), ("n0", 3, 1), ("n1", 0, 0), ("n1", 1, 1))
+        Line(event=LineKind.STEP, t=1.0, node=node, rank=rank, local_rank=local, world=4, round=1, pid=rank + 1, step=1)
+        for node, rank, local in (("n0", 2, 0), ("n0", 3, 1), ("n1", 0, 0), ("n1", 1, 1))
     )
     standing = book.standing()
     assert standing is not None

@@ -63,7 +63,7 @@ def test_every_field_comes_back_as_it_was_written(tmp_path_factory: pytest.TempP
     @given(pulses, st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=5))
     def round_trip(pulse: Heartbeat, notes: dict[str, Any]) -> None:
         writer.beat(pulse)
-        writer.note(notes)
+        writer.write_notes(notes)
         found = read(reader)
         assert found.pulse == pulse
         assert found.notes == notes
@@ -78,7 +78,7 @@ def test_a_page_is_none_until_pulse_and_notes_are_there(writer: PageWriter) -> N
     assert reader.read() is None
     writer.beat(Heartbeat())
     assert reader.read() is None
-    writer.note(NOTES)
+    writer.write_notes(NOTES)
     assert read(reader).notes == NOTES
 
 
@@ -102,19 +102,19 @@ def test_a_page_is_made_once(writer: PageWriter) -> None:
 def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
     """One bit is enough, wherever it is; and the next whole record is read again."""
     writer.beat(Heartbeat(step=7))
-    writer.note(NOTES)
+    writer.write_notes(NOTES)
     writer.memory[at] ^= 1
     reader = PageReader(path_of(writer))
     assert reader.read() is None
     writer.beat(Heartbeat(step=8))
-    writer.note(NOTES)
+    writer.write_notes(NOTES)
     assert read(reader).pulse.step == 8
 
 
 @pytest.mark.parametrize("length", [0, pages._LONGEST_NOTES + 1, 2**64 - 1])
 def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int) -> None:
     writer.beat(Heartbeat())
-    writer.note(NOTES)
+    writer.write_notes(NOTES)
     struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)
     assert PageReader(path_of(writer)).read() is None
 
@@ -124,24 +124,24 @@ def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: Page
     reader = PageReader(path_of(writer))
     writer.beat(Heartbeat())
     longest = {"x": "y" * (pages._LONGEST_NOTES - len('{"x":""}'))}
-    writer.note(longest)
+    writer.write_notes(longest)
     assert read(reader).notes == longest
     with pytest.raises(ValueError, match="notes of a heartbeat page"):
-        writer.note({"x": longest["x"] + "y"})
+        writer.write_notes({"x": longest["x"] + "y"})
     assert read(reader).notes == longest
-    writer.note({"x": "short"})
+    writer.write_notes({"x": "short"})
     assert read(reader).notes == {"x": "short"}
 
 
 def test_the_moment_is_written_beside_the_pulse(writer: PageWriter) -> None:
     """It is known without another pulse; a phase of another version is replaced by the pulse's."""
     writer.beat(Heartbeat(phase=Phase.TRAINING))
-    writer.note(NOTES)
+    writer.write_notes(NOTES)
     reader = PageReader(path_of(writer))
     for phase in PHASES:
         for waits in (True, False):
             writer.moment(NUMBERS[phase])
-            writer.waits(waits)
+            writer.set_waits(waits)
             found = read(reader)
             assert (found.phase, found.waits, found.pulse.phase) == (phase, waits, Phase.TRAINING)
     writer.moment(255)
@@ -156,7 +156,7 @@ def _hammer(path: Path, going: Event) -> None:
         phase = PHASES[number % len(PHASES)]
         seconds = [float(number + i) for i in range(len(PHASES))]
         writer.beat(Heartbeat(phase=phase, step=number, samples=3 * number, first_at=number / 2, seconds=seconds))
-        writer.note({"step": number, "long": "x" * (number % 500), "twice": 2 * number})
+        writer.write_notes({"step": number, "long": "x" * (number % 500), "twice": 2 * number})
         if number == 10:
             going.set()
 
@@ -197,10 +197,10 @@ def test_the_life_of_a_process_is_that_of_its_start(writer: PageWriter) -> None:
     """A process that has the number of a dead one is another."""
     writer.beat(Heartbeat())
     reader = PageReader(path_of(writer))
-    writer.note({"pid": os.getpid(), "start": start_of("self")})
-    assert read(reader).lives
-    writer.note({"pid": os.getpid(), "start": 1})
-    assert not read(reader).lives
+    writer.write_notes({"pid": os.getpid(), "start": start_of("self")})
+    assert read(reader).is_alive
+    writer.write_notes({"pid": os.getpid(), "start": 1})
+    assert not read(reader).is_alive
 
 
 def test_a_dead_process_has_no_start() -> None:

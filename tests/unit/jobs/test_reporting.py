@@ -62,7 +62,7 @@ def test_what_is_awaited_is_counted_once_and_before_it_would_be_missed(how: str)
     history = History()
     history.await_loss(lambda: history.observe(2.0, 10))
     acts: dict[str, Callable[[], object]] = {
-        "settle": history.settle,
+        "settle": history.add_awaited,
         "state_dict": history.state_dict,
         "add": lambda: history.add(1, 0, 10, 0.1, {}),
         "await_loss": lambda: history.await_loss(lambda: None),
@@ -96,8 +96,8 @@ def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
     """What comes later is measured by what there is, also after the state has travelled."""
     history = _history(0.1, 0.9, 0.5)
     steps = [record.step for record in history.records]
-    history.settled(steps[0], saved=True)
-    history.settled(steps[1], saved=False)
+    history.saved_or_refused(steps[0], saved=True)
+    history.saved_or_refused(steps[1], saved=False)
     assert history.saved_step == steps[1]
     copy = History()
     copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
@@ -227,7 +227,7 @@ def test_no_line_shows_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
 
 
 def test_an_evaluation_is_always_logged(log: io.StringIO) -> None:
-    Lines(1e9, ManualClock()).evaluated(_moment(7), {"accuracy": 0.123456789})
+    Lines(1e9, ManualClock()).show_evaluation(_moment(7), {"accuracy": 0.123456789})
     line = json.loads(log.getvalue())
     assert (line["event"], line["step"], line["metrics"]) == ("training.evaluated", 7, {"accuracy": 0.123457})
 
@@ -246,7 +246,7 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
-    bar.evaluated(_moment(40), {"accuracy": 0.875, "loss": 0.3})
+    bar.show_evaluation(_moment(40), {"accuracy": 0.875, "loss": 0.3})
     assert stream.getvalue() == ""
     bar.report(_moment(41), 0.25, (123_456.0, 10.0))
     bar.close()
@@ -489,11 +489,11 @@ def test_steps_of_a_tracked_run_only_rise(tmp_path: Path) -> None:
     first = TrackedRun(tmp_path, "tracker")
     assert first.id is None
     first.begin("r1")
-    assert [first.advance("train", step) for step in (10, 20)] == [True, True]
+    assert [first.is_new("train", step) for step in (10, 20)] == [True, True]
     again = TrackedRun(tmp_path, "tracker")
     assert again.id == "r1"
-    assert [again.advance("train", step) for step in (10, 20, 30)] == [False, False, True]
-    assert again.advance("test", 20)
+    assert [again.is_new("train", step) for step in (10, 20, 30)] == [False, False, True]
+    assert again.is_new("test", 20)
 
 
 def test_mistakes_are_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

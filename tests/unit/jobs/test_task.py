@@ -438,8 +438,8 @@ def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], e
 )
 def test_a_run_is_finished_by_its_epochs(cursor: Cursor, step: int, finished: bool) -> None:
     """Epochs count by samples, so a run resumed with another batch size sees all its data, in however many steps."""
-    assert LENGTH.finished(cursor, step) is finished
-    assert replace(LENGTH, max_steps=7).finished(cursor, step) is (finished or step >= 7)
+    assert LENGTH.is_over(cursor, step) is finished
+    assert replace(LENGTH, max_steps=7).is_over(cursor, step) is (finished or step >= 7)
 
 
 def test_the_end_of_an_epoch_is_recognised_before_and_after_the_cursor_moves_on() -> None:

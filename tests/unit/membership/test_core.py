@@ -98,8 +98,8 @@ def test_a_reason_that_lasts_is_said_once() -> None:
         (broken, waits, 20.0),
     ]
     notes += [(active, waits, 20.0 + after_s) for after_s in (0.1, MIN_DELAY_S, 2 * MIN_DELAY_S)]
-    assert [delays.note(*note) for note in notes] == [None] * len(notes)
-    said = [delays.note(broken, waits, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
+    assert [delays.observe(*note) for note in notes] == [None] * len(notes)
+    said = [delays.observe(broken, waits, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
     assert said == [None, LogDelay(4, waits.reason), None]
 
 
@@ -112,42 +112,42 @@ NOT_ON = [RoundState.BROKEN, RoundState.DRAINING]
 
 def run_of(size: int, state: RoundState = RoundState.ACTIVE) -> RoundDocument:
     """A round of nodes whose create-revisions are 10, 11, 12 and so on."""
-    return round_of(1, [node(name, 10 + place) for place, name in enumerate(NAMES[:size])], state)
+    return round_of(1, [node(name, 10 + seniority) for seniority, name in enumerate(NAMES[:size])], state)
 
 
-def planned(document: RoundDocument | None, place: int, asked: int = 0, asked_at_s: float = 0.0) -> Plan:
-    return plan(document, NAMES[place], 10 + place, asked, asked_at_s, PATIENCE_S)
+def planned(document: RoundDocument | None, seniority: int, asked: int = 0, asked_at_s: float = 0.0) -> Plan:
+    return plan(document, NAMES[seniority], 10 + seniority, asked, asked_at_s, PATIENCE_S)
 
 
 @pytest.mark.parametrize("state", [RoundState.ACTIVE, *NOT_ON])
 def test_a_member_with_fewer_than_three_elders_asks_at_once_and_only_once(state: RoundState) -> None:
     """A round document that makes a node one of the three most senior is enough for it to ask."""
-    for place in range(SENIORS):
-        assert planned(run_of(8, state), place) == Plan(0.0, SENIORS)
-        assert planned(run_of(8, state), place, asked=1).after_s > 0.0
+    for seniority in range(SENIORS):
+        assert planned(run_of(8, state), seniority) == Plan(0.0, SENIORS)
+        assert planned(run_of(8, state), seniority, asked=1).after_s > 0.0
     assert planned(run_of(8, state), SENIORS).after_s > 0.0
 
 
 @pytest.mark.parametrize("state", NOT_ON)
 def test_the_next_in_line_watch_a_round_that_stays_over(state: RoundState) -> None:
-    for place in range(SENIORS, 2 * SENIORS):
-        assert planned(run_of(8, state), place) == Plan(DEPUTY_PATIENCE_S, None)
+    for seniority in range(SENIORS, 2 * SENIORS):
+        assert planned(run_of(8, state), seniority) == Plan(DEPUTY_PATIENCE_S, None)
     assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
 
 
 def test_a_crowd_asks_seldom_while_a_round_is_on() -> None:
     """A thousand nodes send fewer questions in all than a tenth of their number in each patience, yet all ask."""
     document = run_of(1024)
-    rate = sum(PATIENCE_S / planned(document, place).after_s for place in range(SENIORS, 1024))
+    rate = sum(PATIENCE_S / planned(document, seniority).after_s for seniority in range(SENIORS, 1024))
     assert rate < 1024 / 7
-    assert all(math.isfinite(planned(document, place).after_s) for place in range(1024))
+    assert all(math.isfinite(planned(document, seniority).after_s) for seniority in range(1024))
 
 
 def test_deciders_that_live_and_do_nothing_are_passed_by() -> None:
     """While no round is on each fruitless question widens the circle by three, less and less often."""
     document = run_of(64, RoundState.BROKEN)
     plans = [planned(document, 40, asked) for asked in range(6)]
-    assert [each.places for each in plans] == [3, 6, 9, 12, 15, 18]
+    assert [each.seniors for each in plans] == [3, 6, 9, 12, 15, 18]
     waits = [each.after_s for each in plans]
     assert waits == sorted(waits)
     assert waits[-1] == waits[-2] == 8 * PATIENCE_S
@@ -171,13 +171,13 @@ def test_keys_of_ghosts_take_no_place() -> None:
 class Watcher:
     """One that watches the nodes of a run whose round it is in."""
 
-    def __init__(self, place: int) -> None:
-        self.place, self.scope = place, WatchScope(NAMES[place], PATIENCE_S, random.Random(0))
+    def __init__(self, seniority: int) -> None:
+        self.seniority, self.scope = seniority, WatchScope(NAMES[seniority], PATIENCE_S, random.Random(0))
 
     def turn(self, present: int, now: float, state: RoundState = RoundState.ACTIVE) -> ChangeWatch | None:
-        nodes = {name: node(name, 10 + place) for place, name in enumerate(NAMES[:present])}
+        nodes = {name: node(name, 10 + seniority) for seniority, name in enumerate(NAMES[:present])}
         seen = Observation(nodes, run_of(present, state), round_revision=1, connected=True, serial=1)
-        change = self.scope.turn(Looked(seen, 10 + self.place, senior=False, away=False), now)[0]
+        change = self.scope.adjust(Looked(seen, 10 + self.seniority, senior=False, away=False), now)[0]
         assert change is None or isinstance(change, ChangeWatch)
         return change
 
@@ -186,14 +186,14 @@ LONGEST_S = PATIENCE_S * (1 + JITTER)
 
 
 @pytest.mark.parametrize(
-    ("place", "present", "state"),
+    ("seniority", "present", "state"),
     [(SENIORS - 1, CROWD + 1, RoundState.ACTIVE), (SENIORS, CROWD, RoundState.ACTIVE)]
     + [(SENIORS, CROWD + 1, state) for state in NOT_ON],
 )
 def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over(
-    place: int, present: int, state: RoundState
+    seniority: int, present: int, state: RoundState
 ) -> None:
-    watcher = Watcher(place)
+    watcher = Watcher(seniority)
     assert [watcher.turn(present, now, state) for now in (100.0, 101.0 + LONGEST_S)] == [None, None]
 
 
@@ -251,10 +251,10 @@ def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     """And nobody is known to be dead who has changed its key since: that is another life."""
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
     scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
-    probe, _ = probes.turn(scene.view(), 1.0)
+    probe, _ = probes.is_due(scene.view(), 1.0)
     assert probe is not None
     assert [each.id for each in probe.nodes] == ["b", "c"]
-    assert probes.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    assert probes.is_due(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
     probes.on_probed(Probed("b", 2, dead=True))
     probes.on_probed(Probed("c", 3, dead=False))
     assert probes.dead(scene.nodes) == {"b"}
@@ -268,7 +268,7 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
     member = Member(MemoryStore(), RunKeys("/p", "run"), "a", lease, scene.limits, lambda error: None)
     probes = AgentProbes()
     for _ in range(40):
-        probe, _ = probes.turn(scene.view(), now)
+        probe, _ = probes.is_due(scene.view(), now)
         assert probe is not None
         with no_new_threads():
             member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
@@ -282,7 +282,7 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
 
 # ---- a store that goes back behind what a node has seen
 
-MEMBERS = round_of(1, [node(name, 1 + place) for place, name in enumerate("abcde")]).members
+MEMBERS = round_of(1, [node(name, 1 + seniority) for seniority, name in enumerate("abcde")]).members
 
 
 def document(number: int, state: RoundState = RoundState.ACTIVE, nonce: str = "x", epoch: int = 1) -> RoundDocument:

@@ -39,7 +39,7 @@ def world_of(count: int, limits: Limits) -> World:
 
 def followers(world: World) -> set[str]:
     """The live nodes that watch the nodes."""
-    return {name for name, each in world.agents.items() if each.alive and each.node.view.look().follows_nodes}
+    return {name for name, each in world.agents.items() if each.alive and each.node.view.observation().follows_nodes}
 
 
 def test_the_three_most_senior_watch_the_nodes_and_the_next_in_line_replaces_a_lost_one() -> None:
@@ -47,7 +47,7 @@ def test_the_three_most_senior_watch_the_nodes_and_the_next_in_line_replaces_a_l
     world = world_of(8, EIGHT)
     oldest = sorted(world.agents, key=lambda name: world.agents[name].node.key.create_revision)
     assert followers(world) == set(oldest[:SENIORS])
-    assert all(world.agents[name].node.view.look().nodes == {} for name in oldest[SENIORS:])
+    assert all(world.agents[name].node.view.observation().nodes == {} for name in oldest[SENIORS:])
     world.agents[oldest[0]].node.die()
     world.run_for(10.0)
     world.wait_until(world.settled, "no round follows")

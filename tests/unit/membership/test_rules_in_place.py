@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.membership.cluster_view import NodeView, in_groups, living, move, place_of
+from elastic_trainer.membership.cluster_view import NodeView, in_groups, living, move, slot_of
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.membership.rules import (
     FAILED_ROUNDS,
@@ -285,12 +285,12 @@ def rejoin(scene: Scene, number: int) -> None:
 def test_failures_at_one_step_are_counted_over_nodes_and_end_the_run() -> None:
     """A poison batch kills one node after another: the third failure closes, naming the step and the samples. A step
     committed in between starts the count anew: faults that let the job come on never end it."""
-    scene, place = trio(), {"epoch": 2, "samples": 96, "batch": 32}
+    scene, position = trio(), {"epoch": 2, "samples": 96, "batch": 32}
     for number, victim in ((1, "b"), (3, "c")):
-        assert fail(scene, number, 40, victim, **place).startswith("form")
+        assert fail(scene, number, 40, victim, **position).startswith("form")
         rejoin(scene, number + 2)
     expected = "3 worker failures after step 40, without a step committed since (epoch 2, samples 96 to 127 of its"
-    assert fail(scene, 5, 40, "a", **place).startswith(f"close failed: {expected}")
+    assert fail(scene, 5, 40, "a", **position).startswith(f"close failed: {expected}")
     assert scene.decide(after_s=3600.0).action is Action.WAIT
     scene = trio()
     for turn in range(6):
@@ -325,7 +325,7 @@ def test_rounds_without_a_committed_step_end_the_run(step: int | None, said: str
 
 
 def test_failures_are_counted_where_nobody_survives_as_well() -> None:
-    """A single node that dies at one place, restored from one checkpoint each time: its agent knows how far it came.
+    """A single node that dies at one point, restored from one checkpoint each time: its agent knows how far it came.
     One that comes on between its failures is not given up."""
 
     def alone(number: int, last_step: int | None, failures: int, reached: int) -> Scene:
@@ -620,8 +620,8 @@ PAIRS = replace(IN_PLACE, min_nodes=2, max_nodes=6, sizes=(2, 4, 6), shard_nodes
 
 
 def at(name: str, created: int, **record: Any) -> NodeView:
-    """A ready node called after its place: "a0" has place 0."""
-    return node(name, created, place=int(name[-1]), **record)
+    """A ready node called after its slot: "a0" has slot 0."""
+    return node(name, created, shard_slot=int(name[-1]), **record)
 
 
 def training(*members: str, **more: Any) -> Scene:
@@ -635,7 +635,9 @@ def over(*members: str, lost: str = "", **more: Any) -> Scene:
     scene = training(*members, state=BROKEN)
     for name in lost.split():
         scene.lose(name)
-    left = [free(name, i + 1, 1, place=int(name[-1]), **more) for i, name in enumerate(members) if name in scene.nodes]
+    left = [
+        free(name, i + 1, 1, shard_slot=int(name[-1]), **more) for i, name in enumerate(members) if name in scene.nodes
+    ]
     scene.me = left[0].id
     return scene.show(*left)
 
@@ -651,7 +653,7 @@ def moved(scene: Scene) -> tuple[str, int] | None:
 
 
 def test_a_node_that_dies_makes_the_other_of_its_group_a_spare() -> None:
-    """The other group goes on; the spare takes part in no round until its group has the missing place. Survivors of two
+    """The other group goes on; the spare takes part in no round until its group has the missing slot. Survivors of two
     broken groups are one whole group at once, behind the groups that nobody has left."""
     scene = over("a0", "a1", "b0", "b1", lost="a1")
     assert scene.follow() == "form 2: b0 b1"
@@ -660,16 +662,16 @@ def test_a_node_that_dies_makes_the_other_of_its_group_a_spare() -> None:
     assert over("a0", "a1", "b0", "b1", "c0", "c1", lost="a1 b0").said() == "form 2: c0 c1 a0 b1"
 
 
-def test_too_few_for_a_group_wait_for_the_place_that_is_missing() -> None:
-    """Two survivors of one place make no group, and what is missing is said; a newcomer makes one at once."""
+def test_too_few_for_a_group_wait_for_the_slot_that_is_missing() -> None:
+    """Two survivors of one slot make no group, and what is missing is said; a newcomer makes one at once."""
     scene = over("a0", "a1", "b0", "b1", lost="a1 b1")
     assert scene.said() == "0 of at least 2 nodes are ready in whole groups of 2"
     assert scene.show(at("x1", 50)).said() == "form 2: a0 x1"
 
 
-def test_a_node_that_leaves_takes_its_group_along_unless_a_spare_has_its_place() -> None:
+def test_a_node_that_leaves_takes_its_group_along_unless_a_spare_has_its_slot() -> None:
     """By a planned change: the others switch at one step, and nothing is saved or stopped. If it is the only group its
-    shards are saved, though a spare has the place: the spare has not got them."""
+    shards are saved, though a spare has the slot: the spare has not got them."""
     for spare, expected in (("x0", "b0 b1"), ("x1", "b0 b1 a0 x1")):
         scene = training("a0", "a1", "b0", "b1").show(at(spare, 50), departing("a1", 2))
         assert names(made(scene.decide(), Action.DRAIN).next) == expected
@@ -677,11 +679,11 @@ def test_a_node_that_leaves_takes_its_group_along_unless_a_spare_has_its_place()
     scene = training("a0", "a1").show(at("b1", 50), departing("a1", 2))
     assert made(scene.decide(), Action.DRAIN).next is None
     scene.follow()
-    assert scene.show(free("a0", 1, 1, place=0)).lose("a1").said() == "form 2: a0 b1"
+    assert scene.show(free("a0", 1, 1, shard_slot=0)).lose("a1").said() == "form 2: a0 b1"
 
 
 def test_of_two_groups_the_one_with_the_newest_step_goes_on() -> None:
-    scene = over("a0", "a1", "b0", "b1").show(free("b1", 4, 1, step=8, place=1))
+    scene = over("a0", "a1", "b0", "b1").show(free("b1", 4, 1, step=8, shard_slot=1))
     scene.limits = replace(PAIRS, max_nodes=2, sizes=(2,))
     assert scene.said() == "form 2: b0 b1"
 
@@ -702,28 +704,28 @@ def test_a_first_round_gathers_whole_groups() -> None:
     assert scene.said(after_s=3.0) == "form 1: a0 a1 b0 b1"
 
 
-def test_nodes_that_begin_together_come_to_different_places() -> None:
-    """All see nobody and take the first place; then each gives way to those that are more senior."""
-    nodes = {f"n{i}": node(f"n{i}", i + 1, place=0, state=NodeState.WARMING) for i in range(6)}
+def test_nodes_that_begin_together_come_to_different_slots() -> None:
+    """All see nobody and take the first slot; then each gives way to those that are more senior."""
+    nodes = {f"n{i}": node(f"n{i}", i + 1, shard_slot=0, state=NodeState.WARMING) for i in range(6)}
     for _ in range(3):
         for name, each in nodes.items():
-            record = each.record.model_copy(update={"place": place_of(nodes.values(), name, 3)})
+            record = each.record.model_copy(update={"shard_slot": slot_of(nodes.values(), name, 3)})
             nodes[name] = replace(each, record=record)
-    assert [each.record.place for each in nodes.values()] == [0, 1, 2, 0, 1, 2]
+    assert [each.record.shard_slot for each in nodes.values()] == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_node_whose_workers_died_takes_the_place_that_is_missing() -> None:
+def test_a_node_whose_workers_died_takes_the_slot_that_is_missing() -> None:
     """Though it is older than a spare. So does a new node, also that of one whose lease stands though it is dead: who
     formed the round has found it so."""
     warming = at("a1", 2, state=NodeState.WARMING)
-    assert place_of([at("a0", 1), warming, at("b0", 3), at("b1", 4)], "a1", 2) == 1
-    assert place_of([at("b0", 3), at("b1", 4), at("c1", 5)], "x", 2) == 0
+    assert slot_of([at("a0", 1), warming, at("b0", 3), at("b1", 4)], "a1", 2) == 1
+    assert slot_of([at("b0", 3), at("b1", 4), at("c1", 5)], "x", 2) == 0
     scene = training("a0", "a1", ghosts=(at("b1", 3).ghost,)).show(at("b1", 3), at("c0", 4))
-    assert place_of(scene.nodes.values(), "x", 2) == 0
-    assert place_of(living(scene.view()), "x", 2) == 1
+    assert slot_of(scene.nodes.values(), "x", 2) == 0
+    assert slot_of(living(scene.view()), "x", 2) == 1
 
 
-def test_a_spare_without_state_takes_the_missing_place_first() -> None:
+def test_a_spare_without_state_takes_the_missing_slot_first() -> None:
     """Then one with the oldest state, but nobody while groups are whole as they are, and nobody who trains."""
     assert moved(training("a0", "a1").show(at("b0", 3, identity=held(7)), at("c0", 4), at("d0", 5))) == ("d0", 1)
     assert moved(training("a0", "a1").show(at("b0", 3, identity=held(9)), at("c0", 4, identity=held(7)))) == ("c0", 1)
@@ -731,21 +733,25 @@ def test_a_spare_without_state_takes_the_missing_place_first() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=12), st.data())
-def test_all_that_can_be_are_in_whole_groups(size: int, places: list[int], data: st.DataObject) -> None:
-    """As many groups as the rarest place allows, each with every place once in order; groups that are whole stay."""
+def test_all_that_can_be_are_in_whole_groups(size: int, slots: list[int], data: st.DataObject) -> None:
+    """As many groups as the rarest slot allows, each with every slot once in order; groups that are whole stay."""
     limits = replace(PAIRS, min_nodes=size, max_nodes=12 * size, sizes=(), shard_nodes=size)
-    nodes = [node(f"n{i}", i + 1, place=place % size) for i, place in enumerate(places)]
+    nodes = [node(f"n{i}", i + 1, shard_slot=slot % size) for i, slot in enumerate(slots)]
     scene = Scene(me="n0", limits=limits).show(*nodes)
     before = in_groups(scene.view(), nodes) if size > 1 else nodes
     gone = data.draw(st.sets(st.sampled_from([each.id for each in before]))) if before else set()
     scene.adopt(round_of(1, before, BROKEN))
-    ready = [free(each.id, each.create_revision, 1, place=each.record.place) for each in nodes if each.id not in gone]
+    ready = [
+        free(each.id, each.create_revision, 1, shard_slot=each.record.shard_slot)
+        for each in nodes
+        if each.id not in gone
+    ]
     scene.nodes = {each.id: each for each in ready}
     found = in_groups(scene.view(), scene.view().candidates)
-    supply = Counter(each.record.place for each in ready)
-    assert len(found) == size * min(supply[place] for place in range(size))
+    supply = Counter(each.record.shard_slot for each in ready)
+    assert len(found) == size * min(supply[slot] for slot in range(size))
     if size > 1:
-        assert [each.record.place for each in found] == [i % size for i in range(len(found))]
+        assert [each.record.shard_slot for each in found] == [i % size for i in range(len(found))]
         was = [[each.id for each in before[i : i + size]] for i in range(0, len(before), size)]
         now = [[each.id for each in found[i : i + size]] for i in range(0, len(found), size)]
         whole = [group for group in was if not gone.intersection(group)]

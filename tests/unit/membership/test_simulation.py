@@ -157,14 +157,14 @@ def never_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(writes.OwnKey, "away", property(lambda self: False))
 
 
-def forget_the_places(patch: pytest.MonkeyPatch) -> None:
+def forget_the_slots(patch: pytest.MonkeyPatch) -> None:
     """Groups are made of whoever comes, as in restart mode."""
     for module in (rules, cluster_view):
         patch.setattr(module, "in_groups", lambda view, ready: list(ready))
 
 
 def never_move(patch: pytest.MonkeyPatch) -> None:
-    """Spares of one place wait for ever for those of another."""
+    """Spares of one slot wait for ever for those of another."""
     patch.setattr(in_place, "move", lambda view: None)
 
 
@@ -181,7 +181,7 @@ def never_move(patch: pytest.MonkeyPatch) -> None:
         (take_one_more, WITHIN_LIMITS),
         (never_return, LIVENESS),
         (forget_what_was_seen, ONLY_GROW),
-        (forget_the_places, WHOLE_GROUPS),
+        (forget_the_slots, WHOLE_GROUPS),
         (never_move, LIVENESS),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

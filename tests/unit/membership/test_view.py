@@ -38,12 +38,12 @@ class Scene:
         return self.feeds[0]
 
     def change(self, *, nodes: bool) -> Feed:
-        self.view.change(cast("Store", self), nodes=nodes)
+        self.view.switch(cast("Store", self), nodes=nodes)
         return self.feeds[-1]
 
     @property
     def number(self) -> int | None:
-        current = self.view.look().round
+        current = self.view.observation().round
         return current.number if current is not None else None
 
 
@@ -72,15 +72,15 @@ def test_a_view_goes_over_to_the_nodes_and_back(scene: Scene) -> None:
     two feeds, which neither sees: each change counts as a reload, and the node shows its record again."""
     scene.alone.on_events(put(round_at(2, 1)))
     wide = scene.change(nodes=True)
-    assert scene.view.look().changing
+    assert scene.view.observation().changing
     wide.on_snapshot(Snapshot((node_at(1, "a"), round_at(2, 1)), 2))
     wide.on_events(put(node_at(3, "b")))
-    seen = scene.view.look()
+    seen = scene.view.observation()
     assert (set(seen.nodes), seen.decidable, seen.changing, seen.reloads) == ({"a", "b"}, True, False, 1)
     narrow = scene.change(nodes=False)
     narrow.on_snapshot(Snapshot((round_at(2, 1),), 3))
     narrow.on_events(put(round_at(4, 2)))
-    seen = scene.view.look()
+    seen = scene.view.observation()
     assert (seen.nodes, scene.number, seen.reloads) == ({}, 2, 2)
 
 
@@ -94,9 +94,9 @@ def test_a_feed_that_cannot_begin_is_not_waited_for(scene: Scene, monkeypatch: p
         patch.setattr(scene, "watch", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             scene.change(nodes=True)
-    assert not scene.view.look().changing
+    assert not scene.view.observation().changing
     scene.change(nodes=True).on_snapshot(Snapshot((node_at(1, "a"),), 4))
-    assert set(scene.view.look().nodes) == {"a"}
+    assert set(scene.view.observation().nodes) == {"a"}
 
 
 @pytest.mark.parametrize("junk", [b"no JSON", b'{"version": 1}'])
@@ -104,4 +104,4 @@ def test_what_cannot_be_read_is_passed_over(scene: Scene, junk: bytes) -> None:
     wide = scene.change(nodes=True)
     wide.on_snapshot(Snapshot((node_at(1, "a"), KeyValue(KEYS.nodes + "x y", junk, 1, 1), round_at(2, 1)), 2))
     wide.on_events([*put(KeyValue(KEYS.node("b"), junk, 3, 3)), *put(KeyValue(KEYS.round, junk, 1, 4))])
-    assert (set(scene.view.look().nodes), scene.number) == ({"a"}, 1)
+    assert (set(scene.view.observation().nodes), scene.number) == ({"a"}, 1)

@@ -206,7 +206,7 @@ def departure(*, planned: bool) -> Departure:
 class Documents(MemoryStore):
     """A store that node ``a`` leaves last, or is about to."""
 
-    def place(self, key: str, document: Document) -> int:
+    def put(self, key: str, document: Document) -> int:
         return self.transact([], [Put(key, document.encode())], deadline=soon()).revision
 
     def held(self, key: str, kind: type[Kind]) -> Kind | None:
@@ -228,12 +228,12 @@ def test_the_last_node_says_how_the_run_was_left(planned: bool) -> None:
     """Whether somebody stopped it or it was given up is one key, and one incident for people. While another key stands
     nothing says that the run is left; a node that gave up is still recorded."""
     store, gone = Documents(), departure(planned=planned)
-    store.place(KEYS.node("b"), OLD)
+    store.put(KEYS.node("b"), OLD)
     store.leave(gone)
     assert store.held(KEYS.departure, Departure) is None
     assert len(store.incidents()) == (0 if planned else 1)
     store = Documents()
-    store.leave(gone.model_copy(update={"step": 30}), ACTIVE, store.place(KEYS.round, ACTIVE))
+    store.leave(gone.model_copy(update={"step": 30}), ACTIVE, store.put(KEYS.round, ACTIVE))
     (told,) = store.incidents()
     found = store.held(KEYS.departure, Departure)
     assert found == gone.model_copy(update={"step": told.step})
@@ -246,7 +246,7 @@ def test_the_last_node_says_how_the_run_was_left(planned: bool) -> None:
 def test_the_last_node_of_a_training_that_is_over_closes_the_run(planned: bool) -> None:
     """All ranks had passed its end: whatever the scripts did afterwards, no replacement has anything to train."""
     store = Documents()
-    store.leave(departure(planned=planned), ACTIVE, store.place(KEYS.round, ACTIVE), passed=True)
+    store.leave(departure(planned=planned), ACTIVE, store.put(KEYS.round, ACTIVE), passed=True)
     closed = store.held(KEYS.round, RoundDocument)
     assert closed is not None
     assert (closed.state, closed.result) == (RoundState.CLOSED, RunResult.SUCCEEDED)
@@ -257,8 +257,8 @@ def test_the_last_node_of_a_training_that_is_over_closes_the_run(planned: bool) 
 def test_a_run_that_was_closed_meanwhile_is_not_said_to_be_stopped() -> None:
     """Another node closed it when this one's key went: the older view writes nothing, and gets the newer document."""
     store = Documents()
-    revision = store.place(KEYS.round, ACTIVE)
-    store.place(KEYS.round, CLOSED)
+    revision = store.put(KEYS.round, ACTIVE)
+    store.put(KEYS.round, CLOSED)
     found = store.leave(departure(planned=True), ACTIVE, revision).reads[0].first
     assert found is not None
     assert RoundDocument.decode(found.value, found.key) == CLOSED
@@ -269,7 +269,7 @@ def test_the_last_node_closes_what_no_round_will() -> None:
     """A round was broken and none followed: its incident says how the run ended, and is not open for ever."""
     store = Documents()
     lost = Incident(wall=3.0, by="a", cause=Cause.NODE_LOST, reason="b is gone", nodes=("b",), open=True)
-    store.place(KEYS.open_incident, lost)
+    store.put(KEYS.open_incident, lost)
     found = store.leave(departure(planned=False)).reads[0].first
     assert found is not None
     store.transact(*closing(KEYS, found, departure(planned=False)), deadline=soon())
@@ -304,7 +304,7 @@ def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
     assert [is_left(*pair) for pair in ((gone, others), (gone, following), (ACTIVE, others))] == [True, False, False]
 
     store = Documents()
-    store.place(KEYS.open_incident, lost)
+    store.put(KEYS.open_incident, lost)
     (read,) = store.transact([], written(others, left=True), deadline=soon()).reads
     assert read.first is not None
     store.transact(*closing(KEYS, read.first, None, others), deadline=soon())

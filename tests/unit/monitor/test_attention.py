@@ -97,7 +97,7 @@ REASONS: dict[str, tuple[RunDocuments, list[str]]] = {
 def test_what_needs_attention(reason: str) -> None:
     """In a few words, with how bad it is, and in a sentence that names nodes, ranks and times."""
     documents, found = REASONS[reason]
-    seen = replace(Observer().look(documents, 100.0, 1000.0), arrived={"n2": 79.0})
+    seen = replace(Observer().observe(documents, 100.0, 1000.0), arrived={"n2": 79.0})
     assert [f"{each.look}: {each.words}: {each.sentence}" for each in concerns(documents, seen)] == found
 
 
@@ -105,13 +105,13 @@ def test_silence_counts_after_half_a_minute_and_a_failure_for_a_day() -> None:
     """A node that is still there and reports no more; a run that failed long ago would stay above all at work."""
     documents = run(2)
     for age_s, words in ((29.0, []), (31.0, ["1 silent"])):
-        seen = replace(Observer().look(documents, 100.0, 1000.0), arrived={"n0": 100.0, "n1": 100.0 - age_s})
+        seen = replace(Observer().observe(documents, 100.0, 1000.0), arrived={"n0": 100.0, "n1": 100.0 - age_s})
         assert [each.words for each in concerns(documents, seen)] == words
     failed, observer = run(2, state=RoundState.CLOSED, round_=FAILED), Observer()
-    observer.look(run(2), 0.0, 1000.0)
-    observer.look(failed, 1.0, 1001.0)
+    observer.observe(run(2), 0.0, 1000.0)
+    observer.observe(failed, 1.0, 1001.0)
     for hours, found in ((1, 1), (25, 0)):
-        seen = observer.look(failed, 1.0 + hours * 3600.0, 1001.0 + hours * 3600.0)
+        seen = observer.observe(failed, 1.0 + hours * 3600.0, 1001.0 + hours * 3600.0)
         assert len(concerns(failed, seen)) == found
 
 
@@ -124,7 +124,7 @@ def test_sick_runs_come_first() -> None:
         "d": run(1, spec=TWO),
     }
     rows = [
-        summary(replace(documents, run=name), Observer().look(documents, 100.0, 1000.0))
+        summary(replace(documents, run=name), Observer().observe(documents, 100.0, 1000.0))
         for name, documents in every.items()
     ]
     assert [each.run for each in listing(rows, StoreStatus(True, 0.0), 1.0).runs] == ["d", "c", "a", "b"]
@@ -133,7 +133,7 @@ def test_sick_runs_come_first() -> None:
 def test_curves_have_a_gap_while_nothing_is_known() -> None:
     observer, documents = Observer(), run(2)
     for second, known in enumerate((True, False, True)):
-        seen = observer.look(documents, 100.0 + second, 1000.0 + second, known=known)
+        seen = observer.observe(documents, 100.0 + second, 1000.0 + second, known=known)
     assert seen.curves.world_size == [4, None, 4]
     assert seen.curves.loss[1] is None
     assert seen.curves.step[1] is None
@@ -159,6 +159,6 @@ def test_a_run_that_breaks_again_and_again_needs_attention(
         journal=tuple(entry(number, RoundState.BROKEN, wall=wall) for number, wall in enumerate(walls)),
         incidents=tuple(incident(number, step=step) for number, step in enumerate(steps)),
     )
-    found = concerns(documents, Observer().look(documents, 100.0, 1000.0))
+    found = concerns(documents, Observer().observe(documents, 100.0, 1000.0))
     words = "3 rounds broke in the last 15 min" + (", without a new step between" if look == "bad" else "")
     assert [(each.look, each.words) for each in found] == ([(look, words)] if look else [])

@@ -22,7 +22,7 @@ MINE = [family for family in FAMILIES if family.source is MetricSource.MONITOR]
 
 
 def reading(*runs: RunDocuments, now: float = 100.0) -> StoreReading:
-    seen = {each.run: RunReading(each, Observer().look(each, now, 5000.0)) for each in runs}
+    seen = {each.run: RunReading(each, Observer().observe(each, now, 5000.0)) for each in runs}
     return StoreReading(seen, read_at=now, read_wall=4999.0)
 
 
@@ -130,14 +130,14 @@ def test_bounds_of_another_version_are_counted_with_the_next_higher_one() -> Non
 def test_the_series_of_a_run_vanish_an_hour_after_its_end_or_a_day_after_its_last_node() -> None:
     """Else they would grow for ever; nobody has ended a run without nodes, so that an alert about it must stay."""
     over, observer = run(state=RoundState.CLOSED, round_={"result": "succeeded"}), Observer()
-    observer.look(run(), 0.0, 5000.0)
-    observer.look(over, 1.0, 5001.0)
+    observer.observe(run(), 0.0, 5000.0)
+    observer.observe(over, 1.0, 5001.0)
     for seconds, there in ((3599.0, True), (3601.0, False)):
-        seen = {"r": RunReading(over, observer.look(over, 1.0 + seconds, 5001.0 + seconds))}
+        seen = {"r": RunReading(over, observer.observe(over, 1.0 + seconds, 5001.0 + seconds))}
         assert ('run="r"' in generate_latest(MonitorCollector(lambda: StoreReading(seen))).decode()) is there  # noqa: B023
     left = Observer()
-    left.look(run(0), 0.0, 5000.0)
-    found = [RunReading(run(0), left.look(run(0), at, 5000.0 + at)).forgotten(3600.0) for at in (80_000.0, 90_000.0)]
+    left.observe(run(0), 0.0, 5000.0)
+    found = [RunReading(run(0), left.observe(run(0), at, 5000.0 + at)).forgotten(3600.0) for at in (80_000.0, 90_000.0)]
     assert found == [False, True]
 
 

@@ -235,7 +235,7 @@ def test_an_update_carries_what_has_changed() -> None:
 )
 def test_a_choice_is_that_of_the_form(query: str, choice: page.Choice) -> None:
     """Of two values the button's counts; a node that is turned twice is as it was."""
-    assert page.Choice.of(query) == choice
+    assert page.Choice.parse(query) == choice
 
 
 AWAY = {"connected": False, "age_s": 43.0}

@@ -28,7 +28,7 @@ def clock() -> ManualClock:
 def board(clock: ManualClock) -> Board:
     board = Board(clock)
     seen = RunReading(
-        run(health={"n0": health("n0", metrics="https://10.0.0.1:9000")}), Observer().look(run(), 1.0, 2.0)
+        run(health={"n0": health("n0", metrics="https://10.0.0.1:9000")}), Observer().observe(run(), 1.0, 2.0)
     )
     board.publish(StoreReading({"r": seen}, StoreStatus(True, 0.0), read_at=1000.0, read_wall=5.0, serial=1))
     return board
@@ -74,9 +74,9 @@ def test_an_update_is_what_the_page_shows(board: Board) -> None:
     assert ask(board, "/").body.plain.decode() == page.runs_page(runs)
     assert ask(board, "/").kind.startswith("text/html")
     for query in ("", "turn=n0"):
-        update = page.run_update(run, page.Choice.of(query))
+        update = page.run_update(run, page.Choice.parse(query))
         assert content(ask(board, f"/runs/r/update?{query}"))["view"][0][2] == list(update.view)
-        assert ask(board, f"/runs/r?{query}").body.plain.decode() == page.run_page(run, page.Choice.of(query))
+        assert ask(board, f"/runs/r?{query}").body.plain.decode() == page.run_page(run, page.Choice.parse(query))
     assert board.run_update("r", page.Choice()) is board.run_update("r", page.Choice())
 
 
@@ -164,7 +164,7 @@ def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
         "gone": health("gone", metrics="http://10.0.0.9:9000"),
     }
     documents = run(nodes=views, health=told)
-    found = targets(StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}))
+    found = targets(StoreReading({"r": RunReading(documents, Observer().observe(documents, 0.0, 0.0))}))
     assert [(each["labels"], each["targets"]) for each in found] == [
         ({"__scheme__": "http", "run": "r", "node": "told"}, ["[::1]:9000"]),
     ]
@@ -173,6 +173,6 @@ def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
 def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
     node, told = NodeView("n0", 1, 1, record()), health("n0", metrics="http://10.0.0.1:9000")
     over, observer = run(state=RoundState.CLOSED, nodes={"n0": node}, health={"n0": told}), Observer()
-    observer.look(over, 0.0, 0.0)
-    assert targets(StoreReading({"r": RunReading(over, observer.look(over, 10.0, 10.0))}))
-    assert not targets(StoreReading({"r": RunReading(over, observer.look(over, 4000.0, 4000.0))}))
+    observer.observe(over, 0.0, 0.0)
+    assert targets(StoreReading({"r": RunReading(over, observer.observe(over, 10.0, 10.0))}))
+    assert not targets(StoreReading({"r": RunReading(over, observer.observe(over, 4000.0, 4000.0))}))

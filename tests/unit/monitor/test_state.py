@@ -49,8 +49,8 @@ def test_a_ghost_is_no_node() -> None:
     """The key of an excluded node lasts until its lease ends; it counts again once it changes."""
     ghost = run(2).nodes["n1"].ghost
     documents = run(2, round_={"ghosts": (ghost,)})
-    assert set(documents.live) == {"n0"}
-    assert set(run(2, round_={"ghosts": (ghost.model_copy(update={"mod_revision": 20}),)}).live) == {"n0", "n1"}
+    assert set(documents.living_nodes) == {"n0"}
+    assert set(run(2, round_={"ghosts": (ghost.model_copy(update={"mod_revision": 20}),)}).living_nodes) == {"n0", "n1"}
 
 
 def test_a_member_in_another_life_is_not_in_the_round() -> None:
@@ -160,22 +160,22 @@ def test_who_holds_up_the_others_is_known_after_three_steps(
 def test_the_time_in_a_state_is_known_once_it_has_been_seen_to_begin() -> None:
     """What was so at the first look may have been so for long."""
     observer = Observer()
-    assert observer.look(run(), 10.0, 0.0).state_since is None
-    assert observer.look(run(), 20.0, 0.0).state_since is None
-    assert observer.look(run(state=RoundState.BROKEN), 30.0, 0.0).state_since == 30.0
-    seen = observer.look(run(state=RoundState.BROKEN), 40.0, 0.0)
+    assert observer.observe(run(), 10.0, 0.0).state_since is None
+    assert observer.observe(run(), 20.0, 0.0).state_since is None
+    assert observer.observe(run(state=RoundState.BROKEN), 30.0, 0.0).state_since == 30.0
+    seen = observer.observe(run(state=RoundState.BROKEN), 40.0, 0.0)
     assert (seen.state, seen.state_since) == ("recovering", 30.0)
-    assert observer.look(run(round_={"number": 2}), 50.0, 0.0).state_since == 50.0
-    assert observer.look(run(round_={"number": 4}), 60.0, 0.0).state_since == 60.0  # what was between was too short
+    assert observer.observe(run(round_={"number": 2}), 50.0, 0.0).state_since == 50.0
+    assert observer.observe(run(round_={"number": 4}), 60.0, 0.0).state_since == 60.0  # what was between was too short
 
 
 def test_an_age_begins_anew_with_each_document_that_arrives() -> None:
     """Only a new document is a sign of life, not the same one read again. Of the first ones nobody knows."""
     observer, first = Observer(), {"n0": health("n0"), "n1": health("n1")}
-    assert observer.look(run(health=first), 10.0, 0.0).arrived == {}
+    assert observer.observe(run(health=first), 10.0, 0.0).arrived == {}
     second = {**first, "n0": health("n0")}
-    assert observer.look(run(health=second), 15.0, 0.0).arrived == {"n0": 15.0, "n1": 10.0}
-    assert observer.look(run(health={"n0": second["n0"]}), 20.0, 0.0).arrived == {"n0": 15.0}
+    assert observer.observe(run(health=second), 15.0, 0.0).arrived == {"n0": 15.0, "n1": 10.0}
+    assert observer.observe(run(health={"n0": second["n0"]}), 20.0, 0.0).arrived == {"n0": 15.0}
 
 
 def test_rates_are_taken_between_changes() -> None:
@@ -183,13 +183,13 @@ def test_rates_are_taken_between_changes() -> None:
     that shrinks begins anew."""
     rate, rates = Rate(window_s=30.0), []
     for second in range(100):
-        rate.note(float(second), float(second // 5 * 500))
+        rate.observe(float(second), float(second // 5 * 500))
         rates.append(rate.per_s())
     assert rates[4] is None
     assert {round(each) for each in rates[5:] if each is not None} == {100}
     rate, rates = Rate(window_s=30.0), []
     for now, count in ((0.0, 5.0), (1.0, 10.0), (40.0, 10.0), (41.0, 3.0), (42.0, 4.0), (43.0, None)):
-        rate.note(now, count)
+        rate.observe(now, count)
         rates.append(rate.per_s())
     assert rates == [None, 5.0, 0.0, None, 1.0, None]
 
@@ -197,43 +197,43 @@ def test_rates_are_taken_between_changes() -> None:
 def test_gathering_begins_when_the_round_ended() -> None:
     """By the transition that ended it; where there was none, at this monitor's first look. 0 while ranks train."""
     observer = Observer()
-    assert observer.look(run(), 1.0, 5001.0).gathering_since_wall == 0.0
+    assert observer.observe(run(), 1.0, 5001.0).gathering_since_wall == 0.0
     broken = run(state=RoundState.BROKEN, journal=(entry(1), entry(1, RoundState.BROKEN, 4999.5)))
-    assert observer.look(broken, 2.0, 5002.0).gathering_since_wall == 4999.5
-    assert observer.look(run(state=RoundState.DRAINING), 3.0, 5003.0).gathering_since_wall == 0.0
-    assert observer.look(run(0), 4.0, 5004.0).gathering_since_wall == 5004.0
-    assert observer.look(run(0), 5.0, 5005.0).gathering_since_wall == 5004.0
+    assert observer.observe(broken, 2.0, 5002.0).gathering_since_wall == 4999.5
+    assert observer.observe(run(state=RoundState.DRAINING), 3.0, 5003.0).gathering_since_wall == 0.0
+    assert observer.observe(run(0), 4.0, 5004.0).gathering_since_wall == 5004.0
+    assert observer.observe(run(0), 5.0, 5005.0).gathering_since_wall == 5004.0
 
 
 def test_the_age_of_a_checkpoint_goes_on_from_when_it_was_seen() -> None:
     """One that was there at the first look is as old as its node's clock says, which is all there is."""
     observer = Observer()
     first = run(health={"n0": health("n0", saved=Saved(step=1, wall=4990.0))})
-    assert observer.look(first, 10.0, 5000.0).saved_s == 10.0
-    assert observer.look(first, 15.0, 5005.0).saved_s == 15.0
+    assert observer.observe(first, 10.0, 5000.0).saved_s == 10.0
+    assert observer.observe(first, 15.0, 5005.0).saved_s == 15.0
     second = run(health={"n0": health("n0", saved=Saved(step=2, wall=9999.0))})
-    assert observer.look(second, 16.0, 5006.0).saved_s == 0.0
-    assert observer.look(run(), 17.0, 5007.0).saved_s is None
+    assert observer.observe(second, 16.0, 5006.0).saved_s == 0.0
+    assert observer.observe(run(), 17.0, 5007.0).saved_s is None
 
 
 def test_a_run_is_over_since_it_closed_or_was_left_by_all() -> None:
     """One that was over before the first look, since its last transition."""
     observer = Observer()
-    assert observer.look(run(), 10.0, 5000.0).over_s is None
-    assert observer.look(run(0), 20.0, 5010.0).over_s == 0.0
-    assert observer.look(run(0), 25.0, 5015.0).over_s == 5.0
-    assert observer.look(run(), 30.0, 5020.0).over_s is None
+    assert observer.observe(run(), 10.0, 5000.0).over_s is None
+    assert observer.observe(run(0), 20.0, 5010.0).over_s == 0.0
+    assert observer.observe(run(0), 25.0, 5015.0).over_s == 5.0
+    assert observer.observe(run(), 30.0, 5020.0).over_s is None
     old = run(state=RoundState.CLOSED, journal=(entry(1, RoundState.CLOSED, 1000.0),))
-    assert Observer().look(old, 10.0, 5000.0).over_s == 4000.0
+    assert Observer().observe(old, 10.0, 5000.0).over_s == 4000.0
 
 
 def test_the_curves_are_those_of_what_was_seen() -> None:
     """A point a second at first, and one at each change of the ranks."""
     observer = Observer()
     told = {"n0": health("n0", [rank(0, step=3, step_s=0.2), rank(1, 1, step=3, step_s=0.4)], loss=0.7)}
-    observer.look(run(health=told), 1.0, 5000.0)
-    observer.look(run(health=told), 1.5, 5000.5)
-    curves = observer.look(run(1, health=told), 1.7, 5000.7).curves
+    observer.observe(run(health=told), 1.0, 5000.0)
+    observer.observe(run(health=told), 1.5, 5000.5)
+    curves = observer.observe(run(1, health=told), 1.7, 5000.7).curves
     assert curves.wall == [5000.0, 5000.7]
     assert (curves.step, curves.loss, curves.world_size) == ([3, 3], [0.7, 0.7], [4, 2])
     assert curves.step_s == [pytest.approx(0.3)] * 2
@@ -243,7 +243,7 @@ def test_a_long_course_is_thinned_over_its_whole_length() -> None:
     """Never more than the limit, from the first point to the last, at about equal distances, in order."""
     recorder = Recorder(limit=100)
     for second in range(100_000):
-        recorder.note(Point(float(second), second, 1.0, 0.1, 4))
+        recorder.offer(Point(float(second), second, 1.0, 0.1, 4))
         if second % 997 == 0:
             assert len(recorder.curves().wall) <= 100
     wall = recorder.curves().wall
@@ -262,7 +262,7 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
         told = {
             "n0": health("n0", [rank(0, still_s=still_s), rank(1, 1, still_s=still_s, **waits)], {"samples": second})
         }
-        seen = observer.look(run(1, health=told), 100.0 + second, 1000.0 + second)
+        seen = observer.observe(run(1, health=told), 100.0 + second, 1000.0 + second)
         assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
     assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
 
@@ -270,6 +270,6 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
 def test_a_run_that_has_ended_keeps_its_rate() -> None:
     observer = Observer()
     for second in range(3):
-        observer.look(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
+        observer.observe(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
     ended = run(0, state=RoundState.CLOSED, health={"n0": health("n0", counters={"samples": 20.0})})
-    assert [observer.look(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]
+    assert [observer.observe(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]

@@ -110,7 +110,7 @@ def test_what_is_no_request_gets_its_status(sent: bytes, status: int) -> None:
 
 
 def test_an_answer_has_its_length_and_only_who_takes_it_gets_it_compressed() -> None:
-    answer = Answer(200, "text/plain", Body.of(b"x" * 2000))
+    answer = Answer(200, "text/plain", Body.compressed(b"x" * 2000))
     zipped = rendered(answer, Request("GET", "/", {"accept-encoding": "gzip"}), lasts=True)
     assert (b"Content-Encoding: gzip\r\n" in zipped, b"Connection: close" in zipped) == (True, False)
     assert gzip.decompress(zipped.partition(b"\r\n\r\n")[2]) == b"x" * 2000

@@ -153,7 +153,7 @@ def test_an_automatic_interval_follows_the_cost_of_saves_and_the_failures(tmp_pa
     assert life(steps=3, fails=True) == Experience()
     newest = CheckpointManager(tmp_path).newest()
     assert newest is not None
-    kept = Experience.resumed(newest.manifest.fields)
+    kept = Experience.from_checkpoint(newest.manifest.fields)
     with Session(tmp_path / "plain", device="cpu") as session:
         Job(session).train(1)
     plain = CheckpointManager(tmp_path / "plain").newest()

@@ -35,8 +35,8 @@ WIDTH = 300_000
 """Numbers in a shard: more than one message."""
 
 
-class Place:
-    """Place ``index`` of ``count``, which writes the tensor of its number."""
+class GroupRank:
+    """Shard rank ``index`` of ``count``, which writes the tensor of its number."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
@@ -46,7 +46,7 @@ class Place:
 
 
 class Node:
-    """An agent, and the memory of its one worker, which is place ``index`` of ``count``."""
+    """An agent, and the memory of its one worker, which is shard rank ``index`` of ``count``."""
 
     def __init__(self, index: int, count: int, directory: Path) -> None:
         self.index, self.count = index, count
@@ -64,12 +64,12 @@ class Node:
         return f"127.0.0.1 {self.port.port} {self.agent.key}"
 
     def state(self, step: int) -> dict[str, torch.Tensor]:
-        return {f"w{place}": torch.full((WIDTH,), step * 10.0 + place) for place in range(self.count)}
+        return {f"w{rank}": torch.full((WIDTH,), step * 10.0 + rank) for rank in range(self.count)}
 
     def copies(self, step: int) -> int:
         """The worker seals a copy of its shard; the memory file."""
         arena, info = Arena(self.paths(self.own)), SaveInfo(step, 1)
-        held = arena.hold(self.manager.encode(self.state(step), info, places=Place(self.index, self.count)))
+        held = arena.hold(self.manager.encode(self.state(step), info, shard_group=GroupRank(self.index, self.count)))
         manifest = self.manager.draft(info).with_files(records(held.image))
         arena.seal(held, manifest, self.manager.location, OWNER.job)
         descriptor = arena.descriptor(held)
@@ -272,7 +272,7 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
 
         def keep(step: int) -> None:
             info = SaveInfo(step, 1)
-            image = manager.encode(node.state(step), info, places=Place(0, 3))
+            image = manager.encode(node.state(step), info, shard_group=GroupRank(0, 3))
             saves.submit(image, manager.draft(info), SnapshotPurpose.MEMORY_ONLY)
 
         keep(1)

@@ -27,7 +27,7 @@ if kind == "deadlocked":
     libc.pthread_mutex_lock(mutex)  # for ever, in C: no Python handler can run
 while signals.requested is None or kind in ("waiting", "broken"):
     pause(0.01)
-signals.agreed()
+signals.note_stop()
 pause(float(sys.argv[3]) if len(sys.argv) > 3 else 0.0)
 signals.close()
 print("closed", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, threading.active_count(), flush=True)

@@ -36,7 +36,7 @@ class Run:
         """All agents see workers like these."""
         self.now += after_s
         for name, each in self.nodes.items():
-            self.told += [(name, incident) for incident in each.look(readings, self.now)]
+            self.told += [(name, incident) for incident in each.complete(readings, self.now)]
         return self
 
     @property

@@ -69,10 +69,10 @@ class Readings(Pages):
 
     def __init__(self, clock: ManualClock, root: Path) -> None:
         super().__init__(clock, root)
-        self.living: list[Reading] = []
+        self.readings: list[Reading] = []
 
-    def look(self) -> list[Reading]:
-        return [] if self._closed else list(self.living)
+    def living(self) -> list[Reading]:
+        return [] if self._closed else list(self.readings)
 
 
 class Kept(HealthStore):
@@ -113,7 +113,7 @@ class Desk:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.judge = NoKills(partial(self.pages.count, "workers_killed"))
+        self.judge = NoKills(partial(self.pages.count_event, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
     def health_with(self, limits: HangLimits, **more: Any) -> Health:
@@ -148,7 +148,7 @@ class Desk:
         """So much time passes, with a look each second quarter of one."""
         for _ in range(round(seconds / 0.5)):
             self.clock.advance(0.5)
-            self.health.look()
+            self.health.turn()
 
     def worker(self, pid: int = 1, **more: object) -> Reading:
         """One that has just moved."""
@@ -171,18 +171,18 @@ def test_the_file_of_a_liveness_probe_is_touched_as_long_as_the_agent_looks(desk
     """Every few seconds, whatever the store does; an agent that stands still touches nothing."""
     alive = tmp_path / "alive"
     health = desk.health_with(LIMITS, alive=alive)
-    health.look()
+    health.turn()
     assert alive.exists()
     for passed_s, touched in ((0.0, False), (4.0, False), (1.0, True)):
         os.utime(alive, (0, 0))
         desk.clock.advance(passed_s)
-        health.look()
+        health.turn()
         assert (alive.stat().st_mtime > 0) is touched
 
 
 def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:
     """Who waits for others is not to blame; a worker that dies slowly is not ended again."""
-    desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
+    desk.pages.readings = [desk.worker(1), desk.worker(2, waits=True)]
     desk.turns(10.0)
     assert desk.judge.ended == []
     desk.turns(30.0)
@@ -194,9 +194,9 @@ def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:
 def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
     """Between the end of its wait and its next step it looks as a culprit does; it gets a limit of its own."""
     victim = desk.worker(1, waits=True)
-    desk.pages.living = [victim]
+    desk.pages.readings = [victim]
     desk.turns(40.0)
-    desk.pages.living = [replace(victim, waits=False)]
+    desk.pages.readings = [replace(victim, waits=False)]
     desk.turns(9.5)
     assert desk.judge.ended == []
     desk.turns(2.0)
@@ -205,10 +205,10 @@ def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
 
 def test_an_agent_that_stood_still_excuses_everybody(desk: Desk) -> None:
     """A whole node that was frozen: each worker gets all the time that it still had, and no more."""
-    desk.pages.living = [desk.worker(1)]
+    desk.pages.readings = [desk.worker(1)]
     desk.turns(4.0)
     desk.clock.advance(500.0)
-    desk.health.look()
+    desk.health.turn()
     desk.turns(6.0)
     assert desk.judge.ended == []
     desk.turns(0.5)
@@ -217,7 +217,7 @@ def test_an_agent_that_stood_still_excuses_everybody(desk: Desk) -> None:
 
 def test_limits_of_zero_end_nobody(desk: Desk) -> None:
     desk.health = desk.health_with(HangLimits(0.0, 0.0, 0.0))
-    desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
+    desk.pages.readings = [desk.worker(1), desk.worker(2, waits=True)]
     desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
     desk.turns(200.0)
     assert (desk.judge.ended, desk.stalled) == ([], [])
@@ -235,7 +235,7 @@ def test_a_round_in_which_all_wait_for_each_other_is_given_up(
     desk.store.documents = {"a": told_by("a", rank(0), number=7)}
     if others in told:
         desk.store.documents["b"] = told[others]
-    desk.pages.living = [desk.worker(1, waits=True)]
+    desk.pages.readings = [desk.worker(1, waits=True)]
     desk.turns(LIMITS.step_s)
     assert desk.stalled == []
     desk.turns(0.5)
@@ -250,20 +250,20 @@ def test_who_stands_still_with_all_its_workers_reports_so_at_once(desk: Desk) ->
     """Rank 0's node can only give the round up when it knows; the next regular word may be seconds away. Once: in a
     job of a thousand nodes all report."""
     desk.round = round_of(1, "b", "a")
-    desk.pages.living = [desk.worker(1, waits=True)]
+    desk.pages.readings = [desk.worker(1, waits=True)]
     desk.turns(LIMITS.step_s)
     assert not desk.hurries()
     desk.turns(0.5)
     assert desk.hurries()
     desk.health._writing._awake.clear()
-    assert desk.health.report(desk.pages.living, {}).ranks[0].waits_s == pytest.approx(LIMITS.step_s, abs=0.5)
+    assert desk.health.report(desk.pages.readings, {}).ranks[0].waits_s == pytest.approx(LIMITS.step_s, abs=0.5)
     desk.turns(20.0)
     assert not desk.hurries()
 
 
 def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
     desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
-    desk.pages.living = [desk.worker(1, waits=True), desk.worker(2)]
+    desk.pages.readings = [desk.worker(1, waits=True), desk.worker(2)]
     desk.turns(60.0)
     assert (desk.judge.ended, desk.stalled) == ([2], [])
 
@@ -274,14 +274,14 @@ def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
 def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
     saved = {"step": 4, "wall": 1.0, "bytes": 9, "duration_s": 0.5}
     desk.round = round_of(3, "a")
-    desk.pages.living = [
+    desk.pages.readings = [
         desk.worker(1, rank=0, step=5, loss=1.25, notes={"saved": saved, "device": "cuda:0"}, save_interval_s=60.0),
         desk.worker(2, rank=-1),
     ]
     desk.health.publish()
     (health,) = desk.written
     assert (health.node, health.host, health.round, health.metrics) == ("a", "h", 3, "http://h:1")
-    assert health.ranks == (row(desk.pages.living[0], desk.clock.monotonic()),)
+    assert health.ranks == (row(desk.pages.readings[0], desk.clock.monotonic()),)
     assert (health.loss, health.save_interval_s, health.ranks[0].device) == (1.25, 60.0, "cuda:0")
     assert health.saved is not None
     assert health.saved.model_dump() == {**saved, "free_bytes": None}
@@ -291,9 +291,9 @@ def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
 
 
 def test_nothing_is_invented_where_rank_0_is_elsewhere(desk: Desk) -> None:
-    desk.pages.living = [desk.worker(1, rank=1, loss=1.0)]
+    desk.pages.readings = [desk.worker(1, rank=1, loss=1.0)]
     desk.health.publish()
-    desk.pages.living = [desk.worker(1, rank=0)]
+    desk.pages.readings = [desk.worker(1, rank=0)]
     desk.health.publish()
     assert [(health.loss, health.saved, health.round) for health in desk.written] == [(None, None, 0)] * 2
 
@@ -310,8 +310,8 @@ def recovered(desk: Desk) -> None:
     """A round ends and the next one makes a step."""
     now = desk.clock.monotonic()
     desk.incidents.see(round_of(1, "a", "b"), now, now)
-    desk.pages.living = [desk.worker(1, round=1, step=10, stepped_at=now)]
-    desk.health.look()
+    desk.pages.readings = [desk.worker(1, round=1, step=10, stepped_at=now)]
+    desk.health.turn()
     desk.clock.advance(0.5)
     now = desk.clock.monotonic()
     for document in (
@@ -320,9 +320,9 @@ def recovered(desk: Desk) -> None:
     ):
         desk.incidents.see(document, now, now)
         desk.round = document
-    desk.pages.living = [desk.worker(1, round=2, step=11, fresh=1, first_at=now + 0.75)]
+    desk.pages.readings = [desk.worker(1, round=2, step=11, fresh=1, first_at=now + 0.75)]
     desk.clock.advance(1.0)
-    desk.health.look()
+    desk.health.turn()
 
 
 def test_an_incident_is_counted_and_reported(desk: Desk) -> None:
@@ -376,9 +376,9 @@ def test_nodes_write_less_often_the_more_there_are(desk: Desk, nodes: int, every
 def test_failed_saves_and_the_loss_outlast_the_worker_that_reported_them(desk: Desk) -> None:
     """A worker that has not tried to save yet says nothing of it, and a run that has ended keeps its last loss."""
     for notes in ({"saves_failing": 2}, {}, {"saves_failing": 0}):
-        desk.pages.living = [desk.worker(1, rank=0, loss=0.5, notes=notes)]
+        desk.pages.readings = [desk.worker(1, rank=0, loss=0.5, notes=notes)]
         desk.health.publish()
-    desk.pages.living = []
+    desk.pages.readings = []
     desk.health.publish()
     assert [health.saves_failing for health in desk.written] == [2, 2, 0, 0]
     assert desk.written[-1].loss == 0.5
@@ -393,14 +393,14 @@ def test_what_goes_wrong_again_and_again_is_reported_now_and_then(desk: Desk, co
     desk.health.publish()
     assert desk.kept == []
     for _ in range(5):
-        desk.pages.count(count)
+        desk.pages.count_event(count)
         desk.health.publish()
         desk.clock.advance(10.0)
     assert [(incident.kind, incident.round, incident.nodes) for incident in desk.kept] == [(kind, 3, ("a",))]
     desk.clock.advance(REPEATED_INCIDENT_S)
     desk.health.publish()
     assert len(desk.kept) == 1
-    desk.pages.count(count)
+    desk.pages.count_event(count)
     desk.health.publish()
     assert len(desk.kept) == 2
 
@@ -408,7 +408,7 @@ def test_what_goes_wrong_again_and_again_is_reported_now_and_then(desk: Desk, co
 def test_a_loss_that_all_ranks_find_is_reported_by_one_node(desk: Desk) -> None:
     """That of rank 0; a node that becomes it later does not report what was before."""
     desk.round = round_of(3, "b", "a")
-    desk.pages.count("nonfinite_steps")
+    desk.pages.count_event("nonfinite_steps")
     desk.health.publish()
     desk.round = round_of(4, "a")
     desk.health.publish()
@@ -421,7 +421,7 @@ def test_ranks_that_an_audit_names_become_an_incident_once(desk: Desk) -> None:
     found = {"step": 40, "ranks": [2], "reason": "ranks 0 and 1 agree"}
     shown = [found | {"number": number, "nodes": [node]} for number, node in ((1, "c"), (2, "c"), (3, "b"))]
     for count in (1, 2, 3):
-        desk.pages.living = [desk.worker(rank=0, notes={"audits": shown[:count]})]
+        desk.pages.readings = [desk.worker(rank=0, notes={"audits": shown[:count]})]
         desk.health.publish()
         desk.health.publish()
     assert [(each.kind, each.nodes, each.ranks, each.step) for each in desk.kept] == [
@@ -450,7 +450,7 @@ def test_the_node_that_an_audit_names_is_let_go_where_the_run_can_do_without_it(
     desk.round = present.model_copy(update={"members": tuple(members)})
     health = desk.health_with(LIMITS, evicts_mismatched=True, min_nodes=least)
     found = {"step": 40, "ranks": [2], "reason": "it differs", "number": 1, "nodes": named}
-    desk.pages.living = [desk.worker(rank=0, notes={"audits": [found]})]
+    desk.pages.readings = [desk.worker(rank=0, notes={"audits": [found]})]
     health.publish()
     health.publish()
     waiting = {name for name in "abc" if desk.asks.get(KEYS.eviction(name), soon).first is not None}
@@ -483,7 +483,7 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.store, self.directory = Quiet(), directory
         self.requests = SaveRequests(self.store, KEYS, "a")
-        self.requests.turn(round_of(1, "a", "b"))
+        self.requests.follow_round(round_of(1, "a", "b"))
 
     def put(self, request: SaveRequest) -> None:
         """Somebody writes the key, and the watch shows it."""
@@ -514,52 +514,52 @@ def scene(tmp_path: Path) -> Scene:
 
 def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
     scene.put(SaveRequest(id="x", wall=1.0))
-    assert not scene.requests.look([scene.worker()])
+    assert not scene.requests.pass_on([scene.worker()])
     assert scene.passed_on() == "x"
-    scene.requests.turn(round_of(1, "a", "b"))
+    scene.requests.follow_round(round_of(1, "a", "b"))
     assert not scene.stored.answered
-    assert not scene.requests.look([scene.worker(on_demand={"id": "an older one", "name": "step-1"})])
+    assert not scene.requests.pass_on([scene.worker(on_demand={"id": "an older one", "name": "step-1"})])
     done = scene.worker(on_demand={"id": "x", "name": "step-5"})
-    assert [scene.requests.look([done]) for _ in range(3)] == [True, False, False]
-    scene.requests.turn(round_of(1, "a", "b"))
+    assert [scene.requests.pass_on([done]) for _ in range(3)] == [True, False, False]
+    scene.requests.follow_round(round_of(1, "a", "b"))
     assert scene.stored == SaveRequest(id="x", wall=1.0, name="step-5")
     scene.receive()
-    assert not scene.requests.look([done])
-    scene.requests.turn(round_of(1, "a", "b"))
+    assert not scene.requests.pass_on([done])
+    scene.requests.follow_round(round_of(1, "a", "b"))
     assert scene.stored.name == "step-5"
 
 
 def test_a_worker_that_has_taken_its_request_does_not_get_it_again(scene: Scene) -> None:
     scene.put(SaveRequest(id="x", wall=1.0))
-    scene.requests.look([scene.worker()])
+    scene.requests.pass_on([scene.worker()])
     (scene.directory / "0-7.save").unlink()
-    scene.requests.look([scene.worker()])
+    scene.requests.pass_on([scene.worker()])
     assert scene.passed_on() is None
     scene.put(SaveRequest(id="y", wall=2.0))
-    scene.requests.look([scene.worker()])
+    scene.requests.pass_on([scene.worker()])
     assert scene.passed_on() == "y"
 
 
 def test_the_worker_that_follows_on_a_dead_one_gets_the_request_too(scene: Scene) -> None:
     scene.put(SaveRequest(id="x", wall=1.0))
-    scene.requests.look([scene.worker(7)])
-    scene.requests.look([])
-    scene.requests.look([scene.worker(8)])
+    scene.requests.pass_on([scene.worker(7)])
+    scene.requests.pass_on([])
+    scene.requests.pass_on([scene.worker(8)])
     assert scene.passed_on(8) == "x"
     other = replace(reading(pid=9, rank=1), path=scene.directory / "0-9.page")
-    scene.requests.look([other])
+    scene.requests.pass_on([other])
     assert scene.passed_on(9) is None
 
 
 def test_a_refusal_is_an_answer_and_waits_for_the_store(scene: Scene) -> None:
     scene.put(SaveRequest(id="x", wall=1.0))
-    assert scene.requests.look([scene.worker(on_demand={"id": "x", "name": "", "problem": "disk full", "code": 73})])
+    assert scene.requests.pass_on([scene.worker(on_demand={"id": "x", "name": "", "problem": "disk full", "code": 73})])
     scene.store.backend.down = True
     with pytest.raises(StoreUnavailableError):
-        scene.requests.turn(round_of(1, "a", "b"))
+        scene.requests.follow_round(round_of(1, "a", "b"))
     scene.store.backend.down = False
     assert not scene.stored.answered
-    scene.requests.turn(round_of(1, "a", "b"))
+    scene.requests.follow_round(round_of(1, "a", "b"))
     assert (scene.stored.problem, scene.stored.code) == ("disk full", 73)
 
 
@@ -571,12 +571,12 @@ def test_only_the_node_of_rank_0_follows_requests(scene: Scene) -> None:
         (round_of(3, "a", "b", state=RoundState.CLOSED), 0),
         (None, 0),
     ):
-        scene.requests.turn(document)
+        scene.requests.follow_round(document)
         assert scene.store.following == following
-    scene.requests.turn(round_of(4, "a"))
+    scene.requests.follow_round(round_of(4, "a"))
     scene.store.transact([], [Put(KEYS.save, b"{]")], deadline=Deadline.after(1.0))
     scene.receive()
-    assert not scene.requests.look([scene.worker()])
+    assert not scene.requests.pass_on([scene.worker()])
     assert scene.passed_on() is None
 
 
@@ -618,7 +618,7 @@ class Job:
         found = []
         for _ in range(times):
             self.clock.advance(LOOK_EVERY_S)
-            found.append(watch.look(current, lambda: told))
+            found.append(watch.judge(current, lambda: told))
         return found
 
     def asked(self, name: str) -> bool:

@@ -68,7 +68,7 @@ def page_of(pages: Pages, process: Process, slot: int = 0, **pulse: object) -> P
     writer = PageWriter.create(directory_of(pages) / f"{slot}-{process.pid}.page")
     now = pages._clock.monotonic()
     writer.beat(Heartbeat(**{"phase": Phase.TRAINING, "phase_at": now, "rank": slot} | pulse))  # type: ignore[arg-type]
-    writer.note(notes_of(process, slot, now))
+    writer.write_notes(notes_of(process, slot, now))
     return writer
 
 
@@ -84,12 +84,12 @@ def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
     page_of(pages, dead, 1, round=2, step=6)
     page_of(pages, new, 2, round=2)
     kill(dead)
-    assert [pages.committed(each.pid) for each in (living, dead, new)] == [(2, 7), (2, 6), None]
-    assert [each.pid for each in pages.look()] == [living.pid, new.pid]
+    assert [pages.position_of(each.pid) for each in (living, dead, new)] == [(2, 7), (2, 6), None]
+    assert [each.pid for each in pages.living()] == [living.pid, new.pid]
     next_one = start()
     page_of(pages, next_one, 1, round=3, step=8)
     kill(next_one)
-    assert [pages.committed(each.pid) for each in (next_one, dead)] == [(3, 8), None]
+    assert [pages.position_of(each.pid) for each in (next_one, dead)] == [(3, 8), None]
 
 
 def test_the_rank_of_a_worker_that_nobody_has_missed_yet_is_known(pages: Pages, start: Callable[[], Process]) -> None:
@@ -107,7 +107,7 @@ def test_living_workers_are_read_by_local_rank(pages: Pages, start: Callable[[],
     page_of(pages, start(), 0)
     PageWriter.create(directory_of(pages) / "2-1.page")
     (directory_of(pages) / "3-1.page").write_bytes(b"")
-    assert [reading.local_rank for reading in pages.look()] == [0, 1]
+    assert [reading.local_rank for reading in pages.living()] == [0, 1]
 
 
 def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, start: Callable[[], Process]) -> None:
@@ -115,16 +115,16 @@ def test_what_a_dead_worker_counted_stays(pages: Pages, clock: ManualClock, star
     process = start()
     writer = page_of(pages, process, samples=8, step=5, nonfinite=2)
     writer.path.with_suffix(".stacks").touch()  # type: ignore[union-attr]
-    (reading,) = pages.look()
-    assert pages.nonfinite(reading) == 2
+    (reading,) = pages.living()
+    assert pages.nonfinite_losses(reading) == 2
     kill(process)
     clock.advance(3.0)
-    assert pages.look() == []
+    assert pages.living() == []
     assert [path.name for path in directory_of(pages).iterdir()] == ["lock"]
     assert (pages.counters()["samples"], pages.reached) == (8.0, 5)
     page_of(pages, start(), samples=1, step=3, nonfinite=1)
-    (reading,) = pages.look()
-    assert (pages.counters()["samples"], pages.nonfinite(reading), pages.reached) == (9.0, 3, 5)
+    (reading,) = pages.living()
+    assert (pages.counters()["samples"], pages.nonfinite_losses(reading), pages.reached) == (9.0, 3, 5)
 
 
 def test_a_worker_that_dies_while_it_writes_keeps_what_it_had_written(
@@ -132,11 +132,11 @@ def test_a_worker_that_dies_while_it_writes_keeps_what_it_had_written(
 ) -> None:
     process = start()
     writer = page_of(pages, process, samples=8)
-    pages.look()
+    pages.living()
     writer.memory[200] ^= 1
-    assert [reading.pulse.samples for reading in pages.look()] == [8]
+    assert [reading.pulse.samples for reading in pages.living()] == [8]
     kill(process)
-    assert pages.look() == []
+    assert pages.living() == []
     assert pages.counters()["samples"] == 8.0
 
 
@@ -147,11 +147,11 @@ def test_closing_keeps_the_last_counts_and_removes_the_directory(
     pages.employ(2)
     page_of(pages, start(), samples=8)
     clock.advance(5.0)
-    pages.look()
+    pages.living()
     for _ in range(2):
         pages.close()
     assert list(tmp_path.iterdir()) == []
-    assert pages.look() == []
+    assert pages.living() == []
     counters = pages.counters()
     assert (counters["samples"], counters["seconds.repeated"], counters["seconds.waiting"]) == (8.0, 5.0, 5.0)
 
@@ -184,8 +184,8 @@ def test_what_a_killed_agent_left_behind_is_removed_by_the_next(tmp_path: Path) 
 def test_a_node_without_a_place_for_pages_goes_on_without_them(clock: ManualClock, tmp_path: Path) -> None:
     """Metrics never end a training: it is logged once, and nothing is known of the workers."""
     pages = Pages(clock, tmp_path / "missing")
-    assert (pages.directory, pages.look()) == (None, [])
-    pages.count("workers_killed")
+    assert (pages.directory, pages.living()) == (None, [])
+    pages.count_event("workers_killed")
     assert pages.counters()["workers_killed"] == 1.0
     pages.close()
     pages.close()
@@ -206,10 +206,10 @@ def test_pages_are_where_temporary_files_are_if_there_is_no_shared_memory(
 def test_the_end_of_the_last_session_alone_is_that_of_the_training(pages: Pages) -> None:
     first = PageWriter.create(directory_of(pages) / "0-1-1.page")
     notes = {"pid": os.getpid(), "start": start_of("self"), "passed": True}
-    first.note(notes)
+    first.write_notes(notes)
     first.beat(Heartbeat())
     assert pages.passed()
-    first.note(notes | {"closed": True})
+    first.write_notes(notes | {"closed": True})
     assert not pages.passed()
 
 
@@ -218,7 +218,7 @@ BEGAN = 1000.0
 
 def told(accounts: TimeAccounting, living: list[Reading], now: float) -> dict[str, float]:
     """The seconds that are not 0, by phase."""
-    accounts.settle(living, now)
+    accounts.book(living, now)
     total = accounts.total(living, now)
     return {
         name.removeprefix("seconds."): value for name, value in total.items() if name.startswith("seconds.") and value
@@ -350,7 +350,7 @@ def test_sums_never_become_smaller_and_hold_each_second_once(
     def check() -> None:
         nonlocal shown
         living = [worker.read() for worker in workers.values()]
-        accounts.settle(living, now)
+        accounts.book(living, now)
         total = accounts.total(living, now)
         assert all(total[name] >= value - 1e-9 for name, value in shown.items())
         shown = total

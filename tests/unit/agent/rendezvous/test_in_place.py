@@ -146,12 +146,12 @@ class Onlooker:
     """A member in so far as its timeout asks it, and what comes of that."""
 
     def __init__(self, observation: Observation, shown: NodeRecord | None = READY) -> None:
-        self.observation, self.record = observation, shown
+        self.seen, self.record = observation, shown
         self.clock, self.given_up = ManualClock(), list[JoinTimeoutError]()
         self.timeout = JoinTimeout(cast("Member", self), LIMIT_S, self.given_up.append, self.clock)
 
-    def look(self) -> Observation:
-        return self.observation
+    def observation(self) -> Observation:
+        return self.seen
 
     def published(self) -> NodeRecord | None:
         return self.record
@@ -216,9 +216,9 @@ def test_the_count_begins_anew_with_each_round() -> None:
     onlooker = Onlooker(NOTHING)
     for _ in range(4):
         assert not onlooker.after(LIMIT_S / 2)
-        onlooker.observation = seen(RoundState.ACTIVE)
+        onlooker.seen = seen(RoundState.ACTIVE)
         assert not onlooker.after(LIMIT_S / 4)
-        onlooker.observation = NOTHING
+        onlooker.seen = NOTHING
     assert onlooker.after(LIMIT_S + 1.0)
 
 
@@ -230,9 +230,9 @@ class Spare:
         self.scene = training("a0", "a1").show(mine, *others)
         self.mine: NodeRecord = mine.record
         self.reads, self.dead = 0, set[str]()
-        self.place = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
+        self.slot = ShardSlots(cast("Member", self), mine.id, self.nodes, cast("ConductorShell", self), self.clock)
 
-    def look(self) -> Observation:
+    def observation(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)
 
     def published(self) -> NodeRecord:
@@ -251,7 +251,7 @@ class Spare:
     def after(self, seconds: float) -> list[str]:
         end = self.clock.monotonic() + seconds
         while self.clock.monotonic() < end:
-            self.clock.advance(self.place.turn())
+            self.clock.advance(self.slot.turn())
         return self.begun
 
 
@@ -262,7 +262,7 @@ def test_a_spare_without_state_begins_anew_where_it_is_needed() -> None:
 
 
 def test_while_nobody_trains_a_spare_hurries() -> None:
-    """The agent of the node at place 1 is dead, and its lease stands: the spare of place 0 takes that place."""
+    """The agent of the node at slot 1 is dead, and its lease stands: the spare of slot 0 takes that slot."""
     spare = Spare(mine=at("b0", 3))
     spare.scene.adopt(round_of(2, [at("a0", 1), at("a1", 2)], RoundState.BROKEN))
     assert spare.after(10 * LOOK_S) == []
@@ -277,11 +277,11 @@ def test_a_spare_that_holds_state_waits_for_another_node_first() -> None:
     assert spare.after(4 * LOOK_S) != []
 
 
-def test_nodes_that_train_or_have_no_places_read_nothing() -> None:
+def test_nodes_that_train_or_have_no_slots_read_nothing() -> None:
     spare = Spare(mine=at("a0", 1))
     assert spare.after(10 * LOOK_S) == []
     spare.limits = replace(PAIRS, shard_nodes=1)
-    assert spare.place.turn() == IDLE_S
+    assert spare.slot.turn() == IDLE_S
     assert spare.reads == 0
 
 

@@ -43,7 +43,7 @@ class Node(SimpleNamespace):
             member=self, health=SimpleNamespace(hung=SimpleNamespace(take_any=self.hung.pop), made_steps=False)
         )
 
-    def look(self) -> SimpleNamespace:
+    def observation(self) -> SimpleNamespace:
         return SimpleNamespace(round=self.seen)
 
     def break_round(self, failure: RoundFailure, deadline: Deadline) -> None:
@@ -116,7 +116,7 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
         return SimpleNamespace(
             close=lambda *_: closed.append(name),
             leave=lambda *_: closed.append(name),
-            look=lambda: SimpleNamespace(round=None),
+            observation=lambda: SimpleNamespace(round=None),
             stop=lambda: closed.append(f"{name} stops"),
         )
 

@@ -147,21 +147,21 @@ def test_siblings_of_a_lost_worker_have_to_exit_and_the_round_is_broken(stage: S
 
 
 def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage) -> None:
-    """Its workers exit, its next life shows the new place, and they did not fail: there is no back-off."""
+    """Its workers exit, its next life shows the new slot, and they did not fail: there is no back-off."""
     stage.begin()
-    assert stage.conductor.at(0).place == 0
+    assert stage.conductor.record_at(0).shard_slot == 0
     worker = Worker(stage)
     worker.ready(1)
     stage.see(1)
     stage.conductor.restart_workers("needed elsewhere")
-    assert (worker.of(Exit), stage.record().place) == ([], 0)
+    assert (worker.of(Exit), stage.record().shard_slot) == ([], 0)
     stage.see(2, members=(OTHER,))
     worker.ready(3)
     for _ in range(5):
         stage.conductor.restart_workers("needed elsewhere")
         assert stage.notebook.breaks == []
         stage.begin()
-        assert (stage.conductor.at(1).place, stage.record().cause) == (1, "")
+        assert (stage.conductor.record_at(1).shard_slot, stage.record().cause) == (1, "")
         worker = Worker(stage)
         worker.ready(3)
         assert stage.record().state is NodeState.READY
@@ -209,7 +209,7 @@ def test_a_worker_that_was_left_behind_begins_anew_before_anybody_counts_on_it(s
 
 @pytest.mark.parametrize("page", [None, (1, 43)])
 def test_the_end_of_a_life_leaves_word_of_how_far_it_came(stage: Stage, page: tuple[int, int] | None) -> None:
-    """Where nobody survives, the count of failures at one place rests on it. Reports come at a bounded rate: the page
+    """Where nobody survives, the count of failures at one point rests on it. Reports come at a bounded rate: the page
     of the worker says more than the last one."""
     worker = stage.working()
     worker.progress(1, 41)

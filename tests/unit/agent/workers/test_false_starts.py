@@ -24,7 +24,7 @@ def test_lives_that_end_alike_at_their_start_are_counted() -> None:
     starts, outcomes = StartupWatch(ManualClock(), lambda port: False), []
     for codes in ((1,), (), (1,), (2,)):
         starts.begin(None)
-        starts.look(PORT)
+        starts.turn(PORT)
         outcomes.append(starts.end(failed(*codes), stepped=False))
     assert outcomes == [FalseStart("exit code 1", 1), None, FalseStart("exit code 1", 2), FalseStart("exit code 2", 1)]
 
@@ -38,7 +38,7 @@ def test_a_node_that_got_past_the_start_once_never_says_so_again(how: str) -> No
     clock = ManualClock()
     starts = StartupWatch(clock, nobody_knows if how == "nobody knows" else lambda port: how == "a meeting")
     starts.begin(None)
-    starts.look(PORT)
+    starts.turn(PORT)
     clock.advance(AT_START_S if how == "a minute" else 1.0)
     assert starts.end(failed(1), stepped=how == "a step") is None
     starts.begin(None)

@@ -99,7 +99,7 @@ def test_who_has_not_got_on_for_longer_than_it_may_is_hung() -> None:
     culprit, victim = reading(pid=1, moved_at=50.0), reading(pid=2, moved_at=50.0, waits=True)
     assert hung([culprit, victim], LIMITS, 60.0) == []
     first, second = hung([culprit, victim], LIMITS, 61.0)
-    assert (first.waits, second.waits) == (False, True)
+    assert (first.is_victim, second.is_victim) == (False, True)
     assert (first.still_s, first.limit_s) == (11.0, 10.0)
     assert first.reason == "it has made no progress for 11.0 s (in training, after step 0; its limit is 10.0 s)"
 
@@ -186,9 +186,9 @@ def test_a_wait_is_too_long_after_three_steps(step_s: float, patience_s: float) 
 def test_late_answers_make_the_next_limit_longer_for_a_while() -> None:
     """Twice the longest one of late; the answer of somebody who had stood still teaches nothing."""
     delays = hang_rules.AnswerDelays()
-    delays.note(0.3, now=0.0)
-    delays.note(0.01, now=1.0)
-    delays.note(hang_rules.LONGEST_DELAY_S + 1.0, now=2.0)
+    delays.add(0.3, now=0.0)
+    delays.add(0.01, now=1.0)
+    delays.add(hang_rules.LONGEST_DELAY_S + 1.0, now=2.0)
     assert delays.limit_s(0.2, now=3.0) == pytest.approx(0.6)
     assert delays.limit_s(0.2, now=0.5 + hang_rules.REMEMBERED_S) == pytest.approx(0.2)
 

@@ -43,7 +43,7 @@ def turns(watchdog: Watchdog, clock: ManualClock, count: int, *answering: Worker
     """So many turns, each in time; ``answering`` workers answer each question."""
     for _ in range(count):
         clock.advance(watchdog.every_s)
-        watchdog.look()
+        watchdog.turn()
         for worker in answering:
             worker.heard_at = clock.monotonic()
 
@@ -65,7 +65,7 @@ def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -
     watchdog = Watchdog(LIMIT, lambda: [worker], judge.kill, clock)
     turns(watchdog, clock, 5)
     clock.advance(10 * LIMIT)
-    watchdog.look()
+    watchdog.turn()
     turns(watchdog, clock, 7)
     assert judge.ended == []
     assert LATE * watchdog.every_s < LIMIT

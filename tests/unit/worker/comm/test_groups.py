@@ -19,8 +19,8 @@ from elastic_trainer.worker.comm.groups import (
     CollectiveAborter,
     RankAssignment,
     StoreAddress,
+    assignment_of,
     meet,
-    place_in,
     self_started,
 )
 
@@ -37,7 +37,7 @@ TORCHRUN = {
 
 
 def place(environ: dict[str, str]) -> RankAssignment:
-    return place_in(worker_environment(environ))
+    return assignment_of(worker_environment(environ))
 
 
 def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
@@ -109,13 +109,13 @@ TCP = "tcp://127.0.0.1:29500"
 def test_a_script_without_a_launcher_gives_its_place_as_in_torch() -> None:
     """Rank 0 serves the store; behind a loopback address all ranks are on this machine."""
     completed = self_started(worker_environment({}), TCP, 1, 2)
-    assert place_in(completed) == RankAssignment(0, 1, 2, 1, 2, StoreAddress("127.0.0.1", 29500, serve=True))
+    assert assignment_of(completed) == RankAssignment(0, 1, 2, 1, 2, StoreAddress("127.0.0.1", 29500, serve=True))
     own = worker_environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    elsewhere = place_in(self_started(own, "tcp://[fe80::1]:29500", 3, 4))
+    elsewhere = assignment_of(self_started(own, "tcp://[fe80::1]:29500", 3, 4))
     assert elsewhere == RankAssignment(0, 3, 4, 1, 2, StoreAddress("fe80::1", 29500, serve=True))
     master = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     same = self_started(worker_environment({**master, "RANK": "1", "WORLD_SIZE": "2"}), "env://", None, None)
-    assert place_in(same) == RankAssignment(0, 1, 2, 0, 1, StoreAddress("node7", 29500, serve=True))
+    assert assignment_of(same) == RankAssignment(0, 1, 2, 0, 1, StoreAddress("node7", 29500, serve=True))
     assert self_started(worker_environment(master), None, 1, 2) == same
 
 
@@ -218,7 +218,7 @@ def test_the_end_of_a_round_does_not_reach_the_next_one(monkeypatch: pytest.Monk
         escape.over(1)
         assert aborted == []
         with socket.create_connection(store.getsockname()):
-            escape.free(1, "it was not formed in time")
+            escape.release_main_thread(1, "it was not formed in time")
             assert escape.sockets.sever(1) == 0
             assert escape.sockets.sever(2) == 1
     escape.leave(planned=True)

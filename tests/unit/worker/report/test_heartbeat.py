@@ -32,7 +32,7 @@ class Bench:
         self.tracker = HeartbeatReporter(self.writer, self.clock, age_s=AGE_S)
         self.born_at = self.clock.monotonic() - AGE_S
         self.tracker.beat()
-        self.tracker.describe(pid=1)
+        self.tracker.set_notes(pid=1)
         self.reader = PageReader(path)
         self.shown: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
 
@@ -68,10 +68,10 @@ class Bench:
         self.tracker.step_begins(number)
         self.clock.advance(seconds)
         if waited:
-            self.tracker.waits()
+            self.tracker.begin_wait()
             self.clock.advance(waited)
             self.tracker.resumes()
-        self.tracker.committed(number, 4)
+        self.tracker.note_step(number, 4)
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
-    bench.tracker.place(0, 2, round_, CPU)
-    bench.tracker.change(Phase.TRAINING)
+    bench.tracker.set_rank(0, 2, round_, CPU)
+    bench.tracker.enter_now(Phase.TRAINING)
     return bench.tracker
 
 
@@ -92,10 +92,10 @@ def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
 
 def test_time_counts_for_the_phase_it_is_spent_in(bench: Bench) -> None:
     """From the start of the process; phases nest, and an exception ends one too."""
-    bench.after(1.0).tracker.change(Phase.RENDEZVOUS)
+    bench.after(1.0).tracker.enter_now(Phase.RENDEZVOUS)
     with bench.after(2.0).tracker.during(Phase.HEALING):
         bench.after(4.0)
-    bench.after(8.0).tracker.change(Phase.TRAINING)
+    bench.after(8.0).tracker.enter_now(Phase.TRAINING)
     assert bench.page() == {Phase.STARTING: AGE_S + 1.0, Phase.RENDEZVOUS: 10.0, Phase.HEALING: 4.0}
     with bench.tracker.during(Phase.EVALUATION):
         bench.after(1.0)
@@ -129,10 +129,10 @@ def test_a_step_that_was_given_up_is_lost_work(bench: Bench) -> None:
     tracker.enter(before)
     tracker.step_begins(2)
     bench.after(2.0)
-    tracker.waits()
+    tracker.begin_wait()
     bench.after(4.0)
     tracker.gave_up()
-    tracker.change(Phase.RENDEZVOUS)
+    tracker.enter_now(Phase.RENDEZVOUS)
     page = bench.page()
     assert page == {Phase.STARTING: AGE_S, Phase.TRAINING: 1.0, Phase.DATA: 0.25, Phase.REPEATED: 6.0}
     assert not bench.read().waits
@@ -146,12 +146,12 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     tracker.peer_saves()
     tracker.step_begins(3)
     bench.after(1.0)
-    tracker.waits()
+    tracker.begin_wait()
     assert bench.read().phase is Phase.CHECKPOINT
     bench.after(30.0)
     tracker.resumes()
     assert bench.read().phase is Phase.TRAINING
-    tracker.committed(3, 1)
+    tracker.note_step(3, 1)
     assert bench.page() == {Phase.STARTING: AGE_S, Phase.TRAINING: 3.0, Phase.CHECKPOINT: 30.0}
     pulse = bench.read().pulse
     assert (pulse.step_s, pulse.compute_s) == (1.0, 1.0)
@@ -164,8 +164,8 @@ def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
     tracker = placed(bench)
     tracker.peer_saves()
     tracker.step_begins(1)
-    tracker.waits()
-    tracker.waits()
+    tracker.begin_wait()
+    tracker.begin_wait()
     bench.after(1.0)
     tracker.resumes()
     tracker.resumes()
@@ -225,7 +225,7 @@ def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> No
     """In buckets that are not cumulative; one that failed has no duration."""
     tracker = bench.tracker
     for duration_s in (0.02, 0.03, 1000.0):
-        tracker.saved(7, 123, duration_s)
+        tracker.note_save(7, 123, duration_s)
     tracker.operated("save", 5.0, ok=False)
     tracker.operated("load", 2.0, ok=True)
     notes = bench.read().notes
@@ -256,9 +256,9 @@ CALLS = st.one_of(
     st.tuples(st.just("wait"), st.none()),
     st.tuples(st.just("broken_wait"), st.none()),
     st.tuples(st.just("peer_saves"), st.none()),
-    st.tuples(st.just("nonfinite"), st.none()),
+    st.tuples(st.just("count_nonfinite"), st.none()),
     st.tuples(st.just("moved"), st.none()),
-    st.tuples(st.just("place"), st.integers(0, 3)),
+    st.tuples(st.just("rank"), st.integers(0, 3)),
     st.tuples(st.just("change"), st.sampled_from(PHASES)),
     st.tuples(st.just("during"), st.sampled_from(OUTER)),
     st.tuples(st.just("fail"), st.sampled_from(OUTER)),
@@ -286,7 +286,7 @@ class Life:
                 tracker.step_begins(self.number)
                 passes()
                 if what == "step":
-                    tracker.committed(self.number, 1)
+                    tracker.note_step(self.number, 1)
                 else:
                     tracker.gave_up()
             case "draw":
@@ -294,13 +294,13 @@ class Life:
                 passes()
                 tracker.enter(before)
             case "wait" | "broken_wait":
-                tracker.waits()
+                tracker.begin_wait()
                 passes()
                 tracker.resumes() if what == "wait" else tracker.gave_up()
-            case "place":
-                tracker.place(0, 2, int(str(which)), CPU)
+            case "rank":
+                tracker.set_rank(0, 2, int(str(which)), CPU)
             case "change":
-                tracker.change(Phase(str(which)))
+                tracker.enter_now(Phase(str(which)))
             case "during" | "fail":
                 body = ExitStack()
                 body.enter_context(tracker.during(Phase(str(which))))
@@ -371,7 +371,7 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
         assert path.stem.rpartition("-")[0] == f"3-{os.getpid()}"
         reading = PageReader(path).read()
         assert reading is not None
-        assert reading.lives
+        assert reading.is_alive
         assert (reading.pid, reading.local_rank, reading.pulse.rank) == (os.getpid(), 3, 7)
         assert reading.born_at == pytest.approx(reading.pulse.phase_at, abs=1.0)
         assert reading.notes["node"] == "n1"
@@ -385,9 +385,9 @@ def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere", None])
 def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None:
     tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
-    tracker.place(1, 2, 3, CPU)
+    tracker.set_rank(1, 2, 3, CPU)
     tracker.step_begins(1)
-    tracker.committed(1, 2)
+    tracker.note_step(1, 2)
     tracker.close()
     assert tracker.pulse.steps == 1
     assert not list(tmp_path.rglob("*.page"))
@@ -397,13 +397,13 @@ def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
     """Each has a page; the agent buries the first when the second begins, and no second counts twice."""
     environment = WorkerEnvironment(pages=tmp_path)
     first = HeartbeatReporter.open(environment)
-    first.committed(1, 8)
+    first.note_step(1, 8)
     first.close()
     second = HeartbeatReporter.open(environment)
-    second.committed(2, 8)
+    second.note_step(2, 8)
     readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
     second.close()
-    assert [each is not None and each.lives for each in readings] == [False, True]
+    assert [each is not None and each.is_alive for each in readings] == [False, True]
     assert readings[0] is not None
     assert readings[1] is not None
     assert readings[1].born_at >= first.closed_at - 0.01
@@ -417,8 +417,8 @@ def _number(path: Path) -> int:
 
 def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
     bench.clock.advance(2.0)
-    bench.tracker.committed(1, 4)
+    bench.tracker.note_step(1, 4)
     assert bench.read().pulse.threads >= 1
     bench.tracker.pulse.threads = -1
-    bench.tracker.committed(2, 4)
+    bench.tracker.note_step(2, 4)
     assert bench.read().pulse.threads == -1

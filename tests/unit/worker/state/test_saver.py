@@ -64,10 +64,10 @@ def test_a_life_that_resumes_behind_its_last_save_has_failed() -> None:
 
     A checkpoint without such a field says nothing."""
     seen = Experience(1.0, 5000.0, 2)
-    assert Experience.resumed({FIELD: seen.kept(settled=False)}) == Experience(None, 5000.0, 3)
-    assert Experience.resumed({FIELD: seen.kept(settled=True)}) == Experience(None, 5000.0, 2)
-    assert Experience.resumed({FIELD: seen.kept(settled=False)}, lost=False) == Experience(None, 5000.0, 2)
-    assert Experience.resumed({"length": 5}) == Experience()
+    assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}) == Experience(None, 5000.0, 3)
+    assert Experience.from_checkpoint({FIELD: seen.kept(settled=True)}) == Experience(None, 5000.0, 2)
+    assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}, lost=False) == Experience(None, 5000.0, 2)
+    assert Experience.from_checkpoint({"length": 5}) == Experience()
 
 
 def test_a_cadence_is_checked() -> None:
@@ -145,9 +145,9 @@ def test_a_request_is_answered_when_its_checkpoint_is_durable(side: Side) -> Non
     assert side.worker.wanted(2)
     side.worker.covered(2)
     assert not side.worker.wanted(3)
-    side.worker.settled(1, "step-1", None)  # the one before, which was being written
+    side.worker.report(1, "step-1", None)  # the one before, which was being written
     assert [side.answer] == [None]
-    side.worker.settled(2, "step-2", None)
+    side.worker.report(2, "step-2", None)
     assert side.answer == {"id": "a", "name": "step-2"}
     assert not side.worker.wanted(4)
     side.asks("b")
@@ -156,7 +156,7 @@ def test_a_request_is_answered_when_its_checkpoint_is_durable(side: Side) -> Non
 
 def test_a_state_that_is_durable_already_is_the_answer(side: Side) -> None:
     """Amid an evaluation, say: no step was made since."""
-    side.worker.settled(7, "step-7", None)
+    side.worker.report(7, "step-7", None)
     side.asks("a")
     assert not side.worker.wanted(7)
     assert side.answer == {"id": "a", "name": "step-7"}
@@ -167,12 +167,12 @@ def test_a_save_that_fails_is_the_answer_with_its_exit_code(side: Side) -> None:
     side.asks("a")
     assert side.worker.wanted(2)
     side.worker.covered(2)
-    side.worker.settled(2, "", StorageError("disk full"))
+    side.worker.report(2, "", StorageError("disk full"))
     assert side.answer == {"id": "a", "name": "", "problem": "disk full", "code": 73}
     side.asks("b")
     assert side.worker.wanted(3)
     side.worker.covered(3)
-    side.worker.settled(3, "step-3", OSError("gone"))
+    side.worker.report(3, "step-3", OSError("gone"))
     assert side.answer == {"id": "b", "name": "", "problem": "gone", "code": 1}
 
 
@@ -190,15 +190,15 @@ def test_a_save_that_makes_room_for_a_newer_one_leaves_the_request_to_that(side:
     side.worker.covered(2)
     side.worker.given_up(2)
     side.worker.covered(3)
-    side.worker.settled(3, "step-3", None)
+    side.worker.report(3, "step-3", None)
     assert side.answer == {"id": "a", "name": "step-3"}
 
 
 def test_the_cost_follows_the_saves_and_outlives_no_life() -> None:
     """The first is taken as it is, later ones move it; a resumed life measures anew."""
-    seen = Experience().saved(1.0)
+    seen = Experience().after_save(1.0)
     assert seen.cost_s == 1.0
     for _ in range(20):
-        seen = seen.saved(3.0)
+        seen = seen.after_save(3.0)
     assert seen.cost_s == pytest.approx(3.0, rel=0.01)
-    assert Experience.resumed({FIELD: seen.kept(settled=False)}).cost_s is None
+    assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}).cost_s is None

@@ -139,7 +139,7 @@ def test_what_an_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path) -
         each.grad = torch.ones_like(each)
     old.optimizer.step()
     assert old.size() > before
-    loaded = stored(old, tmp_path).load_newest(new.live())
+    loaded = stored(old, tmp_path).load_newest(new.targets())
     assert loaded is not None
     new.apply(loaded.state, first_rank=True)
     assert new.optimizer.state[SEEN] == 1
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
     old.average.update_parameters(old.module)
     manager = stored(old, tmp_path)
     where = {name: each.data_ptr() for name, each in new.module.state_dict().items()}
-    loaded = manager.load_newest(new.live())
+    loaded = manager.load_newest(new.targets())
     assert loaded is not None
     assert same(dict(new.module.state_dict()), dict(old.module.state_dict()))
     assert same(dict(new.average.state_dict()), dict(old.average.state_dict()))
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
     assert state_digest(new.collect()) == state_digest(old.collect())
     moments = new.optimizer.state_dict()["state"][0]["exp_avg"]
     moments.zero_()
-    again = manager.load_newest(new.live())
+    again = manager.load_newest(new.targets())
     assert again is not None
     assert again.state["optimizer"]["state"]["state"][0]["exp_avg"] is moments
     assert moments.ne(0).any()
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
     old.pending = {"other": {"values": [], "tensor": torch.ones(4)}}
     new.user = {"counter" if part is Particular else "other": part()}
     before = {name: each.clone() for name, each in new.module.state_dict().items()}
-    loaded = stored(old, tmp_path).load_newest(new.live())
+    loaded = stored(old, tmp_path).load_newest(new.targets())
     assert loaded is not None
     with pytest.raises(ConfigError, match="not mine"):
         new.apply(loaded.state, first_rank=True)
@@ -277,7 +277,7 @@ def test_a_layer_may_be_wrapped_or_unwrapped_between_two_lives(
     old.average, new.average = AveragedModel(old.module), AveragedModel(new.module)
     old.average.update_parameters(old.module)
     where = [each.data_ptr() for each in new.module.state_dict().values()]
-    loaded = stored(old, tmp_path).load_newest(new.live())
+    loaded = stored(old, tmp_path).load_newest(new.targets())
     assert loaded is not None
     assert all(map(torch.equal, new.module.state_dict().values(), old.module.state_dict().values()))
     new.apply(loaded.state, first_rank=True)

@@ -558,7 +558,7 @@ class Two:
         self.due = due
         steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep())
         saver: Any = SimpleNamespace(
-            look=lambda: None,
+            note_ended_saves=lambda: None,
             refused=lambda: False,
             copy_if_due=lambda: None,
             prepare=lambda: None,
@@ -569,7 +569,7 @@ class Two:
             attempt=self._attempt,
             wants_copy=lambda: False,
         )
-        quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
+        quiet: Any = SimpleNamespace(fingerprint=lambda: 0, after_step=lambda step: None)
         where = context(HeartbeatReporter(), plan_check=quiet, signals=self.signals)
         self.boundaries = StepBoundaries(control, where, saver, steps, quiet, Recovery(cast("Any", None)))
 

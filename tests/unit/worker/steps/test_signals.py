@@ -61,7 +61,7 @@ def test_ranks_that_agree_while_one_saves_are_left_alone() -> None:
     watched.saves = True
     deadline = watched._deadline
     assert deadline is not None
-    watched.agreed()
+    watched.note_stop()
     watched._enforce(deadline)
     assert watched._deadline is None
     watched.look(1000.0)
