@@ -56,7 +56,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
 
     def encode(self) -> bytes:
         return as_json(self)

@@ -15,7 +15,7 @@ from tests.drills.endings.job import Job
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = "elastic_trainer/membership/documents.py"
-PROTOCOL = f"PROTOCOL_VERSION = {PROTOCOL_VERSION}"
+PROTOCOL = f"version: Literal[{PROTOCOL_VERSION}]"
 OPTIONS = {"recovery": "in_place", "ttl": "10", "last_call": "1", "connect_timeout": "60"}
 
 
@@ -28,14 +28,17 @@ def last_release(directory: Path) -> str:
 
     Without tags, or where the protocol is newer than the last one: as of the first commit with this protocol.
     """
+    if git("rev-parse", "HEAD").returncode:
+        pytest.skip("this is no clone with its history")
     tag = git("describe", "--tags", "--abbrev=0").stdout.decode().strip()
     if not tag or PROTOCOL not in git("show", f"{tag}:{DOCUMENTS}").stdout.decode():
         tag = (
             git("log", "--reverse", "--format=%H", f"-S{PROTOCOL}", "--", DOCUMENTS).stdout.decode().partition("\n")[0]
         )
+    assert tag, "a new protocol begins with the commit that raises it"
     packed = git("archive", tag, "elastic_trainer")
-    if packed.returncode or not tag:
-        pytest.skip(f"this is no clone with its history: {packed.stderr.decode().strip()}")
+    if packed.returncode:
+        pytest.skip(f"this clone lacks its history: {packed.stderr.decode().strip()}")
     directory.mkdir()
     subprocess.run(["tar", "-x", "-C", str(directory)], input=packed.stdout, check=True)
     return str(directory)

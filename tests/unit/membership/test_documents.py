@@ -104,6 +104,10 @@ def test_every_document_is_read_back_as_it_was_written(document: Document) -> No
     assert type(document).decode(document.encode(), "/key") == document
 
 
+def test_documents_are_of_the_protocol_that_refusals_name() -> None:
+    assert Document.model_fields["version"].default == PROTOCOL_VERSION
+
+
 @pytest.mark.parametrize("kind", [Spec, NodeRecord, RoundDocument, JournalEntry])
 @pytest.mark.parametrize(
     "value", [b"", b"null", b"{}", b"[]", b"7", b"\xff\xfe", b'{"version": 1}', b"host=n1", b"\x80\x04}."]
