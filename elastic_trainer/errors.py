@@ -106,7 +106,7 @@ class CredentialsError(ConfigError):
 
 
 class SpecMismatchError(ConfigError):
-    """A node disagrees with the run about protocol version, node limits or recovery mode."""
+    """A node disagrees with the run about protocol version, node limits, recovery mode, or what the job is."""
 
 
 class RunClosedError(PermanentError):

@@ -1,4 +1,5 @@
 """One node's state machine of the protocol: from events and the time, what to do and when to look again. Pure.
+Who is in a round is decided in membership.rules; this is who decides, and when.
 
 A driver passes it events, performs its effects in order, and passes their outcomes back as events. Safety does not
 depend on the driver's speed: each commit compares the round and the key that the decision was based on.

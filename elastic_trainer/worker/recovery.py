@@ -55,13 +55,13 @@ _LASTING = (Phase.CHECKPOINT, Phase.EVALUATION)
 
 
 class Batch(Protocol):
-    """``used``: a committed step has been about it."""
+    """What data.sampler.Batch is; ``used``: a committed step has been about it, here or on other ranks."""
 
     used: bool
 
 
 class Step(Protocol):
-    """A step as its end of the round sees it; the identity is that of its rank when it began."""
+    """A worker.steps.engine.Step as its end of the round sees it; the identity is that of its rank when it began."""
 
     number: int
     generation: int

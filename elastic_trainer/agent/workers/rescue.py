@@ -1,6 +1,6 @@
 """Keeps the snapshots of this node's workers past their death, and copies of another node's shards, in memory.
 
-``Rescue``: new workers resume from the newest snapshots of those that died (checkpoint.arena). It also commits them to
+``Rescue``: new workers resume from the newest snapshots of those that died (checkpoint.memory). It also commits them to
 storage, without torch, since the next failure may take the node. Rank 0's node does so at once; the other nodes check
 after a while whether it was done or is in progress. They hold the same step with their own ranks' buffers, and storage
 needs those of only one. Each worker has its own memory files: the first worker's for whole states, all workers' for the

@@ -3,7 +3,8 @@
 The copy that a save takes is written beside training. The shard ranks of a sharded model copy at the same steps: shard
 rank 0 of each group decides, and one small sum before each copy tells the others (:meth:`Saver._together`).
 
-*Runs in* the worker's main thread; only rank 0 commits. *Owns* the checkpoint directory's manager, and the copies.
+*Runs in* the worker's main thread; of the ranks, only rank 0 publishes what all write (checkpoint.commit).
+*Owns* the checkpoint directory's manager, and the copies.
 *Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
 :meth:`Saver.attempt` and :meth:`Saver.make_durable` return them.
 *Invariant*: a state with non-finite parameters is never saved.

@@ -13,8 +13,9 @@ From top to bottom, in the order in which it happens:
 
 *Runs in* the worker's main thread; the signals' thread reads the present round. *Owns* two hooks of the optimizer, the
 ledger, the feed and the manager of the checkpoints.
-*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, RoundBrokenError when a peer
-is gone, SystemExit 73 where the last save fails and 143 when stopped; errors of the body pass through.
+*Fails by* ConfigError for a step that would train wrongly, NonFiniteError, DifferError, SystemExit 73 where the last
+save fails and 143 when stopped; errors of the body pass through. When a peer is gone, recovery takes the
+RoundBrokenError (``absorb`` in worker.recovery): in place the script goes on behind the step, else the process ends.
 """
 
 from __future__ import annotations

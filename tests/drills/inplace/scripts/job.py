@@ -157,13 +157,13 @@ def main(scenario: Scenario) -> None:
                         parameter.copy_(value)
 
         saver: Any = session._trained.saver
-        settle = saver.settle
+        settle = saver.make_durable
 
         def settles() -> Exception | None:
             scenario.at(0, "settling", session)
             return settle()  # type: ignore[no-any-return]
 
-        saver.settle = settles
+        saver.make_durable = settles
         optimizer.register_step_pre_hook(spoil)
         for batch in session.batches(data(), global_batch_size=values["size"], epochs=values["epochs"]):
             number = session.step_number + 1
