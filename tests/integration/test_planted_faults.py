@@ -30,7 +30,7 @@ for seed in [{seed}, *range(2000)]:
 class Fault(NamedTuple):
     """``text`` of ``source`` and what is planted in its place.
 
-    ``seed``: that of a schedule that has found it; 0 where none is named, and all are played.
+    ``seed``: that of a schedule that has found it.
     """
 
     source: str
@@ -44,11 +44,11 @@ RECOVERY_PY = "worker/recovery.py"
 MINE = "(mine.life, mine.create_revision) != (self._life.number, self._facts.create_revision())"
 CONDUCTOR = {
     "another incarnation's ranks": Fault(
-        CONDUCTOR_PY, MINE, "mine.create_revision != self._facts.create_revision()", 0
+        CONDUCTOR_PY, MINE, "mine.create_revision != self._facts.create_revision()", 123
     ),
-    "another life's ranks": Fault(CONDUCTOR_PY, MINE, "mine.life != self._life.number", 0),
+    "another life's ranks": Fault(CONDUCTOR_PY, MINE, "mine.life != self._life.number", 1017),
     "one rank for all workers": Fault(CONDUCTOR_PY, "rank=mine.first_rank + local_rank", "rank=mine.first_rank", 1),
-    "a ready worker learns of no round": Fault(CONDUCTOR_PY, "self.see(self._document)", "pass", 0),
+    "a ready worker learns of no round": Fault(CONDUCTOR_PY, "self.see(self._document)", "pass", 1524),
     "messages wait for ever": Fault(
         CONDUCTOR_PY, "        if worker.unread:\n            self._read(worker)", "        pass", 30
     ),
@@ -60,7 +60,7 @@ CONDUCTOR = {
     "two lives with one number": Fault(CONDUCTOR_PY, "Life(life.number + 1,", "Life(life.number,", 10),
     "blocked workers stay": Fault(CONDUCTOR_PY, "self._release.expect(self._life, worker, number)", "pass", 133),
     "busy workers are killed": Fault(CONDUCTOR_PY, "if busy or stood_still", "if stood_still", 18),
-    "a thawed agent kills": Fault(CONDUCTOR_PY, "or stood_still or", "or", 0),
+    "a thawed agent kills": Fault(CONDUCTOR_PY, "or stood_still or", "or", 425),
     "workers of one node wait for each other": Fault(
         CONDUCTOR_PY, "        if self._checks:\n            self._check_next()", "        pass", 30
     ),
@@ -68,7 +68,7 @@ CONDUCTOR = {
         "agent/workers/conductor_shell.py",
         "                if not written and self._record is None:",
         "                if not written and record is not None:",
-        0,
+        420,
     ),
     "hung workers live": Fault(
         "agent/workers/watchdog.py", "elif now - worker.heard_at > self._limit_s:", "elif False:", 31
@@ -77,7 +77,7 @@ CONDUCTOR = {
         CONDUCTOR_PY, "self._over(document, document.number - 1, f", "self._over(document, document.number, f", 1
     ),
     "a quarantine never tries again": Fault(
-        CONDUCTOR_PY, "        self._after(seconds, self._try_again, away=True)\n", "", 0
+        CONDUCTOR_PY, "        self._after(seconds, self._try_again, away=True)\n", "", 101
     ),
 }
 MEMBERSHIP = {
@@ -85,13 +85,16 @@ MEMBERSHIP = {
         "membership/writes.py", ", created_at(keys.node(author.node_id), author.create_revision))", ",)", 37
     ),
     "a store that went back is believed": Fault(
-        "membership/core.py", "if position(seen) >= position(self.known) and not self._is_another(seen):", "if True:", 0
+        "membership/core.py",
+        "if position(seen) >= position(self.known) and not self._is_another(seen):",
+        "if True:",
+        53,
     ),
     "a lost key is not written again": Fault(
         "membership/core.py", "            return self._do(Return())\n", "            return 1.0\n", 6
     ),
     "newcomers join in a call": Fault(
-        "membership/rules.py", "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 0
+        "membership/rules.py", "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 391
     ),
     "a planned round begins before its members are free": Fault(
         "membership/rules.py", "    if behind:\n", "    if False:\n", 12
@@ -109,17 +112,17 @@ MEMBERSHIP = {
         "membership/cluster_view.py",
         "return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)",
         "return True",
-        73,
+        1916,
     ),
 }
 RECOVERY = {
-    "a rank that is alone looks for no end": Fault(RECOVERY_PY, "or self._alone:", "or False:", 0),
+    "a rank that is alone looks for no end": Fault(RECOVERY_PY, "or self._alone:", "or False:", 279),
     "half of an update is offered": Fault(RECOVERY_PY, "self._valid = self._valid and state.whole", "pass", 98),
     "a newcomer meets those behind a step": Fault(
-        RECOVERY_PY, "self._regroup(joinable=not was_committed)", "self._regroup(joinable=True)", 0
+        RECOVERY_PY, "self._regroup(joinable=not was_committed)", "self._regroup(joinable=True)", 218
     ),
     "a rank that was left behind goes on": Fault(
-        RECOVERY_PY, "if step.committed and self._script_position != after_step:", "if False:", 0
+        RECOVERY_PY, "if step.committed and self._script_position != after_step:", "if False:", 304
     ),
     "prepared ranks undo what a peer has committed": Fault(
         RECOVERY_PY,
@@ -127,7 +130,7 @@ RECOVERY = {
         "settle(committed=False)",
         303,
     ),
-    "any rank behind takes the answer of a call": Fault(RECOVERY_PY, "= data if self.inside else None", "= data", 676),
+    "any rank behind takes the answer of a call": Fault(RECOVERY_PY, "= data if self.inside else None", "= data", 1668),
     "what a peer has counted is not counted": Fault(
         RECOVERY_PY, "step.committed = not attempted_since", "step.committed = False", 210
     ),
@@ -149,13 +152,7 @@ HISTORY = {
         24,
     ),
     "a node that was cut off in the middle of an evaluation, for its worker": Fault(
-        RECOVERY_PY, "in_call=self._calls.inside", "in_call=False", 0
-    ),
-    "a node that first hears of a round while that drains": Fault(
-        CONDUCTOR_PY,
-        "        else:\n            self._over(document, document.number - 1",
-        "        else:\n            document.state is RoundState.DRAINING or self._over(document, document.number - 1",
-        0,
+        RECOVERY_PY, "in_call=self._calls.inside", "in_call=False", 1189
     ),
     "a second death during healing": Fault(
         RECOVERY_PY,
@@ -164,16 +161,16 @@ HISTORY = {
         9,
     ),
     "a loss that meets the end of the round inside a step": Fault(
-        RECOVERY_PY, "if super().absorb(step, error, inside=inside):", "if False:", 0
+        RECOVERY_PY, "if super().absorb(step, error, inside=inside):", "if False:", 304
     ),
     "a member that dies while all save before too few are left": Fault(
-        RECOVERY_PY, "            return False\n        return True\n", "            raise\n        return True\n", 0
+        RECOVERY_PY, "            return False\n        return True\n", "            raise\n        return True\n", 249
     ),
     "a newcomer meets a rank behind a step, whose node came back": Fault(
-        RECOVERY_PY, "[self._joinable, *self._script", "[not self._calls.inside, *self._script", 1175
+        RECOVERY_PY, "(row[1] or row[2:5] == rows[first][2:5])]", "row[1]]", 1175
     ),
     "a node that came back is in a call that the others have completed": Fault(
-        CONDUCTOR_PY, "if message.left_behind:", "if False:", 1264
+        CONDUCTOR_PY, "if message.left_behind and not closed:", "if False:", 1264
     ),
 }
 """Faults that this project has had."""
