@@ -41,6 +41,7 @@ class Fault(NamedTuple):
 
 CONDUCTOR_PY = "agent/workers/conductor.py"
 RECOVERY_PY = "worker/recovery.py"
+RULES_PY, CLUSTER_VIEW_PY = "membership/rules.py", "membership/cluster_view.py"
 MINE = "(mine.life, mine.create_revision) != (self._life.number, self._facts.create_revision())"
 CONDUCTOR = {
     "another incarnation's ranks": Fault(
@@ -94,22 +95,53 @@ MEMBERSHIP = {
         "membership/core.py", "            return self._do(Return())\n", "            return 1.0\n", 6
     ),
     "newcomers join in a call": Fault(
-        "membership/rules.py", "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 391
+        RULES_PY, "    if together := in_call(view, ready):", "    if together := list[NodeView]():", 391
     ),
-    "a planned round begins before its members are free": Fault(
-        "membership/rules.py", "    if behind:\n", "    if False:\n", 12
-    ),
+    "a planned round begins before its members are free": Fault(RULES_PY, "    if behind:\n", "    if False:\n", 12),
     "a fault forgets the planned change that it meets": Fault(
-        "membership/rules.py",
+        RULES_PY,
         "    base = current.next if current.next is not None else current\n",
         "    base = current\n",
         8,
     ),
     "a number that was planned is used again": Fault(
-        "membership/cluster_view.py", "else view.round.last_number) + 1", "else view.round.number) + 1", 206
+        CLUSTER_VIEW_PY, "else view.round.last_number) + 1", "else view.round.number) + 1", 206
+    ),
+    "a round is written over any other": Fault(
+        "store/api.py", "Relation.EQUAL, mod_revision)", "Relation.GREATER, -1)", 0
+    ),
+    "the next round has the number of this one": Fault(
+        CLUSTER_VIEW_PY,
+        "return (0 if view.round is None else view.round.last_number) + 1",
+        "return max(1, number_of(view))",
+        0,
+    ),
+    "a broken round is active still": Fault(
+        RULES_PY, '"state": RoundState.BROKEN,\n        "reason": reason,', '"reason": reason,', 0
+    ),
+    "each node begins at rank 0": Fault(RULES_PY, "        first_rank += size\n", "", 0),
+    "newcomers come first": Fault(CLUSTER_VIEW_PY, "order.get(node.id, len(order)))", "-order.get(node.id, 99))", 0),
+    "a planned change ends in another round": Fault(
+        RULES_PY,
+        "planned.reason, planned)",
+        'planned.reason, planned.model_copy(update={"members": planned.members[:-1]}))',
+        4,
+    ),
+    "a closed run goes on": Fault(
+        RULES_PY,
+        "    if current is not None and current.state is RoundState.CLOSED:\n",
+        "    if current is not None and current.state is RoundState.CLOSED:\n        return _first_round(view, now)\n",
+        3,
+    ),
+    "a round has one node more than max": Fault(
+        CLUSTER_VIEW_PY, "min(count, self.max_nodes) + 1)", "min(count, self.max_nodes + 1) + 1)", 6
+    ),
+    "groups are of whoever comes": Fault(CLUSTER_VIEW_PY, "    if not has_slots(view.limits):\n", "    if True:\n", 9),
+    "spares of one slot never move": Fault(
+        "agent/rendezvous/in_place.py", "found = move(self._view(nodes, current))", "found = None", 10
     ),
     "a member joins before it has left its last round": Fault(
-        "membership/cluster_view.py",
+        CLUSTER_VIEW_PY,
         "return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)",
         "return True",
         1916,
