@@ -341,7 +341,7 @@ class RunLog:
         self._lead()
         self._reporter.looked(self._moment(), loss, lr)
 
-    def write_evaluation(self, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
         """What an evaluation gave after the step that was committed last."""
         self._lead()
         self._reporter.evaluated(self._moment(), metrics, Exhibits())

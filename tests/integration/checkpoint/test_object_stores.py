@@ -345,7 +345,7 @@ def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch
     successor = f"{objects.DIRECTORY}{2:012d}.json"
     bucket.put(successor, ELSEWHERE.replace('"a"', '"b"').encode(), new=True)
     storage = checkpoints._storage
-    eventually(lambda: storage._lease.lost, "it does not find out")  # type: ignore[attr-defined]
+    eventually(lambda: storage._lease.was_lost, "it does not find out")  # type: ignore[attr-defined]
     with pytest.raises(StorageError, match="in use by run 'b'"):
         checkpoints.save({"x": 2}, SaveInfo(2))
     with pytest.raises(StorageError, match="may have been taken over"):
