@@ -224,7 +224,7 @@ class StepLog:
         speed = None if samples_per_s is None else round(samples_per_s, 1)
         self._write("loss", moment, epoch=moment.epoch, loss=finite(loss), lr=lr, samples_per_s=speed)
 
-    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
+    def write_evaluation(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         values = {name: finite(value) for name, value in metrics.items()}
         self._write("evaluation", moment, epoch=moment.epoch, metrics=values)
 
@@ -301,7 +301,7 @@ class Reporter:
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
         self._progress.show_evaluation(moment, metrics)
         if self._log is not None:
-            self._log.evaluated(moment, metrics)
+            self._log.write_evaluation(moment, metrics)
         if self._loggers is not None:
             self._loggers.scalars("test", metrics, moment.step)
             self._loggers.exhibits(exhibits, moment.step)

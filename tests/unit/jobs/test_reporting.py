@@ -271,7 +271,7 @@ def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> Non
     log.round(moment(0), "2 nodes are present")
     log.loss(moment(10), 0.5, 1e-3, 123.456)
     log.loss(moment(20), float("nan"), 1e-3, 120.0)
-    log.evaluated(moment(20), {"accuracy": 0.9, "loss": float("inf")})
+    log.write_evaluation(moment(20), {"accuracy": 0.9, "loss": float("inf")})
     first, loss, lost, evaluation = written(tmp_path)
     assert [first[key] for key in ("kind", "step", "reason", "world_size")] == ["round", 0, "2 nodes are present", 2]
     assert [loss[key] for key in ("kind", "step", "epoch", "loss", "samples_per_s")] == ["loss", 10, 1, 0.5, 123.5]
