@@ -42,8 +42,9 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
     entry = trained(tmp_path / "checkpoints")
     options = {"hang_timeout": "4", "ttl": "10"}
     with Job(tmp_path, own_etcd.endpoint, run_id, most=3, entry=entry, options=options) as job:
-        first, second = job.start(2)
+        job.start(2)
         job.await_world("n0", "n1")
+        first, second = map(job.node, job.order())
         others = workers([first])
         assert second.kill_worker() is not None
         after = job.await_world("n0", "n1", after=1)
@@ -52,15 +53,16 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
         third = job.add()
         after = job.await_world("n0", "n1", "n2", after=after)
         others = workers([second, third])
-        assert job.node(job.order()[0]).name == "n0"
+        assert job.order()[0] == first.name
         assert first.kill() is not None
-        after = job.await_world("n1", "n2", after=after)
+        left = (second.name, third.name)
+        after = job.await_world(*left, after=after)
         assert workers([second, third]) == others
 
         frozen = second.worker()
         assert frozen is not None
         frozen.suspend()
-        after = job.await_world("n1", "n2", after=after)
+        after = job.await_world(*left, after=after)
         assert workers([third]) == others[1:]
         assert not frozen.is_running()
 
@@ -69,14 +71,14 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
         others = workers([second])
         assert third.kill_worker() is not None
         own_etcd.restart()
-        after = job.await_world("n1", "n2", after=after)
+        after = job.await_world(*left, after=after)
         assert workers([second]) == others
 
         assert main(["checkpoints", "save", run_id, "--endpoint", own_etcd.endpoint]) == 0
         asked = job.saved_step()
         assert asked is not None
         job.add()
-        after = job.await_world("n1", "n2", "n3", after=after)
+        after = job.await_world(*left, "n3", after=after)
         second.terminate()
         assert job.exit_code(second) == EXIT_LEFT
         after = job.await_world("n2", "n3", after=after)
