@@ -55,7 +55,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install install-all demo test test-all test-quick test-torch gpu-wheels mutants soak lint format format-check types imports audit container-test kube-test check check-all bench report pin clean
+.PHONY: help install install-all demo test test-all test-quick test-torch gpu-wheels mutants soak lint format format-check types imports docs docs-serve audit container-test kube-test check check-all bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,7 +90,7 @@ test-quick: $(STAMP) ## the unit tests alone, in one to two minutes: between two
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) tests/unit $(PYTEST_ARGS)
 
 # Nothing but torch is pinned there: the newest of all else is what a newcomer gets.
-test-torch: ## run the first tier and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 20 minutes; its last line is a row of docs/map.md
+test-torch: ## run the first tier and what rests on torch's private parts with TORCH (2.15.0) and PYTHON, installed without constraints into TORCH_ENVIRONMENTS (build): some 20 minutes; its last line is a row of docs/explanation/map.md
 	@$(PYTHON) -c $(AT_LEAST_3_11) || { echo "'$(PYTHON)' is not Python 3.11 or newer: name one with make test-torch PYTHON=python3.13" >&2; exit 1; }
 	@$(MAKE) --no-print-directory test-cell TORCH=$(TORCH) CELL='make test-torch TORCH=$(TORCH) PYTHON=$(PYTHON)' \
 		VENV="$(TORCH_ENVIRONMENTS)/torch-$(TORCH)-$$($(PYTHON) -c 'import platform; print(platform.python_version())')"
@@ -130,6 +130,12 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
+docs: $(STAMP) ## build the documentation into build/site; a broken link or an option without a text fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+docs-serve: $(STAMP) ## show the documentation at http://127.0.0.1:8000, built anew with each edit
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 audit: $(STAMP_ALL) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI has no page of a version)
 	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
 
@@ -139,7 +145,7 @@ container-test: $(STAMP_ALL) ## build the image in a Docker engine of its own an
 kube-test: $(STAMP_ALL) ## ask the API server of kubectl's present context whether it takes the manifests (starts nothing)
 	ELASTIC_TRAINER_KUBE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_api_server.py $(PYTEST_ARGS)
 
-check: format-check lint types imports test ## all that CI checks of each landing
+check: format-check lint types imports docs test ## all that CI checks of each landing
 
 check-all: check audit test-all ## all that it checks at night
 

@@ -12,17 +12,18 @@ from typing import ClassVar
 LONGEST_LINE = 300
 """Of what an error says of itself to others."""
 EXIT_FAILURE = 1
-"""The job failed."""
+"""Failed; or `elastic-trainer checkpoints` found damage, or a difference."""
 EXIT_UNAVAILABLE = 69
-"""A service that the job needs did not answer in time (``EX_UNAVAILABLE`` of sysexits.h)."""
+"""A service that the job needs, etcd, did not answer in time (`EX_UNAVAILABLE` of sysexits.h)."""
 EXIT_UNFIT = 71
-"""This machine is not fit to train; another may be (``EX_OSERR``)."""
+"""This machine is not fit to train (`--rdzv-conf preflight=refuse`); another may be (`EX_OSERR`)."""
 EXIT_CANNOT_WRITE = 73
-"""An output directory cannot be written or is full (``EX_CANTCREAT``)."""
+"""An output directory cannot be written or is full (`EX_CANTCREAT`)."""
 EXIT_CONFIG = 78
-"""The configuration is wrong; trying again cannot help (``EX_CONFIG``)."""
+"""Configuration, data or command line are wrong: trying again cannot help (`EX_CONFIG`)."""
 EXIT_LEFT = 143
-"""The node left on request (128 + SIGTERM); never 0, which would complete a Kubernetes Job."""
+"""Left on request, with a checkpoint (128 + SIGTERM; also SIGHUP, unless it was ignored at the start, as under `nohup`);
+never 0, which would complete a Kubernetes Job."""
 
 
 class ElasticTrainerError(Exception):

@@ -86,6 +86,7 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"
     """Standing still for a save."""
     EVALUATION = "evaluation"
+    """Measuring the model on data that it is not trained on."""
     ENDING = "ending"
     """Nothing more to train: saving what is left, waiting for the others."""
 

@@ -140,7 +140,7 @@ def require(part: TorchPart) -> None:
     newer = f"torch {part.since} or newer" if part.since and version() < _numbers(part.since) else "another torch"
     raise ConfigError(
         f"{part.capability} need {newer}: torch {torch.__version__} has no {lacks}",
-        hint="install a version from the table of versions in the map (elastic_trainer/docs/map.md)",
+        hint="install a version from the table of versions in the map (docs/explanation/map.md)",
     )
 
 

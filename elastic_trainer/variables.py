@@ -65,3 +65,80 @@ WORKER_VARIABLES: Final = {
     "ledger_dir": ENV_LEDGER_DIR,
     "leave_within": ENV_LEAVE_WITHIN,
 }
+
+MEANINGS: Final = {
+    ENV_LOG_FORMAT: (
+        "you, the image",
+        "`json`: log lines are JSON objects; else text. `elastic-trainer --log-format json COMMAND` sets it",
+    ),
+    ENV_LOG_LEVEL: ("you", "`debug`, `info`, `warning`, `error`; `info` by default"),
+    ENV_ENDPOINT: (
+        "you",
+        "where commands with `--endpoint` look for etcd, except `doctor` and `k8s render`; 127.0.0.1:2379 by default",
+    ),
+    "ELASTIC_TRAINER_USER": (
+        "you",
+        "who to be for etcd, in commands without `--user` and nodes without `user` in `--rdzv-conf`; the file's first "
+        "line is the password",
+    ),
+    "ELASTIC_TRAINER_PASSWORD_FILE": (
+        "you",
+        "who to be for etcd, in commands without `--user` and nodes without `user` in `--rdzv-conf`; the file's first "
+        "line is the password",
+    ),
+    "ELASTIC_TRAINER_CA_CERT": ("you", "speak TLS with etcd, for which this CA vouches (PEM)"),
+    "ELASTIC_TRAINER_CERT": ("you", "show this certificate to etcd, with its key (PEM)"),
+    "ELASTIC_TRAINER_KEY": ("you", "show this certificate to etcd, with its key (PEM)"),
+    "ELASTIC_TRAINER_METRICS_PORT": (
+        "you",
+        "where no agent of this package is: a worker answers Prometheus at this port plus its local rank",
+    ),
+    "ELASTIC_TRAINER_METRICS_ADDRESS": ("you", "and at this address; `127.0.0.1` by default"),
+    "ELASTIC_TRAINER_METRICS_TOKEN_FILE": ("you", "readers must present the token in this file"),
+    "ELASTIC_TRAINER_METRICS_CERT": ("you", "answer over TLS with these files (PEM)"),
+    "ELASTIC_TRAINER_METRICS_KEY": ("you", "answer over TLS with these files (PEM)"),
+    ENV_LEAVE_WITHIN: (
+        "you, `k8s render`",
+        "seconds that a worker has after a SIGTERM, its last checkpoint included: then it exits with 143 whatever is "
+        "being written, since the machine is about to go and SIGKILL would count as a failure. 10 s less than a pod's "
+        "`--shutdown-timeout`, or than the notice of a cloud (EC2: 110; GCE, Azure: 20)",
+    ),
+    ENV_LEDGER_DIR: ("you, `elastic-trainer local`", "write one JSON line for each committed step and rank there"),
+    "OMP_NUM_THREADS": ("you, torchrun", "threads that each worker computes with; checked against the cores"),
+    "XDG_CACHE_HOME": ("you", "data that can be made again is kept in `elastic_trainer` below it; by default ~/.cache"),
+    "GLOO_SOCKET_IFNAME": (
+        "you",
+        "the network interface for gloo. Where unset, each group of a `Session`'s job uses the loopback if all its "
+        "ranks are on one machine, else the address that this node announces (`interface`), or without an agent the "
+        "one that reaches rank 0; `/etc/hosts` does not matter",
+    ),
+    "RANK": ("torchrun", "number among all processes"),
+    "LOCAL_RANK": ("torchrun", "number on this node"),
+    "WORLD_SIZE": ("torchrun", "processes of all nodes"),
+    "LOCAL_WORLD_SIZE": ("torchrun", "processes of this node"),
+    "MASTER_ADDR": ("torchrun", "where the ranks meet"),
+    "MASTER_PORT": ("torchrun", "where the ranks meet"),
+    "TORCHELASTIC_USE_AGENT_STORE": ("torchrun", "whether torchrun hosts the meeting point"),
+    "TORCHELASTIC_RUN_ID": ("torchrun", "the run's name, `--rdzv-id`"),
+    "TORCHELASTIC_RESTART_COUNT": ("torchrun", "how often this node's workers were started again"),
+    "TORCHELASTIC_ERROR_FILE": (
+        "torchrun",
+        "where a worker leaves the sentence of its error for torchrun's report; in its directory the workers of a "
+        "node see which mistakes were printed already",
+    ),
+    ENV_NODE: ("the node agent", "this node's name"),
+    ENV_ROUND: ("the node agent", "number of the round"),
+    ENV_ROUND_REASON: ("the node agent", "why it was formed"),
+    ENV_RECOVERY: ("the node agent", "`restart` or `in_place`"),
+    ENV_FORM_TIMEOUT: ("the node agent", "`form_timeout` of `--rdzv-conf`"),
+    ENV_GROUP_TIMEOUT: ("the node agent", "how long a collective may take"),
+    ENV_SHARD_NODES: ("the node agent, or you under plain torchrun", "`shard_nodes` of `--rdzv-conf`"),
+    ENV_SHARD_PLACE: ("the node agent", "in place: which of these nodes this one is"),
+    ENV_PAGES: ("the node agent", "directory of the heartbeat pages, by which it sees how its workers are"),
+    ENV_MEMORY: ("the node agent", "memory files that it holds for snapshots of the state"),
+    ENV_ADDRESS: ("the node agent", "the address at which other nodes reach this one"),
+    ENV_COPIES_HERE: ("the node agent", "where it serves these snapshots to other nodes: host, port, key"),
+    ENV_REACHED: ("the node agent", "the newest step known to have been made before: up to there steps are repeated"),
+    ENV_CHANNEL: ("the node agent", "its socket, in place"),
+}
+"""Who sets each variable, and what it says. Also those of others that settings read."""

@@ -142,7 +142,7 @@ _CALLS = {name: topic for topic, names in _CALLED.items() for name in names.spli
 
 
 _INSTEAD = {
-    Topic.FRAMEWORK: "# stays: docs/frameworks.md has the two or three lines that it needs",
+    Topic.FRAMEWORK: "# stays: docs/how-to/frameworks.md has the two or three lines that it needs",
     Topic.GROUP: """\
 from elastic_trainer import Session
 with Session(checkpoint_dir={directory}) as session:  # opens the process group, and closes it
@@ -361,12 +361,12 @@ class _Script:
         ]
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
             lines.append(
-                f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...), see docs/api.md"
+                f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...), see docs/how-to/data.md"
             )
         samplers = [name for name in self._called if name.endswith("Sampler") and name != "DistributedSampler"]
         if samplers or "batch_sampler" in told:
             named = ", ".join(sorted(samplers)) or "batch_sampler"
-            lines.append(f"# {named}: an order of one's own is a SeekableStream, see docs/api.md")
+            lines.append(f"# {named}: an order of one's own is a SeekableStream, see docs/how-to/data.md")
         return lines
 
 

@@ -44,7 +44,7 @@ class Mode:
     loses_work: bool = True
     """What was done since the last save; else half a step."""
     saves: float = 1.4
-    """Standing still for a save (docs/benchmarks.md: 1.4 here, 39 with torch.save, at 1.2 GB)."""
+    """Standing still for a save (docs/explanation/benchmarks.md: 1.4 here, 39 with torch.save, at 1.2 GB)."""
     loads: float = 0.0
     session: bool = True
     group_nodes: int = 1
@@ -71,7 +71,7 @@ class Assumptions:
     """Llama 3 (arXiv:2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a node."""
     step_s: float = 1.0
     session_s: float = 80e-6
-    """Of the main thread, for each step (docs/benchmarks.md: 65 to 80 us)."""
+    """Of the main thread, for each step (docs/explanation/benchmarks.md: 65 to 80 us)."""
     copy_s: float = 1.0
     """One copy of a GPU's state into memory: 20 GB at 20 GB/s."""
     durable_every_s: float = 3600.0

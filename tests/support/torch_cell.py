@@ -1,4 +1,4 @@
-"""A pytest plugin that ends with a row of the table of versions in elastic_trainer/docs/map.md (``make test-torch``).
+"""A pytest plugin that ends with a row of the table of versions in docs/explanation/map.md (``make test-torch``).
 
 ``-p tests.support.torch_cell --cell='make test-torch ...'``
 """
@@ -37,5 +37,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         f"{datetime.now(UTC):%Y-%m-%d}",
         f"`{config.getoption('--cell')}`",
     )
-    terminalreporter.section("for the table of versions in elastic_trainer/docs/map.md")
+    terminalreporter.section("for the table of versions in docs/explanation/map.md")
     terminalreporter.line(f"| {' | '.join(row)} |")

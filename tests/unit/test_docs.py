@@ -1,57 +1,30 @@
-"""The pages in ``elastic_trainer/docs`` name what there is, and all that there is."""
+"""The pages in ``docs`` name what there is; their tables are made from the code (``docs/hooks.py``)."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
-import elastic_trainer
-from elastic_trainer import errors, settings, variables
-from elastic_trainer.cli import connection
-from elastic_trainer.cli.main import COMMANDS, Parser
-from elastic_trainer.data.sampler import Batch
-from elastic_trainer.data.sources import SeekableStream
-from elastic_trainer.data.tar_shards import TarShards
-from elastic_trainer.jobs import gpt, imagefolder, keypoints, mnist
-from elastic_trainer.jobs.config import JobConfig, load_job
-from elastic_trainer.jobs.main import _parser as training_parser
+from elastic_trainer import settings, variables
+from elastic_trainer.jobs.config import load_job
 from elastic_trainer.jobs.scripts import __path__ as scripts
-from elastic_trainer.jobs.task import Datasets, Exhibits, Task, find_task
-from elastic_trainer.jobs.trainer import Trainer, measurable
-from elastic_trainer.model import Phase
-from elastic_trainer.telemetry.families import FAMILIES
-from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.engine import Step
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
+from elastic_trainer.jobs.task import find_task
+from elastic_trainer.jobs.trainer import measurable
 from tests.support.commands import understand
-from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section
+from tests.support.pages import DOCS, PAGES, ROOT, Block, blocks, codes, rows, section
 from tests.support.requirements import missing
 
-API, TASKS, HEALTH = DOCS / "api.md", DOCS / "tasks.md", DOCS / "health.md"
+TASKS = DOCS / "how-to/jobs.md"
 BLOCKS = [block for page in PAGES if page.name != "service.md" for block in blocks(page)]
 """Those that are checked here; the blocks of service.md are a shell's, and a test of its own runs them."""
-REFERENCE = {
-    Session: ("Session methods", "Session properties"),
-    Step: ("Step members",),
-    Batch: ("Batch",),
-    Task: ("Task members",),
-    Trainer: ("Trainer",),
-    SeekableStream: ("SeekableStream",),
-}
-"""Where the public names of each class stand in the reference."""
 
 
 @contextlib.contextmanager
@@ -70,26 +43,6 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 # ---- form
-
-
-def test_the_readme_leads_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert PAGES
-    assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
-    """A link with a # names a heading that its page has."""
-    text = page.read_text(encoding="utf-8")
-    for target, anchor in re.findall(r"\]\(([\w.]*)#([^)]+)\)", text):
-        there = (DOCS / target if target else page).read_text(encoding="utf-8")
-        headings = {slug(title) for title in re.findall(r"^#+ (.+)$", there, re.MULTILINE)}
-        assert anchor in headings, f"{page.name}: {target}#{anchor} leads nowhere"
-
-
-def slug(title: str) -> str:
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -129,125 +82,6 @@ def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
 def documented(page: Path, heading: str) -> dict[str, list[str]]:
     """The rows below ``heading`` by each name in their first cell, which may say arguments behind it."""
     return {re.split(r"[(\s]", name)[0]: row for row in rows(section(page, heading)) for name in codes(row[0])}
-
-
-def public(kind: type) -> set[str]:
-    """The public names of ``kind`` and of the classes that it is made of, and of what their constructors set."""
-    kinds = [each for each in kind.__mro__ if each.__module__.startswith("elastic_trainer.")]
-    trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kinds]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    assigned = {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
-    return {name for name in assigned.union(*map(vars, kinds)) if not name.startswith("_")}
-
-
-@pytest.mark.parametrize("kind", list(REFERENCE), ids=lambda kind: kind.__name__)
-def test_the_reference_names_every_public_member(kind: type) -> None:
-    """A new method, property or attribute without a row fails here; a row without one too."""
-    told = {name for heading in REFERENCE[kind] for name in documented(API, heading)}
-    told = {name for name in told if not name.startswith("__")}
-    lacking = sorted(public(kind) - told)
-    assert not lacking, f"{API.name} says nothing of {kind.__name__}.{lacking[0]}: add a row below {REFERENCE[kind]}"
-    assert sorted(told - public(kind)) == [], f"{API.name} has rows that {kind.__name__} has nothing for"
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in REFERENCE if kind is not SeekableStream], ids=lambda kind: kind.__name__
-)
-def test_calls_in_the_reference_have_their_arguments(kind: type) -> None:
-    """Names, order and defaults are those of the code."""
-    for heading in REFERENCE[kind]:
-        for name, row in documented(API, heading).items():
-            (written,) = [code for code in codes(row[0]) if re.split(r"[(\s]", code)[0] == name]
-            found = inspect.getattr_static(kind, name, None)
-            if inspect.isfunction(found) and "internal" not in row[1] and "itself" not in row[1]:
-                assert written == f"{name}({', '.join(arguments(found))})", f"{API.name} on {kind.__name__}.{name}"
-
-
-def arguments(function: Callable[..., Any]) -> list[str]:
-    told: list[str] = []
-    for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in told:
-            told.append("*")
-        plain = parameter.default is parameter.empty
-        told.append(name if plain else f"{name}={_default(parameter.default)}")
-    return told
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, (SavingOptions, CheckOptions, GroupOptions)) and value == type(value)():
-        return f"{type(value).__name__}()"
-    return repr(str(value)) if isinstance(value, str) else repr(value)
-
-
-@pytest.mark.parametrize(
-    ("heading", "kind"),
-    [
-        ("Session arguments", Session),
-        ("SavingOptions", SavingOptions),
-        ("CheckOptions", CheckOptions),
-        ("GroupOptions", GroupOptions),
-        ("TarShards", TarShards),
-    ],
-)
-def test_the_tables_of_arguments_are_complete(heading: str, kind: type) -> None:
-    """Each argument of the constructor, in its order, with its default."""
-    told = [(codes(row[0])[0], row[1].strip("`")) for row in rows(section(API, heading))]
-    parameters = list(inspect.signature(kind).parameters.values())
-    wanted = [(each.name, "required" if each.default is each.empty else _default(each.default)) for each in parameters]
-    assert told == wanted
-
-
-@pytest.mark.parametrize("method", ["wrap", "batches"])
-def test_the_arguments_of_long_calls_are_explained(method: str) -> None:
-    wanted = list(inspect.signature(getattr(Session, method)).parameters)[1:]
-    assert [codes(row[0])[0] for row in rows(section(API, f"Arguments of {method}"))] == wanted
-
-
-def test_the_reference_has_a_part_for_every_public_name() -> None:
-    """What ``from elastic_trainer import`` offers, and what a task returns."""
-    assert set(documented(API, "Names")) == set(elastic_trainer.__all__)
-    elsewhere = {"Section": "Task members", "Datasets": "Datasets and Exhibits", "Exhibits": "Datasets and Exhibits"}
-    elsewhere |= {"MapDataset": "SeekableStream", "whole": "Task members"}
-    for name in set(elastic_trainer.__all__) - {"__version__"}:
-        assert f"`{name}`" in section(API, elsewhere[name]) if name in elsewhere else section(API, name)
-    shown = documented(API, "Datasets and Exhibits")
-    for kind in (Datasets, Exhibits):
-        assert set(codes(shown[kind.__name__][1])) == set(kind.__slots__)
-
-
-def test_the_errors_of_a_session_have_their_exit_codes() -> None:
-    for name, row in documented(API, "What a Session raises").items():
-        if name != "SystemExit":
-            assert row[2] == str(getattr(errors, name).exit_code), name
-
-
-def told_keys(page: Path, heading: str) -> dict[str, Key]:
-    return {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(page, heading))}
-
-
-@pytest.mark.parametrize(
-    ("heading", "kind"), [("Job file", JobConfig), ("Options of --rdzv-conf", settings.RendezvousOptions)]
-)
-def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) -> None:
-    """Each key with its type and default, in the order of the code."""
-    told, wanted = told_keys(API, heading), keys(kind)
-    lacking = [name for name in wanted if name not in told]
-    assert not lacking, f"{API.name}, '{heading}' says nothing of the key {lacking[0]}: add a row"
-    for name, key in wanted.items():
-        assert told[name] == key, f"{API.name}, '{heading}': the row of {name} is not what the code says"
-    assert list(told) == list(wanted)
-
-
-@pytest.mark.parametrize("task", [mnist.Mnist, imagefolder.ImageClasses, keypoints.Keypoints, gpt.Gpt])
-def test_the_main_keys_of_a_task_exist(task: type[Task]) -> None:
-    sections = {"data.": task.Data, "model.": task.Model, "options.": task.Options}
-    wanted = {name: key for prefix, kind in sections.items() for name, key in keys(kind, prefix).items()}
-    told = {codes(row[0])[0]: row[1] for row in rows(section(TASKS, task.__module__.rpartition(".")[2]))}
-    assert told
-    for name, default in told.items():
-        assert name in wanted, f"{TASKS.name}: there is no key {name}"
-        assert default == wanted[name].default, f"{TASKS.name}: the default of {name}"
 
 
 @pytest.mark.parametrize(
@@ -307,75 +141,6 @@ def environment_variables() -> set[str]:
     return {text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
 
 
-def test_the_table_of_environment_variables_is_complete() -> None:
+def test_every_environment_variable_is_explained() -> None:
     """Variables come through settings.py and variables.py alone, so those named there are all."""
-    told = set(documented(API, "Environment variables"))
-    lacking = sorted(environment_variables() - told)
-    assert not lacking, f"{API.name} says nothing of the environment variable {lacking[0]}: add a row"
-    assert sorted(told - environment_variables()) == []
-
-
-def test_the_table_of_exit_codes_is_complete() -> None:
-    """Those of the errors, and those of success and of SIGINT."""
-    told = {int(row[0]) for row in rows(section(API, "Exit codes"))}
-    assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
-
-
-def test_the_page_about_health_lists_every_metric_and_phase() -> None:
-    """In the order of the code: name, kind, labels, who exports it, and what it means."""
-    told = [(codes(row[0])[0], row[1], tuple(codes(row[2])), *row[3:]) for row in rows(section(HEALTH, "Metrics"))]
-    assert told == [(each.full_name, str(each.kind), each.labels, str(each.source), each.text) for each in FAMILIES]
-    phases = list(rows(section(HEALTH, "Phases")))
-    assert [codes(row[0])[0] for row in phases] == [str(phase) for phase in Phase]
-    assert all(len(row[1]) > 10 for row in phases)
-
-
-def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a subcommand, or of one of its actions."""
-    parser = Parser(prog=command)
-    (home,) = (each.home for each in COMMANDS if each.name == command)
-    getattr(importlib.import_module(f"elastic_trainer.cli.{home}"), f"configure_{command}")(parser)
-    return parser if action is None else actions_of(command)[action]
-
-
-def actions_of(command: str) -> dict[str, argparse.ArgumentParser]:
-    (found,) = (each for each in parser_of(command)._actions if isinstance(each, argparse._SubParsersAction))
-    return dict(found.choices)
-
-
-def etcd_parser() -> argparse.ArgumentParser:
-    connection.add_options(parser := Parser())
-    return parser
-
-
-@pytest.mark.parametrize(
-    ("heading", "parser"),
-    [
-        ("Jobs", training_parser),
-        ("Options for etcd", etcd_parser),
-        *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
-        *(
-            (f"elastic-trainer {home} {name}", lambda home=home, name=name: parser_of(home, name))
-            for home in ("checkpoints", "k8s")
-            for name in actions_of(home)
-        ),
-    ],
-)
-def test_the_tables_of_options_are_complete(heading: str, parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Each option that the help shows has a row, with what stands for its value; those for etcd have a table."""
-    wanted, etcd = options(parser()), options(etcd_parser())
-    if wanted > etcd:
-        wanted = wanted - etcd | {"--endpoint"}
-    assert {codes(row[0])[0] for row in rows(section(API, heading))} == wanted
-
-
-def options(parser: argparse.ArgumentParser) -> set[str]:
-    return {
-        " ".join([*action.option_strings[:1], *([str(action.metavar)] if _takes_value(action) else [])]) or action.dest
-        for action in parser._actions
-        if action.dest != "help" and action.help != argparse.SUPPRESS
-    }
-
-
-def _takes_value(action: argparse.Action) -> bool:
-    return bool(action.option_strings) and action.nargs != 0 and action.metavar is not None
+    assert environment_variables() == set(variables.MEANINGS)

@@ -28,7 +28,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *ROOT.glob("deploy/**/*.md"),
     *ROOT.glob("k8s/**/*.md"),
-    *ROOT.glob("elastic_trainer/docs/*.md"),
+    *ROOT.glob("docs/**/*.md"),
 ]
 
 
@@ -170,7 +170,7 @@ def test_the_oldest_and_the_newest_torch_and_python_are_tested_each_week() -> No
     assert newest is not None
     pythons = [each.rpartition(" ")[2] for each in project()["classifiers"] if "Python :: 3." in each]
     assert cells == [(f"{oldest}.0", pythons[0]), (newest[1], pythons[-1])]
-    rows = set(re.findall(r"^\| (\d\S+) \| \d\S+ \|", text("elastic_trainer/docs/map.md"), re.MULTILINE))
+    rows = set(re.findall(r"^\| (\d\S+) \| \d\S+ \|", text("docs/explanation/map.md"), re.MULTILINE))
     assert {torch for torch, _ in cells} <= rows, "the map has a row of each"
     assert job["steps"][-1]["run"] == "make test-torch TORCH=${{ matrix.torch }} PYTHON=python${{ matrix.python }}"
     (when,) = workflow["on"]["schedule"]
@@ -220,7 +220,7 @@ def test_links_and_files_that_a_document_names_exist(document: Path) -> None:
 def test_no_guarantee_without_test_and_event() -> None:
     """Each row of the guarantee table names test files that exist, the tier in which they are played, and a log event
     that the code emits."""
-    page = text("elastic_trainer/docs/guarantees.md")
+    page = text("docs/explanation/guarantees.md")
     table = page.partition("| guarantee | test | tier | watched by |")[2].partition("\n\n")[0]
     rows = table.strip().splitlines()[1:]
     assert rows
@@ -244,7 +244,7 @@ def test_the_first_tier_lists_tests_that_exist(name: str) -> None:
 
 
 def test_the_map_names_every_package_and_no_other() -> None:
-    listed = set(re.findall(r"^\| `(\w+)/` \|", text("elastic_trainer/docs/map.md"), re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)/` \|", text("docs/explanation/map.md"), re.MULTILINE))
     assert listed == packages()
 
 

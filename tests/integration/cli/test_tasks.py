@@ -124,7 +124,7 @@ def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]
 
 def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, started: list[Local]) -> None:
     """Losses of all steps that are looked at, one line for each change of the ranks, and `plot` draws them."""
-    for block in blocks(DOCS / "tutorial.md"):
+    for block in blocks(DOCS / "tutorials/train.md"):
         if block.file in ("spirals.py", "train.py"):
             text = block.text.replace('"runs/script"', repr(str(tmp_path / "script")))
             (tmp_path / str(block.file)).write_text(text)

