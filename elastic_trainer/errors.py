@@ -22,7 +22,7 @@ EXIT_CANNOT_WRITE = 73
 EXIT_CONFIG = 78
 """Configuration, data or command line are wrong: trying again cannot help (`EX_CONFIG`)."""
 EXIT_LEFT = 143
-"""Left on request, with a checkpoint (128 + SIGTERM; also SIGHUP, unless it was ignored at the start, as under `nohup`);
+"""Left on request, with a checkpoint (128 + SIGTERM; SIGHUP too, unless it was ignored at the start, as under `nohup`);
 never 0, which would complete a Kubernetes Job."""
 
 

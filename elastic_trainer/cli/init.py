@@ -21,8 +21,7 @@ from elastic_trainer.errors import ConfigError, StorageError
 
 _PACKAGE = Path(__file__).parents[1]
 _SCRIPT = _PACKAGE / "jobs" / "scripts" / "ddp_script_elastic.py"
-_TUTORIAL = _PACKAGE / "docs" / "tutorial.md"
-_FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_TEMPLATES = Path(__file__).with_name("templates")
 
 
 def configure_init(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +89,8 @@ def _new(file: Path) -> dict[Path, str]:
     if file.suffix == ".py":
         texts = {file: _SCRIPT.read_text(encoding="utf-8").replace("runs/ddp", f"runs/{file.stem}")}
     else:
-        shown = dict(_FILE.findall(_TUTORIAL.read_text(encoding="utf-8")))
-        job = shown["spirals.yaml"].replace("runs/spirals", f"runs/{file.stem}")
-        texts = {file: job, file.with_name("spirals.py"): shown["spirals.py"]}
+        job, task = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("spirals.yaml", "spirals.py"))
+        texts = {file: job.replace("runs/spirals", f"runs/{file.stem}"), file.with_name("spirals.py"): task}
     for path in texts:
         if path.exists():
             raise ConfigError(f"{str(path)!r} is there already", hint="give another name or directory")
@@ -361,7 +359,7 @@ class _Script:
         ]
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
             lines.append(
-                f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...), see docs/how-to/data.md"
+                f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...): docs/how-to/data.md"
             )
         samplers = [name for name in self._called if name.endswith("Sampler") and name != "DistributedSampler"]
         if samplers or "batch_sampler" in told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of ``page``, in order."""
-    return blocks_of(page.read_text(encoding="utf-8"), str(page.relative_to(DOCS)))
+    return blocks_of(page.read_text(encoding="utf-8"), os.path.relpath(page, DOCS))
 
 
 def blocks_of(text: str, name: str) -> list[Block]:

@@ -14,7 +14,7 @@ from elastic_trainer.cli.main import main
 from elastic_trainer.jobs.curves import read_curves
 from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import ran
-from tests.support.pages import DOCS, blocks
+from tests.support.pages import DOCS, ROOT, blocks
 from tests.support.requirements import missing
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
@@ -120,6 +120,26 @@ def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]
     epochs: list[dict[str, Any]] = command.summary()["audit"]["epochs"]
     assert [epoch["used"] for epoch in epochs] == [4000] * 8
     assert _right(_said_by_workers(command)) > 90.0
+
+
+@pytest.mark.parametrize(
+    ("folder", "package", "options", "says"),
+    [
+        ("nanogpt", "torch", ("--steps", "60"), "validation loss"),
+        ("accelerate", "accelerate", ("--epochs", "2"), "on the right spiral"),
+        ("lightning", "lightning", ("--epochs", "2"), "on the right spiral"),
+        ("transformers", "transformers", ("--steps", "60"), "step 60: mean loss"),
+    ],
+)
+def test_an_example_loses_a_node_and_ends_well(
+    folder: str, package: str, options: tuple[str, ...], says: str, tmp_path: Path, started: list[Local]
+) -> None:
+    """One script of each folder of examples (``ddp`` and ``fsdp2`` link to scripts that are tested above)."""
+    _needs(package)
+    job = (str(ROOT / "examples" / folder / "train.py"), *options, "--directory", str(tmp_path / "run"))
+    command = _survived(started, tmp_path, ("--nodes", "1:2", "--kill-node-at", "20"), job)
+    assert len(command.summary()["faults"]) == 1
+    assert _said_by_workers(command).count(says) == 1
 
 
 def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, started: list[Local]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer import jobs
+from elastic_trainer import cli, jobs
 from elastic_trainer.drills.local_run import entry
 from tests.support.pages import DOCS, ROOT, blocks
 
@@ -39,6 +39,13 @@ def test_the_pages_show_these_scripts(page: Path) -> None:
         whole = re.sub(r"  # \d$", "", script.read_text(), flags=re.MULTILINE)
         piece = re.sub(r"  # \d$", "", text, flags=re.MULTILINE)
         assert piece in whole or textwrap.indent(piece, "    ") in whole
+
+
+def test_init_writes_the_job_of_the_tutorial() -> None:
+    templates = Path(cli.__file__).with_name("templates")
+    shown = {block.file: block.text for block in blocks(DOCS / "tutorials/train.md")}
+    for name in ("spirals.py", "spirals.yaml"):
+        assert (templates / name).read_text() == shown[name]
 
 
 def test_the_four_changes_are_marked() -> None:

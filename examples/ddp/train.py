@@ -1,0 +1,1 @@
+../../elastic_trainer/jobs/scripts/ddp_script_elastic.py
