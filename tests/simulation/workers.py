@@ -741,8 +741,7 @@ class SimState:
             try:
                 control.sum(Purpose.LOSS, [1.0])  # step.loss inside the block
             except RoundBrokenError as error:
-                if not self.recovery.absorb(step, error, inside=True):
-                    raise
+                self.recovery.postpone(error)
 
     def _boundary(self) -> None:
         recovery = self.recovery

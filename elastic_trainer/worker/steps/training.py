@@ -402,7 +402,7 @@ class Training:
 
     @property
     def prepared(self) -> int:
-        return self.steps.prepared
+        return self.replica.prepared
 
     @property
     def next_size(self) -> int:

@@ -346,11 +346,11 @@ class RoundEnd:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def absorb(self, step: Step, error: BaseException, *, inside: bool) -> bool:
-        if inside:
-            self.lost = error
-        else:
-            self.absorbed.append(self._seen())
+    def postpone(self, error: BaseException) -> None:
+        self.lost = error
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        self.absorbed.append(self._seen())
         return True
 
 
