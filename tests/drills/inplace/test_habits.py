@@ -31,7 +31,8 @@ def assert_like(result: dict[str, Any], expected: Sequence[torch.Tensor], atol: 
 
 
 def test_a_script_may_log_evaluate_and_save_behind_a_step_that_did_not_commit(lead: Lead) -> None:
-    """It reads the loss known last, NaN before any, and all ranks do the same collectives.
+    """It reads the loss known last, NaN before any, and all ranks do the same collectives. An optimizer beside the
+    session's, whose update could not be undone, is refused.
 
     Both give the first step up, and a third; in the fifth one has committed, and the other is given its state.
     """
@@ -159,18 +160,6 @@ def test_an_optimizer_may_have_a_closure(lead: Lead, optimizer: str) -> None:
     lbfgs = optimizer == "lbfgs"
     assert lbfgs or first["passes"] == STEPS
     assert_like(first, alone(torch.optim.LBFGS, lr=0.5) if lbfgs else alone(torch.optim.AdamW, lr=0.01))
-
-
-def test_a_second_optimizer_is_refused_where_its_update_could_not_be_taken_back(lead: Lead) -> None:
-    """Before it has changed anything. One that lives no longer than the step is free, and so is one inside its own."""
-    workers = begun(lead, "a", habit="second")
-    (result,) = lead.results(workers)
-    said = dict(line.split(": ", 1) for line in result["lines"])
-    for name in ("wrapped, inside", "wrapped, behind"):
-        assert "was about to change parameters of the wrapped model" in said[name]
-    for name in ("registered, inside", "lasting, inside"):
-        assert "was about to make an update inside session.step()" in said[name]
-    assert said["registered, behind"] == said["of one step, inside"] == "allowed"
 
 
 def gan_alone() -> tuple[list[torch.Tensor], list[float]]:

@@ -2,7 +2,7 @@
 
 ``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
 step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
-optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
+optimizer, and has a buffer that each pass replaces), ``driven`` (begins
 and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer), ``parts`` (computes
 micro-batches, and says of how many samples), ``loader`` (has a StatefulDataLoader with processes of its own),
 ``streams`` (reads streams that keep their own state) or ``lora`` (trains PEFT's adapters of a frozen model).
@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -117,6 +118,8 @@ class Job:
 
     def naive(self) -> None:
         self.wrap()
+        with pytest.raises(ConfigError, match="to change parameters of the wrapped model"):
+            torch.optim.SGD(trained(self.module), lr=1.0).step()
         for batch in self.batches:
             with self.session.step() as step:
                 step.want_loss()
@@ -260,58 +263,6 @@ class Job:
                 self.optimizer.step(closure)
             if step.committed:
                 self.lines.append(f"{step.loss:.4f}")
-
-    def second(self) -> None:
-        """Each is used in two steps, before the commit or behind the block."""
-        free, known = nn.Linear(2, 1), nn.Linear(2, 1)
-        self.session.register("known", known)
-        self.optimizer = Outer(torch.optim.SGD(self.module.layer.parameters(), lr=0.01))
-        self.wrap()
-        parameters = ([self.module.layer.bias], known.parameters(), free.parameters())
-        trained, kept, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
-        for name, optimizer in (("wrapped", trained), ("registered", kept)):
-            self.tried(f"{name}, inside", optimizer)
-            self.tried(f"{name}, behind", optimizer, behind=True)
-        self.tried("lasting, inside", lasting)
-        self.tried("of one step, inside", None)
-        for batch in self.batches:
-            with self.session.step() as step:
-                step.backward(loss_of(self.model, batch))
-                self.optimizer.step()
-
-    def tried(self, name: str, optimizer: Any, *, behind: bool = False) -> None:
-        before = [each.detach().clone() for each in self.module.parameters()]
-        try:
-            for _ in range(2):
-                self.with_second(optimizer, behind=behind)
-        except ConfigError as error:
-            self.lines.append(f"{name}: {error}")
-            unchanged = all(map(torch.equal, before, self.module.parameters()))
-            assert unchanged or behind or "lasting" in name
-        else:
-            self.lines.append(f"{name}: allowed")
-
-    def with_second(self, optimizer: Any, *, behind: bool) -> None:
-        batch = next(self.batches)
-        with self.session.step() as step:
-            step.backward(loss_of(self.model, batch))
-            if not behind:
-                used = optimizer if optimizer is not None else torch.optim.SGD([torch.ones(1, requires_grad=True)])
-                used.step()
-            self.optimizer.step()
-        if behind:
-            optimizer.step()
-
-
-class Outer(torch.optim.Optimizer):
-    """An optimizer made of another one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step(closure)
 
 
 def main(scenario: Scenario) -> None:

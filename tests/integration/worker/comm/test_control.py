@@ -69,7 +69,7 @@ def test_a_transfer_may_take_longer_than_a_moment() -> None:
     """
 
     def body(control: Control) -> list[float]:
-        own = Control(control._group, control.rank, 2, InterruptibleWaits(interruptible=True))
+        own = Control(control.group, control.rank, 2, InterruptibleWaits(interruptible=True))
         found: list[float] = []
         for number in range(2):
             tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
@@ -104,7 +104,7 @@ def test_the_end_of_the_round_interrupts_a_transfer() -> None:
 
     def body(control: Control) -> str:
         works = InterruptibleWaits(interruptible=True)
-        own = Control(control._group, control.rank, 2, works)
+        own = Control(control.group, control.rank, 2, works)
         if own.rank == 1:
             own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
             return ""
