@@ -52,19 +52,17 @@ def test_a_script_may_log_evaluate_and_save_behind_a_step_that_did_not_commit(le
 
 
 def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
-    """C dies in the middle of it: A and B, which hold the batch, train on C's samples too."""
-    workers = begun(lead, "abc", [("c", 4, "backward", "kill")], habit="retry")
+    """C dies in the middle of it: A and B, which hold the batch, train on C's samples too.
+
+    The last step of the limited run is made once by all: A fails in it when B has made it and waits at the end. A is
+    given it, and makes no more.
+    """
+    faults = [("c", 4, "backward", "kill"), ("a", STEPS, "before_update", "lose")]
+    workers = begun(lead, "abc", faults, habit="retry", steps=STEPS)
     lead.regroup(workers[:2], workers[:2])
-    for result in lead.results(workers[:2]):
-        assert (result["step"], result["passes"]) == (STEPS, STEPS)
-
-
-def test_the_last_step_of_a_limited_run_is_made_once_by_all(lead: Lead) -> None:
-    """A fails in it when B has made it and waits at the end: A is given it, and makes no more."""
-    workers = begun(lead, "ab", [("a", 6, "before_update", "lose")], habit="retry", steps=6)
-    assert lead.regroup(workers, workers[:1], workers[1:]) == [5, 6]
-    for result in lead.results(workers):
-        assert result["step"] == 6
+    assert lead.regroup(workers[:2], workers[:1], workers[1:2]) == [STEPS - 1, STEPS]
+    first, second = lead.results(workers[:2])
+    assert first["step"] == second["step"] == second["passes"] == STEPS
 
 
 def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lead) -> None:
