@@ -78,7 +78,7 @@ def test_a_transfer_may_take_longer_than_a_moment_and_than_the_group_had_to_be_f
         for number in range(2):
             tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
             if own.rank == number:
-                threading.Event().wait(FORMING_S + 0.5)
+                threading.Event().wait(FORMING_S + 0.5 if number else 10 * MOMENT_S)
                 own.send(tensor, 1 - number)
             else:
                 own.receive(tensor, number)

@@ -26,12 +26,12 @@ from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.node_sums import NodeControl, NodeSums
 from elastic_trainer.worker.comm.control import InterruptibleWaits
 
-path, rank, ranks, sums, dies = sys.argv[1], *map(int, sys.argv[2:])
+path, rank, ranks, sums = sys.argv[1], *map(int, sys.argv[2:])
 memory = NodeSums(os.open(path, os.O_RDWR), rank, ranks)
 control = NodeControl(memory, None, InterruptibleWaits(), timedelta(seconds=120))
 chance, begun = random.Random(rank), []
 for number in range(sums):
-    if number == dies and rank == 1:
+    if number == sums // 2 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begun.append((number, control.start(Purpose.LOSS, [rank * number, 0.1 * (rank + 1)])))
     if chance.random() < 0.05:
@@ -50,10 +50,7 @@ def processes(tmp_path: Path) -> list[tuple[int, str, str]]:
     words = [sys.executable, "-c", SCRIPT, str(memory)]
     started = [
         subprocess.Popen(
-            [*words, *map(str, (rank, RANKS, SUMS, SUMS // 2))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [*words, *map(str, (rank, RANKS, SUMS))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for rank in range(RANKS)
     ]
