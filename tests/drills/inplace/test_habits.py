@@ -57,8 +57,8 @@ def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
     The last step of the limited run is made once by all: A fails in it when B has made it and waits at the end. A is
     given it, and makes no more.
     """
-    faults = [("c", 4, "backward", "kill"), ("a", STEPS, "before_update", "lose")]
-    workers = begun(lead, "abc", faults, habit="retry", steps=STEPS)
+    faults = [("c", 4, "forward", "kill"), ("a", STEPS, "before_update", "lose")]
+    workers = begun(lead, "abc", faults, habit="loop", retry=True, steps=STEPS)
     lead.regroup(workers[:2], workers[:2])
     assert lead.regroup(workers[:2], workers[:1], workers[1:2]) == [STEPS - 1, STEPS]
     first, second = lead.results(workers[:2])
@@ -67,7 +67,7 @@ def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
 
 def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lead) -> None:
     """It is of the old part, and the samples of the new one would be missing: the sentence says what to do."""
-    workers = begun(lead, "abc", [("c", 4, "forward", "kill")], habit="hold")
+    workers = begun(lead, "abc", [("c", 4, "forward", "kill")], habit="loop", retry=True, held=True)
     lead.tolerate(workers[:2])
     lead.regroup(workers[:2], workers[:2])
     for worker in workers[:2]:
@@ -122,7 +122,7 @@ def test_a_framework_may_begin_and_end_steps_around_code_that_knows_of_no_rounds
 def test_a_rank_that_runs_out_of_memory_takes_all_out_of_the_step(lead: Lead, policy: str) -> None:
     """They keep their processes. The batch is repeated in halves, and so are later ones; or it is passed over, and the
     others count."""
-    values = {"habit": "parts", "unshuffled": True, "checks": {"out_of_memory": policy}}
+    values = {"habit": "loop", "unshuffled": True, "checks": {"out_of_memory": policy}}
     workers = begun(lead, "ab", [("a", 3, "forward", "memory")], **values)
     assert lead.regroup(workers, workers) == [2, 2]
     assert lead.gave_up(workers) == ["a"]
@@ -255,4 +255,4 @@ def test_data_from_outside_are_used_exactly_once(habit: str, samples: int, steps
         assert result["step"] == STEPS
         assert_like(result, alone(torch.optim.AdamW, steps=steps, lr=0.01), 1e-5)
     if habit == "streams":
-        assert int(ended[2]["lines"][0]) <= 16  # four steps of four samples, to the end of a pass
+        assert int(ended[2]["lines"][-1]) <= 16  # four steps of four samples, to the end of a pass
