@@ -54,7 +54,7 @@ from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
@@ -1343,7 +1343,6 @@ def smoothed(average_s: float, span_s: float) -> float:
     return average_s + _SMOOTHING * (min(span_s, _MOST_AT_ONCE * average_s) - average_s)
 
 
-_STOP_BOUNDARIES = 4
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
@@ -1368,10 +1367,6 @@ class Boundaries:
     @property
     def span_s(self) -> float:
         return self._consensus.boundary_s
-
-    def slowest_stop_s(self) -> float:
-        """How long the ranks may take to agree to stop."""
-        return _STOP_BOUNDARIES * self._consensus.boundary_s
 
     def after_step(self, step: int) -> BoundaryAction:
         return self.cross()

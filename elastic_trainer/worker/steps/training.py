@@ -397,7 +397,6 @@ class Training:
 
     @property
     def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
         return self.steps.sync.open
 
     @property
@@ -490,7 +489,6 @@ class Training:
         raise SystemExit(self.context.signals.exit_code)
 
     def resume_alone(self) -> None:
-        """Train with the ranks that are already there."""
         present = self.context.present
         present.boundaries.end()
         with self.context.tracker.during(Phase.HEALING):
