@@ -376,7 +376,7 @@ def wrap(session: Session, kind: Any = torch.optim.SGD, **options: Any) -> nn.Mo
     return session.wrap(module, optimizer=kind(module.parameters(), lr=0.1), **options)
 
 
-def drawn(session: Session, **length: int) -> Any:
+def drawn(session: Session, **length: Any) -> Any:
     return session.batches(data(), global_batch_size=4, **length)
 
 
