@@ -461,15 +461,6 @@ class CallReplay:
         """Whether a peer has completed the call that this rank is in."""
         return self._answer is not None
 
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """In the body this rank meets others for the call that it is in."""
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-
     def completed(self, result: Any, codec: Codec) -> Any:
         """Count a call that completed here, and return its result."""
         self.count = max(0, self.count) + 1
@@ -643,8 +634,11 @@ class InPlaceRecovery(Recovery):
             except (RejoinError, RuntimeError) as error:
                 if not self._confirm_end(error):
                     raise
-            with self._calls.interrupted():
+            self._calls.inside = True
+            try:
                 self._regroup(joinable=False)
+            finally:
+                self._calls.inside = False
             if self._calls.has_answer:
                 return self._calls.answer(codec)  # type: ignore[no-any-return]
 
