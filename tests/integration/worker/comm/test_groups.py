@@ -126,16 +126,16 @@ import torch
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
-from elastic_trainer.worker.comm.control import InterruptibleWaits
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, RankAssignment, StoreAddress
+from elastic_trainer.worker.report import HeartbeatReporter
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-works = InterruptibleWaits(interruptible=True)
+aborter = CollectiveAborter(HeartbeatReporter())
 
 def form():
     place = RankAssignment(1, rank, 2, 0, 1, StoreAddress("127.0.0.1", port, False, "1"))
     placement = Placement(torch.device("cpu"), "gloo")
-    groups.form_in_place(place, placement, groups.FormTimeouts(60.0, 600.0), lambda: None, lambda: None, works)
+    ElasticGroups(aborter, placement, groups.FormTimeouts(60.0, 600.0), None).form(place, lambda number: None)
 
 if rank == 1:
     groups._listening = lambda *arguments: time.sleep(600)  # it is in both groups, and does not answer
@@ -143,7 +143,7 @@ if rank == 1:
 listening = groups._listening
 
 def until_over(*arguments):
-    threading.Timer(0.5, works.end, ("a node was lost",)).start()
+    threading.Timer(0.5, aborter._works.end, ("a node was lost",)).start()
     return listening(*arguments)
 
 groups._listening = until_over
