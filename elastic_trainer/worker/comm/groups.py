@@ -195,10 +195,11 @@ class _Pauses:
 
 
 def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
+    hellos = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
     offered: dict[str, str] = {}
     nonce = ""
     while True:
-        tokens = _hellos(store, world_size)
+        tokens = {rank: store.get(key).decode() for rank, key in hellos.items() if store.check([key])}
         if len(tokens) == world_size - 1 and (tokens != offered or not nonce):
             nonce, offered = secrets.token_hex(8), tokens
             store.set(f"meeting/offer/{nonce}", json.dumps({"world": world_size, "tokens": tokens}))
@@ -210,11 +211,6 @@ def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
                 store.set(f"meeting/go/{nonce}", "1")
                 return nonce
         pauses.wait(f"rank 0 waits for {_listed(waiting)}")
-
-
-def _hellos(store: Store, world_size: int) -> dict[str, str]:
-    keys = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
-    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def _attend(store: Store, rank: int, world_size: int, pauses: _Pauses) -> str:

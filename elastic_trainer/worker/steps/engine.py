@@ -493,12 +493,6 @@ class LaterLoss:
 Closure = Callable[[], Any]
 
 
-def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` is known to call its closure once, before it changes anything."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
-
-
 class Before:
     """Parameters and state of an optimizer, to be restored."""
 
@@ -750,7 +744,8 @@ class Steps:
 
     def _called(self, step: Step, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
         """What the optimizer calls in place of the ``closure``."""
-        if calls_once_first(optimizer):
+        foreign = not type(optimizer).__module__.startswith("torch.optim.")
+        if not foreign and not isinstance(optimizer, torch.optim.LBFGS):
             with torch.enable_grad():
                 loss = closure()
             self._check(step)
@@ -1588,12 +1583,6 @@ class WorkerContext:
         if options.directory is None or not looks:
             return None
         return CheckpointManager(options.directory, options.retention, options.saving.on_event, owner=self.owner)
-
-    def shards_manager(self) -> CheckpointManager | None:
-        """For a rank that holds shards: it writes and reads them itself, and looks for no checkpoints."""
-        if self.manager is not None or self.options.directory is None:
-            return self.manager
-        return CheckpointManager(self.options.directory, owner=self.owner)
 
     @property
     def present(self) -> RankContext:
