@@ -248,9 +248,7 @@ class ShardedStates(WholeStates):
     def __init__(self, context: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
         super().__init__(context, replica)
         self._layout = layout
-        if (
-            self.manager is None and context.options.directory is not None
-        ):  # it writes its shards, and looks for none
+        if self.manager is None and context.options.directory is not None:  # it writes its shards, and looks for none
             self.manager = CheckpointManager(context.options.directory, owner=context.owner)
         self.sharding = import_module("elastic_trainer.worker.state.shards")  # slow to import
 
