@@ -518,7 +518,7 @@ class Recovery:
         return attempt()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def deferring_changes(self) -> Iterator[None]:
         """In the body no planned change is agreed on."""
         yield
 
@@ -559,7 +559,7 @@ class InPlaceRecovery(Recovery):
         newest first."""
         self._met_at = (0, 0, 0)
         """Where that was, in the newest of them."""
-        self._change_due = self._evaluates = False
+        self._change_due = self._defers_changes = False
 
     def begin(self) -> None:
         self._enter()
@@ -835,15 +835,15 @@ class InPlaceRecovery(Recovery):
     # ---- planned changes
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self._evaluates = True
+    def deferring_changes(self) -> Iterator[None]:
+        self._defers_changes = True
         try:
             yield
         finally:
-            self._evaluates = False
+            self._defers_changes = False
 
     def knows_change(self) -> bool:
-        return not self._evaluates and self._link.drain(self._groups.number) is not None
+        return not self._defers_changes and self._link.drain(self._groups.number) is not None
 
     def note_change(self) -> None:
         self._change_due = True

@@ -707,7 +707,7 @@ class Session:
         lasting: AbstractContextManager[None] = nullcontext()
         if training is not None:
             training.refuse_inside("evaluate() or predict()")
-            lasting = training.recovery.evaluating()
+            lasting = training.recovery.deferring_changes()
         with context.tracker.during(Phase.EVALUATION), lasting:
             return self._repeated(attempt, codec)
 
