@@ -17,12 +17,7 @@ from torch import nn
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.control import (
-    Control,
-    packed_tensor,
-    unpacked_tensor,
-)
+from elastic_trainer.worker.comm.control import Control, packed_tensor, unpacked_tensor
 from elastic_trainer.worker.model.replica import DataPart
 
 Number = float | int | torch.Tensor
@@ -127,19 +122,17 @@ def reduced(measured: Sequence[Mapping[str, tuple[Number, Number]]], control: Co
     So the result has the same bits at any number of ranks.
     """
     rows = [{name: (float(total), float(count)) for name, (total, count) in each.items()} for each in measured]
-    everything = [row for data in control.gather_bytes(json.dumps(rows).encode()) for row in json.loads(data)]
-    totals: dict[str, list[float]] = {}
-    for row in everything:
+    totals: dict[str, tuple[float, float]] = {}
+    for row in (row for data in control.gather_bytes(json.dumps(rows).encode()) for row in json.loads(data)):
         for name, (total, count) in row.items():
-            so_far = totals.setdefault(name, [0.0, 0.0])
-            so_far[0] += total
-            so_far[1] += count
+            sum_so_far, count_so_far = totals.get(name, (0.0, 0.0))
+            totals[name] = sum_so_far + total, count_so_far + count
     return {name: total / count if count else float("nan") for name, (total, count) in sorted(totals.items())}
 
 
 def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
     """All ranks' rows, by rank; a rank may have none."""
-    packed = packed_tensor(torch.cat(list(parts)).contiguous()) if parts else b""
+    packed = packed_tensor(torch.cat(list(parts))) if parts else b""
     tensors = [unpacked_tensor(data) for data in control.gather_bytes(packed) if data]
     kinds = {(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors}
     if len(kinds) != 1:

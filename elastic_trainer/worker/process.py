@@ -25,8 +25,7 @@ from elastic_trainer.data.workers import let_go
 from elastic_trainer.ipc.gloo import Sockets
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm import placement
+from elastic_trainer.worker.comm import groups, placement
 from elastic_trainer.worker.comm.control import InterruptibleWaits
 from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, FormTimeouts, assignment_of
 from elastic_trainer.worker.recovery import ChannelLink, InPlaceRecovery, Recovery
@@ -37,6 +36,8 @@ from elastic_trainer.worker.steps.engine import Boundaries, RankContext, WorkerC
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.training import Training
+
+_STOP_BOUNDARIES = 4
 
 
 class StaticRendezvous:
@@ -160,10 +161,8 @@ class Process:
         self._rendezvous.meet(self.context)
 
     def _patience_s(self) -> float:
-        """Slow steps take longer to agree."""
-        context = self.context.rank_context
-        slowest_s = context.boundaries.slowest_stop_s() if context is not None else 0.0
-        return max(self.context.options.group.stop_timeout_s, slowest_s)
+        """Ranks may need some steps to agree."""
+        return max(self.context.options.group.stop_timeout_s, _STOP_BOUNDARIES * self.context.span_s)
 
     def disown(self) -> None:
         """In a child forked by the script: nothing here belongs to it."""

@@ -79,24 +79,19 @@ class Groups(Protocol):
     @property
     def number(self) -> int:
         """The round that this worker is or was last in."""
-        ...
 
     @property
     def in_round(self) -> bool:
         """Whether it is in that round."""
-        ...
 
     def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         """Enter the round of ``assignment`` and form its groups; ``broken`` says why a round is over already."""
-        ...
 
     def sever(self) -> None:
         """Cut the connections of the round, so that its other ranks notice at network speed that this one leaves."""
-        ...
 
     def abandon(self, *, planned: bool = False) -> None:
         """Leave the round and drop its groups without waiting for peers; ``planned``: no peer waits in it either."""
-        ...
 
 
 class State(Protocol):
@@ -104,145 +99,113 @@ class State(Protocol):
 
     @property
     def position(self) -> Position: ...
-
     @property
     def whole(self) -> bool:
         """Whether it is the state behind some step, and not half of an update."""
-        ...
 
     @property
     def sharded(self) -> bool:
         """Whether this rank holds one of several shards."""
-        ...
 
     @property
     def apart(self) -> bool:
         """Whether the end of the round undoes committed steps, back to the last one that all ranks synchronised."""
-        ...
 
     @property
     def prepared(self) -> int:
         """The step that peers of the shard group may have committed without this rank; 0: none."""
-        ...
 
     @property
     def next_size(self) -> int:
         """Samples of the next step, if known."""
-        ...
 
     @property
     def span_s(self) -> float:
         """Smoothed seconds per step."""
-        ...
 
     @property
     def leaves(self) -> bool:
         """Whether this process is asked to leave."""
-        ...
 
     def show(self, phase: Phase) -> Phase:
         """Report that this process is in ``phase``; returns the one before."""
-        ...
 
     # ---- the end of a round
 
     def parted_by(self, error: BaseException) -> ConfigError | None:
         """Why the ranks cannot go on, if ``error`` is due to their being at different points of the script."""
-        ...
 
     def gives_up(self, step: Any, error: BaseException) -> BaseException:
         """``error``, or StepGivenUpError if it is one after which all ranks repeat the step (too little memory)."""
-        ...
 
     def undo(self) -> None:
         """Undo what an uncommitted step left behind."""
-        ...
 
     def release(self) -> None:
         """Let go of the groups of the round."""
-        ...
 
     def rewind(self) -> None:
         """The round is left: go back to the last synchronisation. NonFiniteError if the state must not go on."""
-        ...
 
     # ---- the next one
 
     def join(self, group: Group) -> None:
         """The groups of a round were formed."""
-        ...
 
     def alike(self, control: Control) -> Control:
         """The ranks that must hold what this one holds."""
-        ...
 
     def settle(self, *, committed: bool) -> Step | None:
         """Make the prepared update if peers have ``committed`` it, else undo it; the step that is committed now."""
-        ...
 
     def committed(self) -> Mapping[str, Any]:
         """The parts that only commits change, and all ranks alike."""
-        ...
 
     def notes(self) -> dict[str, Any]:
         """What a rank learns that is healed from this one."""
-        ...
 
     def collect(self) -> dict[str, Any]: ...
 
     def take_over(self, state: Mapping[str, Any], *, first_rank: bool = False) -> None:
         """Adopt the ``state`` of another rank; it is not whole while this runs."""
-        ...
 
     def healed(self, notes: Mapping[str, Any]) -> None:
         """The state of a peer was adopted, with its ``notes``."""
-        ...
 
     def resume(self, group: Group, unfit: CheckpointError | None) -> None:
         """Bring all ranks to one state from storage, and take part; ``unfit``: why not from the state held here."""
-        ...
 
     def resume_alone(self) -> None:
         """:meth:`resume` with the ranks that have met already."""
-        ...
 
     def take_part(self, group: Group, generation: int, given: Mapping[str, Any] | None) -> None:
         """All ranks hold one state: train in the round; ``given`` are the notes of the peer that healed this rank."""
-        ...
 
     def agree_on_batch(self, control: Control) -> None:
         """All ranks hold one state: pass over or divide a batch for which a rank had too little memory."""
-        ...
 
     def redraw(self) -> None:
         """The ranks changed between a batch and its step."""
-        ...
 
     def record(self, step: Any) -> None:
         """Write a committed step to the ledger, once."""
-        ...
 
     # ---- saving and leaving
 
     def save_due(self, step: int) -> None:
         """Save behind ``step`` if that is due and this rank is alone."""
-        ...
 
     def save_alone(self) -> None:
         """Save what is only in memory, without a round."""
-        ...
 
     def save_before_waiting(self) -> None:
         """Save what is only in memory while all ranks of the round wait."""
-        ...
 
     def leave_now(self) -> NoReturn:
         """Leave the job: raises SystemExit."""
-        ...
 
     def doubts_gradients(self) -> bool:
         """After a wait for the device: whether a sum that was cut off may have left gradients without an error."""
-        ...
 
 
 # ---- the agent's word, and what it is told
@@ -498,15 +461,6 @@ class CallReplay:
         """Whether a peer has completed the call that this rank is in."""
         return self._answer is not None
 
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """In the body this rank meets others for the call that it is in."""
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-
     def completed(self, result: Any, codec: Codec) -> Any:
         """Count a call that completed here, and return its result."""
         self.count = max(0, self.count) + 1
@@ -545,27 +499,26 @@ class Recovery:
     def __init__(self, state: State) -> None:
         self._state = state
         self.lost: BaseException | None = None
-        """The end of the round, if the present step has met it inside its block; handled at the end of the block."""
+        """The end of the round, if the present step has met it inside its block."""
 
     def begin(self) -> None:
         """Bring all ranks to one state."""
         self._state.resume_alone()
 
-    def absorb(self, step: Step, error: BaseException, *, inside: bool = False) -> bool:
-        """Whether ``error`` was the end of the round, and training goes on.
+    def postpone(self, error: BaseException) -> None:
+        """The round has ended inside the block of a step, whose rest belongs to it: handle that behind the block."""
+        self.lost = error
 
-        ``inside``: the block of ``step`` has not ended, and what the script still does there belongs to this round.
-        """
-        if inside:
-            self.lost = error
-        return inside
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of the round, and training goes on; behind the block of ``step``."""
+        return False
 
     def call(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """Make a call of all ranks, through as many rounds as it takes; ``codec`` transfers its result."""
         return attempt()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def deferring_changes(self) -> Iterator[None]:
         """In the body no planned change is agreed on."""
         yield
 
@@ -606,7 +559,7 @@ class InPlaceRecovery(Recovery):
         newest first."""
         self._met_at = (0, 0, 0)
         """Where that was, in the newest of them."""
-        self._change_due = self._evaluates = False
+        self._change_due = self._defers_changes = False
 
     def begin(self) -> None:
         self._enter()
@@ -631,9 +584,7 @@ class InPlaceRecovery(Recovery):
         self._link.await_over(number)
         return True
 
-    def absorb(self, step: Step, error: BaseException, *, inside: bool = False) -> bool:
-        if super().absorb(step, error, inside=inside):
-            return True
+    def absorb(self, step: Step, error: BaseException) -> bool:
         state = self._state
         error = state.gives_up(step, error)
         if not self._confirm_end(error):
@@ -683,8 +634,11 @@ class InPlaceRecovery(Recovery):
             except (RejoinError, RuntimeError) as error:
                 if not self._confirm_end(error):
                     raise
-            with self._calls.interrupted():
+            self._calls.inside = True
+            try:
                 self._regroup(joinable=False)
+            finally:
+                self._calls.inside = False
             if self._calls.has_answer:
                 return self._calls.answer(codec)  # type: ignore[no-any-return]
 
@@ -881,15 +835,15 @@ class InPlaceRecovery(Recovery):
     # ---- planned changes
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self._evaluates = True
+    def deferring_changes(self) -> Iterator[None]:
+        self._defers_changes = True
         try:
             yield
         finally:
-            self._evaluates = False
+            self._defers_changes = False
 
     def knows_change(self) -> bool:
-        return not self._evaluates and self._link.drain(self._groups.number) is not None
+        return not self._defers_changes and self._link.drain(self._groups.number) is not None
 
     def note_change(self) -> None:
         self._change_due = True

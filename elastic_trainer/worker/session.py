@@ -707,7 +707,7 @@ class Session:
         lasting: AbstractContextManager[None] = nullcontext()
         if training is not None:
             training.refuse_inside("evaluate() or predict()")
-            lasting = training.recovery.evaluating()
+            lasting = training.recovery.deferring_changes()
         with context.tracker.during(Phase.EVALUATION), lasting:
             return self._repeated(attempt, codec)
 
@@ -732,14 +732,14 @@ class Session:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ``tensor`` of all ranks, by rank; shape (world_size, *shape), the same on all."""
         self._require_open()
-        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        mine = packed_tensor(tensor)
         rows = self._shared(lambda control: torch.stack([unpacked_tensor(each) for each in control.gather_bytes(mine)]))
         return rows.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Fill ``tensor`` with that of rank ``source``."""
         self._require_open()
-        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        mine = packed_tensor(tensor)
         value = self._shared(lambda control: unpacked_tensor(control.broadcast_bytes(mine, source)))
         with torch.no_grad():
             return tensor.copy_(value)

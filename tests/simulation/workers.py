@@ -741,8 +741,7 @@ class SimState:
             try:
                 control.sum(Purpose.LOSS, [1.0])  # step.loss inside the block
             except RoundBrokenError as error:
-                if not self.recovery.absorb(step, error, inside=True):
-                    raise
+                self.recovery.postpone(error)
 
     def _boundary(self) -> None:
         recovery = self.recovery
@@ -822,7 +821,7 @@ class SimWorker:
             step = SimStep(number, state.position.generation, control.rank, control.world_size, batch)
             state.train(step)
             if step.committed and number % self.world.evaluates_every == 0:
-                with recovery.evaluating():
+                with recovery.deferring_changes():
                     self._call("evaluation", self._evaluate)
             if step.committed and number % self.world.saves_every == 0:
                 self._call("save", self._save)

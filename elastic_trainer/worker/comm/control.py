@@ -293,7 +293,8 @@ JSON = Codec(lambda result: json.dumps(result).encode(), lambda data: json.loads
 
 
 def packed_tensor(tensor: torch.Tensor) -> bytes:
-    """``tensor`` (contiguous, on the CPU) with its dtype and shape."""
+    """``tensor`` with its dtype and shape."""
+    tensor = tensor.detach().cpu().contiguous()
     head = json.dumps([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode()
     return head + b"\n" + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -315,7 +316,7 @@ def bytes_of(tensor: torch.Tensor) -> Codec:
     """The result is written into ``tensor``."""
 
     def encode(result: torch.Tensor) -> bytes:
-        return bytes(result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return packed_tensor(result).partition(b"\n")[2]
 
     def decode(data: bytes) -> torch.Tensor:
         if not data:
@@ -386,7 +387,8 @@ class Control:
         works: InterruptibleWaits | None = None,
         transfer_limit: timedelta = timedelta(0),
     ) -> None:
-        self._group, self.rank, self.world_size = group, rank, world_size
+        self.group, self.rank, self.world_size = group, rank, world_size
+        """The process group; None without one, or after :meth:`close`."""
         self.alone = world_size == 1
         self.begun = 0
         """Collectives of all ranks; equal on ranks that have come equally far."""
@@ -395,11 +397,6 @@ class Control:
         self.works = works if works is not None else InterruptibleWaits()
         self._transfer_limit = transfer_limit
         """Limit for sending and receiving, in seconds; 0: the timeout with which the group was created."""
-
-    @property
-    def group(self) -> Any:
-        """The process group; None without one, or after :meth:`close`."""
-        return self._group
 
     # ---- sums
 
@@ -535,32 +532,33 @@ class Control:
 
         gloo's connections keep the timeout that they were created with, so transfers pass theirs with each wait.
         """
-        torch_internals.limit_gloo(self._group, timeout)
+        torch_internals.limit_gloo(self.group, timeout)
         self._transfer_limit = timeout
 
     def close(self) -> None:
         """Drop the group; waits for its threads unless another reference to it exists."""
-        self._group = None
+        self.group = None
 
     def _begin(self, name: str, *arguments: Any, threaded: bool = False) -> Any:
-        if self._group is None:
+        if self.group is None:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         self.begun += not threaded
-        try:
-            work = getattr(self._group, name)(*arguments)
+        with self._peers(name):
+            work = getattr(self.group, name)(*arguments)
             return self.works.begun(ThreadedWork(partial(work.wait, self._transfer_limit)) if threaded else work)
-        except RuntimeError as error:
-            raise self._lost(name, error) from error
 
     def finish(self, work: Any, what: str) -> None:
-        try:
+        with self._peers(what):
             self.works.wait(work)
-        except RuntimeError as error:
-            raise self._lost(what, error) from error
 
-    def _lost(self, what: str, error: RuntimeError) -> RoundBrokenError:
-        first_line = str(error).partition("\n")[0]
-        return RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {first_line})")
+    @contextmanager
+    def _peers(self, what: str) -> Iterator[None]:
+        """An error of the body means that one of them is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {first_line})") from error
 
 
 _PASSES = (Purpose.FORWARD, Purpose.BACKWARD, Purpose.NORM, Purpose.COMMIT)

@@ -195,10 +195,11 @@ class _Pauses:
 
 
 def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
+    hellos = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
     offered: dict[str, str] = {}
     nonce = ""
     while True:
-        tokens = _hellos(store, world_size)
+        tokens = {rank: store.get(key).decode() for rank, key in hellos.items() if store.check([key])}
         if len(tokens) == world_size - 1 and (tokens != offered or not nonce):
             nonce, offered = secrets.token_hex(8), tokens
             store.set(f"meeting/offer/{nonce}", json.dumps({"world": world_size, "tokens": tokens}))
@@ -210,11 +211,6 @@ def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
                 store.set(f"meeting/go/{nonce}", "1")
                 return nonce
         pauses.wait(f"rank 0 waits for {_listed(waiting)}")
-
-
-def _hellos(store: Store, world_size: int) -> dict[str, str]:
-    keys = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
-    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def _attend(store: Store, rank: int, world_size: int, pauses: _Pauses) -> str:
@@ -477,35 +473,6 @@ class ExceptionHook:
 _HOOK = ExceptionHook()
 
 
-def form_in_place(
-    formation: RankAssignment,
-    placement: Placement,
-    patience: FormTimeouts,
-    begun: Callable[[], None],
-    over: Callable[[], str | None],
-    works: InterruptibleWaits,
-    layout: ShardLayout | None = None,
-) -> Group:
-    """The groups of a round in place, through a separate store connection and the round's own prefix.
-
-    Ranks may arrive a whole step early for a planned change, so all wait for rank 0's signal; then ``begun`` is called,
-    from which a time limit for forming may count. ``over()`` says why the round has already ended.
-    """
-    if formation.store is None or formation.store.prefix is None:
-        raise ConfigError("the agent named no store for the round", hint="update elastic_trainer on all nodes")
-    store = _reach(formation.store, over)
-    working = timedelta(seconds=patience.working_s)
-    store.set_timeout(working)
-    fresh = PrefixStore(f"round/{formation.store.prefix}", store)
-    if formation.rank == 0:
-        fresh.set("go", "1")
-    else:
-        fresh.wait(["go"], working)
-    begun()
-    with collective("forming"):
-        return _formed(formation, placement, store, fresh, patience, works, layout)
-
-
 def _listening(fresh: PrefixStore, control: Control, more: tuple[str, ...] = ()) -> frozenset[End]:
     """All ranks' gloo addresses: each rank reads its own from what its gloo has published to the store."""
     keys = [f"control/0/{control.rank}", *more]
@@ -718,17 +685,28 @@ class ElasticGroups:
         return self._aborter.in_round
 
     def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
-        number, aborter = assignment.round, self._aborter
+        """Through a separate store connection and the round's own prefix."""
+        number, address, aborter, timeouts = assignment.round, assignment.store, self._aborter, self._timeouts
+        if address is None or address.prefix is None:
+            raise ConfigError("the agent named no store for the round", hint="update elastic_trainer on all nodes")
         works = aborter.enter(number, store_ends(assignment))
         if broken(number) is not None:
             raise RoundBrokenError(f"round {number} is broken already")
-        why = f"round {number} was not formed within {self._timeouts.forming_s:g} s"
-        limit = threading.Timer(self._timeouts.forming_s, aborter.release_main_thread, (number, why))
-        over = partial(broken, number)
+        why = f"round {number} was not formed within {timeouts.forming_s:g} s"
+        limit = threading.Timer(timeouts.forming_s, aborter.release_main_thread, (number, why))
+        working = timedelta(seconds=timeouts.working_s)
         try:
-            self._group = form_in_place(
-                assignment, self._placement, self._timeouts, limit.start, over, works, self._layout
-            )
+            store = _reach(address, partial(broken, number))
+            store.set_timeout(working)
+            fresh = PrefixStore(f"round/{address.prefix}", store)
+            # Ranks may arrive a whole step early for a planned change: the limit counts from when rank 0 is there.
+            if assignment.rank == 0:
+                fresh.set("go", "1")
+            else:
+                fresh.wait(["go"], working)
+            limit.start()
+            with collective("forming"):
+                self._group = _formed(assignment, self._placement, store, fresh, timeouts, works, self._layout)
             aborter.sockets.formed(self._group.listening)
         finally:
             limit.cancel()

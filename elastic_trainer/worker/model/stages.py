@@ -161,7 +161,7 @@ class StagedReplica(ShardedReplica):
             outputs, owner = found if isinstance(found, tuple) else (found,), number % self._ranks
             (count,) = control.broadcast_bytes(bytes([len(outputs)]), owner)
             given = outputs or (torch.empty(0),) * count
-            packed = [control.broadcast_bytes(packed_tensor(each.cpu().contiguous()), owner) for each in given]
+            packed = [control.broadcast_bytes(packed_tensor(each), owner) for each in given]
             inputs = outputs or tuple(unpacked_tensor(each).to(self._placement.device) for each in packed)
         return inputs if len(inputs) > 1 else inputs[0]
 

@@ -27,9 +27,9 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +51,7 @@ _ALIGNED = 64
 """Bytes: some matrix kernels round differently where memory is not aligned to them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassDigests:
+class PassDigests(NamedTuple):
     """63 bits each that depend on every bit of the outputs of a pass, and of its gradients of all parameters."""
 
     outputs: int
@@ -367,29 +366,21 @@ def verdict(
     """
     rank, checker, judge = trial.rank, trial.checker, trial.judge
     if judge is None:
-        if again == checked == third:
-            return AuditVerdict(
-                AuditFinding.WRONG, (rank,), f"rank {rank} agrees with rank {checker} only on its second try"
-            )
-        if again == first == third:
-            return AuditVerdict(
-                AuditFinding.WRONG, (checker,), f"rank {checker} agrees with rank {rank} only on its second try"
-            )
-        both = tuple(sorted((rank, checker)))
-        return AuditVerdict(
-            AuditFinding.ONE_OF_TWO, both, f"ranks {rank} and {checker} differ, and no third rank can decide"
-        )
+        for one, other, said in ((rank, checker, checked), (checker, rank, first)):
+            if again == said == third:
+                reason = f"rank {one} agrees with rank {other} only on its second try"
+                return AuditVerdict(AuditFinding.WRONG, (one,), reason)
+        reason = f"ranks {rank} and {checker} differ, and no third rank can decide"
+        return AuditVerdict(AuditFinding.ONE_OF_TWO, (min(rank, checker), max(rank, checker)), reason)
     if third == first:
-        return AuditVerdict(
-            AuditFinding.WRONG, (checker,), f"ranks {rank} and {judge} agree, and rank {checker} does not"
-        )
+        reason = f"ranks {rank} and {judge} agree, and rank {checker} does not"
+        return AuditVerdict(AuditFinding.WRONG, (checker,), reason)
     if third == checked:
         later = "agrees a second time" if again == checked else "does not agree a second time"
         reason = f"ranks {checker} and {judge} agree, and rank {rank} does not ({later})"
         return AuditVerdict(AuditFinding.WRONG, (rank,), reason)
-    return AuditVerdict(
-        AuditFinding.UNREPEATABLE, (), f"ranks {rank}, {checker} and {judge} have three different results"
-    )
+    reason = f"ranks {rank}, {checker} and {judge} have three different results"
+    return AuditVerdict(AuditFinding.UNREPEATABLE, (), reason)
 
 
 def together(verdicts: Sequence[AuditVerdict]) -> list[AuditVerdict]:
@@ -470,7 +461,7 @@ class PassAudit:
         control, none = self._control, PassDigests(0, 0)
         data = self._recorder.packed() if mine is not None else b""
         buffers = self._recorder.packed_buffers() if data else b""
-        rows = control.gather([*_numbers(mine or none), self._recorder.buffers(), len(data), len(buffers)])
+        rows = control.gather([*(mine or none), self._recorder.buffers(), len(data), len(buffers)])
         firsts = {rank: PassDigests(row[0], row[1]) for rank, row in enumerate(rows) if row[3]}
         if len({row[2] for row in rows if row[3]}) < 2:
             rows, buffers = [[*row[:4], 0] for row in rows], b""
@@ -540,7 +531,7 @@ class PassAudit:
             if worker == me:
                 given, own = arrived.get(rank, data), sizes[rank][0]
                 result = self._recorder.repeat(given[:own], given[own:])
-                mine += [result is not None, *_numbers(result or PassDigests(0, 0))]
+                mine += [result is not None, *(result or PassDigests(0, 0))]
         rows = self._control.gather([*mine, *[0] * (3 * width - len(mine))])
         taken, found = [0] * len(rows), {}
         for rank, worker in tasks:
@@ -550,7 +541,7 @@ class PassAudit:
         return found
 
     def _seen(self, result: PassDigests) -> PassDigests:
-        return result if self._model_alone else replace(result, gradients=0)
+        return result if self._model_alone else PassDigests(result.outputs, 0)
 
     def _accusation(self, step: int, found: AuditVerdict, evidence: Mapping[str, PassDigests | None]) -> dict[str, Any]:
         """What is logged of it."""
@@ -597,7 +588,3 @@ def check_auditable(replica: Replica, *, repeats: bool, device: torch.device) ->
             f"{_PROMISE}, and some CUDA kernels give other bits each time",
             hint="say torch.use_deterministic_algorithms(True) before session.wrap(), or leave audit_every out",
         )
-
-
-def _numbers(result: PassDigests) -> tuple[int, int]:
-    return result.outputs, result.gradients

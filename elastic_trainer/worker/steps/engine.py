@@ -54,7 +54,7 @@ from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.control import Control, EqualityCheck, Pending, Purpose
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model import digests
@@ -95,14 +95,10 @@ class Step:
         """First positions of the micro-batches that have had a backward pass."""
         self._open_parts = False
         self.committed = self.recorded = self.skipped = self.updated = False
-        self.generation, self.rank, self.world_size = (
-            steps.position.generation,
-            steps.control.rank,
-            steps.control.world_size,
-        )
+        self.number, self.generation = steps.position.step + 1, steps.position.generation
+        self.rank, self.world_size = steps.control.rank, steps.control.world_size
         self.counts = steps.part.first
         """Whether this rank's samples count: others may have computed with the same ones."""
-        self.number = steps.position.step + 1
 
     def __enter__(self) -> Step:
         self._steps.opened(self)
@@ -369,7 +365,7 @@ class Step:
             )
         self._check_complete()
 
-    def again(self) -> None:
+    def begin_pass(self) -> None:
         """Only the next pass over the batch counts."""
         self._losses, self._done, self._normalized = [], set(), False
         self._mean = self._pending = self._count_here = None
@@ -408,11 +404,11 @@ class ManualStep(Step):
         steps.replica.runner.intercept(self._call)
 
     def _call(self, through: Callable[..., Any], inputs: Any, named: Any) -> Any:
-        return self._unless_lost(lambda: through(*inputs, **named), lambda: self._alone(inputs, named))
+        def alone() -> Any:
+            with self._driver.replica.aside():
+                return self._driver.replica.module(*inputs, **named)
 
-    def _alone(self, inputs: Any, named: Any) -> Any:
-        with self._driver.replica.aside():
-            return self._driver.replica.module(*inputs, **named)
+        return self._unless_lost(lambda: through(*inputs, **named), alone)
 
     def _unless_lost(self, act: Callable[[], Returned], otherwise: Callable[[], Returned]) -> Returned:
         if not self.lost:
@@ -447,18 +443,18 @@ class ManualStep(Step):
 
         ConfigError if the step has neither made its update nor skipped it.
         """
-        if not self.ended:
-            self.ended = True
-            self._driver.replica.runner.intercept(None)
-            self._driver.closed(self, None)
+        self._end(lambda: self._driver.closed(self, None))
         return self.committed
 
     def abandon(self) -> None:
         """The loop was left in the middle of the step: undo it."""
+        self._end(lambda: self._driver.abandon(self))
+
+    def _end(self, act: Callable[[], object]) -> None:
         if not self.ended:
             self.ended = True
             self._driver.replica.runner.intercept(None)
-            self._driver.abandon(self)
+            act()
 
 
 class LaterLoss:
@@ -495,12 +491,6 @@ class LaterLoss:
 # returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept,
 # and restored if a round ends in a pass.
 Closure = Callable[[], Any]
-
-
-def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` is known to call its closure once, before it changes anything."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Before:
@@ -754,12 +744,13 @@ class Steps:
 
     def _called(self, step: Step, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
         """What the optimizer calls in place of the ``closure``."""
-        if calls_once_first(optimizer):
+        foreign = not type(optimizer).__module__.startswith("torch.optim.")
+        if not foreign and not isinstance(optimizer, torch.optim.LBFGS):
             with torch.enable_grad():
                 loss = closure()
             self._check(step)
             return lambda: loss
-        if self.scaling.enabled:
+        if self.scaling.scaler is not None:
             raise ConfigError(
                 f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
                 hint="use bfloat16, which needs no scaler",
@@ -768,7 +759,7 @@ class Steps:
             self._before = {optimizer: Before(optimizer)}
 
         def called() -> torch.Tensor:
-            step.again()
+            step.begin_pass()
             closure()
             self._check(step)
             return step.mean_of_pass()
@@ -776,10 +767,7 @@ class Steps:
         return called
 
     def _prepare(self, step: Step, *, updates: bool) -> None:
-        """All ranks of a shard group commit ``step``, or none does.
-
-        From here on their gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
-        """
+        """All ranks of a shard group commit ``step``, or none does: gradients stay until that is settled."""
         self._committing = step, updates
         if getattr(self._optimizer, "grad_scale", None) is not None:
             self.replica.check(Use.FUSED_SCALER)
@@ -888,8 +876,11 @@ class Steps:
             self._recovery.note_change()
 
     def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and is handled: behind the body, whose end belongs to the round."""
-        return self._recovery.absorb(step, error, inside=self._current is step)
+        """Whether ``error`` was the end of a round, and is handled; behind the body if ``step`` is in it still."""
+        if self._current is step:
+            self._recovery.postpone(error)
+            return True
+        return self._recovery.absorb(step, error)
 
     def abandon(self, step: Step) -> None:
         """The script has left its loop in the middle of ``step``."""
@@ -920,11 +911,6 @@ class Steps:
         self.replica.undo()
         self.scaling.reset()
         self._tracker.gave_up()
-
-    @property
-    def prepared(self) -> int:
-        """The number of the step that a peer may have committed; 0 if there is none."""
-        return self.replica.prepared
 
     def settle(self, *, committed: bool) -> Step | None:
         """A round ended when this rank was prepared: make the update too if a peer has ``committed`` it, else undo it.
@@ -1015,30 +1001,24 @@ class Scaling:
     ) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizer, self._anywhere = optimizer, anywhere
+        self._states: Any = None
         if self.scaler is not None:
             torch_internals.require(torch_internals.LOSS_SCALING)
-        if self.scaler is not None and anywhere is not None:
-            self.scaler.unscale_ = partial(_unscale_alike, self.scaler, anywhere)  # type: ignore[method-assign]
-        self._states: Any = None
-
-    @property
-    def enabled(self) -> bool:
-        return self.scaler is not None
+            if anywhere is not None:
+                self.scaler.unscale_ = partial(_unscale_alike, self.scaler, anywhere)  # type: ignore[method-assign]
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, outside: Sequence[torch.Tensor] = ()) -> None:
         """Unscale gradients once per step, also those of parameters ``outside`` the optimizer."""
-        if self.scaler is None or self._stage() is not OptState.READY:
+        if self.scaler is None or self._state()["stage"] is not OptState.READY:
             return
         self.scaler.unscale_(self._optimizer)
-        if outside:
-            self._unscale(self.scaler, SimpleNamespace(param_groups=[{"params": outside}]))
-
-    def _unscale(self, scaler: torch.amp.GradScaler, group: Any) -> None:
-        found = self._state()["found_inf_per_device"]
-        for device, overflow in torch_internals.unscaled(scaler, group).items():
+        if not outside:
+            return
+        found, group = self._state()["found_inf_per_device"], SimpleNamespace(param_groups=[{"params": outside}])
+        for device, overflow in torch_internals.unscaled(self.scaler, group).items():
             found[device] = torch.maximum(found[device], overflow) if device in found else overflow
         if self._anywhere is not None:
             _agree(found, self._anywhere)
@@ -1061,7 +1041,8 @@ class Scaling:
         """Whether ``scaler.step`` left the optimizer's step out, also if the script has called ``update()`` since."""
         if self.scaler is None:
             return False
-        return self._states is not torch_internals.scaler_states(self.scaler) or self._stage() is OptState.STEPPED
+        states = torch_internals.scaler_states(self.scaler)
+        return self._states is not states or self._state()["stage"] is OptState.STEPPED
 
     def after_update(self) -> None:
         """Adapt the scale, unless the user did."""
@@ -1075,10 +1056,6 @@ class Scaling:
     def _state(self) -> dict[str, Any]:
         assert self.scaler is not None, "asked only where there is one"
         return torch_internals.scaler_states(self.scaler)[id(self._optimizer)]
-
-    def _stage(self) -> OptState:
-        stage: OptState = self._state()["stage"]
-        return stage
 
 
 def _unscale_alike(
@@ -1361,7 +1338,6 @@ def smoothed(average_s: float, span_s: float) -> float:
     return average_s + _SMOOTHING * (min(span_s, _MOST_AT_ONCE * average_s) - average_s)
 
 
-_STOP_BOUNDARIES = 4
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
@@ -1386,10 +1362,6 @@ class Boundaries:
     @property
     def span_s(self) -> float:
         return self._consensus.boundary_s
-
-    def slowest_stop_s(self) -> float:
-        """How long the ranks may take to agree to stop."""
-        return _STOP_BOUNDARIES * self._consensus.boundary_s
 
     def after_step(self, step: int) -> BoundaryAction:
         return self.cross()
@@ -1611,12 +1583,6 @@ class WorkerContext:
         if options.directory is None or not looks:
             return None
         return CheckpointManager(options.directory, options.retention, options.saving.on_event, owner=self.owner)
-
-    def shards_manager(self) -> CheckpointManager | None:
-        """For a rank that holds shards: it writes and reads them itself, and looks for no checkpoints."""
-        if self.manager is not None or self.options.directory is None:
-            return self.manager
-        return CheckpointManager(self.options.directory, owner=self.owner)
 
     @property
     def present(self) -> RankContext:

@@ -167,16 +167,12 @@ class Signals:
         if broken is not None:
             self._leave(f"the round is broken: {broken}")
         if self._save_deadline is not None and not self._save_deadline.expired and self._saving():
-            self._rearm(deadline)
+            patience_s = self._patience_s()
+            with self._rearming:
+                if self._deadline is deadline:  # else the ranks have agreed meanwhile
+                    self._deadline = Deadline.after(patience_s, self._clock)
         elif deadline.expired:
             self._leave("the ranks did not agree to stop in time")
-
-    def _rearm(self, deadline: Deadline) -> None:
-        """Restart the patience, unless the ranks have agreed meanwhile."""
-        patience_s = self._patience_s()
-        with self._rearming:
-            if self._deadline is deadline:
-                self._deadline = Deadline.after(patience_s, self._clock)
 
     def _leave(self, reason: str) -> None:
         logger().error("session.abandoned", reason=reason, exit_code=self.exit_code)

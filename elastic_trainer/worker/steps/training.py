@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.checkpoint import Save, ShardGroup
+from elastic_trainer.checkpoint import CheckpointManager, Save, ShardGroup
 from elastic_trainer.checkpoint.memory import SLOTS
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError, StepGivenUpError, StorageError
 from elastic_trainer.model import Cursor, Phase
@@ -247,7 +247,9 @@ class ShardedStates(WholeStates):
 
     def __init__(self, context: WorkerContext, replica: Replica, layout: ShardLayout) -> None:
         super().__init__(context, replica)
-        self._layout, self.manager = layout, context.shards_manager()
+        self._layout = layout
+        if self.manager is None and context.options.directory is not None:  # it writes its shards, and looks for none
+            self.manager = CheckpointManager(context.options.directory, owner=context.owner)
         self.sharding = import_module("elastic_trainer.worker.state.shards")  # slow to import
 
     def memory(self) -> Memory:
@@ -397,12 +399,11 @@ class Training:
 
     @property
     def apart(self) -> bool:
-        """Whether this rank has begun a step since the last synchronisation."""
         return self.steps.sync.open
 
     @property
     def prepared(self) -> int:
-        return self.steps.prepared
+        return self.replica.prepared
 
     @property
     def next_size(self) -> int:
@@ -490,7 +491,6 @@ class Training:
         raise SystemExit(self.context.signals.exit_code)
 
     def resume_alone(self) -> None:
-        """Train with the ranks that are already there."""
         present = self.context.present
         present.boundaries.end()
         with self.context.tracker.during(Phase.HEALING):

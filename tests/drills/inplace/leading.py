@@ -33,7 +33,6 @@ from elastic_trainer.ipc.channel import (
     Listener,
     Message,
     Over,
-    Progress,
     Ready,
     Welcome,
     read_from_worker,
@@ -111,12 +110,6 @@ class Worker:
         found = self.last(Ready)
         return found if found is not None and (found.number >= number or not self.placed) else None
 
-    @property
-    def step(self) -> int:
-        """Steps committed, as last told."""
-        progress = self.last(Progress)
-        return progress.step if progress is not None else 0
-
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
         os.kill(self.pid, number)
@@ -175,8 +168,7 @@ class Lead:
     def form(self, members: Sequence[Worker], *, store: str | None = None) -> int:
         """Form the next round of ``members`` once they are free; its number."""
         number = self.number + 1
-        for worker in members:
-            self.wait(lambda worker=worker: worker.readiness(number), f"{worker.name} free for round {number}")  # type: ignore[misc]
+        self.wait(lambda: all(each.readiness(number) for each in members), f"all free for round {number}")
         self.number, self.members = number, list(members)
         for worker in members:
             worker.tell(self.place(members, number, worker, store))
@@ -232,8 +224,7 @@ class Lead:
 
     def await_failed(self, workers: Sequence[Worker]) -> None:
         """Wait until a collective of the present round has failed on each of ``workers``."""
-        for worker in workers:
-            self.wait(lambda worker=worker: self.failed(worker), f"{worker.name} to fail in round {self.number}")  # type: ignore[misc]
+        self.wait(lambda: all(map(self.failed, workers)), f"all to fail in round {self.number}")
 
     def failed(self, worker: Worker) -> bool:
         """Whether ``worker`` has said so of the present round."""
@@ -256,13 +247,10 @@ class Lead:
 
     def await_ready(self, workers: Sequence[Worker]) -> list[tuple[int, int] | None]:
         """Wait until ``workers`` are free for the next round; the states that they hold, as (round, step)."""
-        found: list[tuple[int, int] | None] = []
-        for worker in workers:
-            self.wait(lambda worker=worker: worker.readiness(self.number + 1), f"{worker.name} to be free")  # type: ignore[misc]
-            report = worker.readiness(self.number + 1)
-            state = report.state if report is not None else None
-            found.append((state.round, state.step) if state is not None else None)
-        return found
+        self.wait(lambda: all(each.readiness(self.number + 1) for each in workers), "all to be free")
+        reports = [each.readiness(self.number + 1) for each in workers]
+        states = [report.state if report is not None else None for report in reports]
+        return [(state.round, state.step) if state is not None else None for state in states]
 
     def await_file(self, name: str) -> None:
         self.wait(lambda: (self.directory / name).exists(), name)
@@ -271,8 +259,8 @@ class Lead:
         (self.directory / f"{gate}.open").touch()
 
     def await_done(self, workers: Sequence[Worker]) -> None:
+        self.wait(lambda: all(each.process.poll() is not None for each in workers), "all to end")
         for worker in workers:
-            self.wait(lambda worker=worker: worker.process.poll() is not None, f"{worker.name} to end")  # type: ignore[misc]
             left = worker.last(Leaving)
             assert (worker.process.returncode, left and left.status) == (0, "done"), tail(worker.log)
 

@@ -22,7 +22,7 @@ def run_ranks(
 ) -> list[T]:
     """What ``body(control)`` returns on each of ``world`` ranks; the first exception is raised.
 
-    ``forming_s``: the timeout that the group is made with, where it is to have another one than afterwards.
+    ``forming_s``: the timeout that the group is made with.
     """
     if world == 1:
         return [body(Control())]
@@ -31,10 +31,7 @@ def run_ranks(
     def one(rank: int) -> T:
         group = gloo.group(store, rank, world, timedelta(seconds=forming_s or timeout_s), gloo.ONE_HOST)
         formed.wait()  # a body that waits for nobody would close its group while others still connect to it
-        control = Control(group, rank, world)
-        if forming_s is not None:
-            control.set_timeout(timedelta(seconds=timeout_s))
-        return body(control)
+        return body(Control(group, rank, world))
 
     with ThreadPoolExecutor(world) as pool:
         return [future.result(timeout_s) for future in [pool.submit(one, rank) for rank in range(world)]]
@@ -47,6 +44,3 @@ def outcome(call: Callable[[], object]) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-__all__ = ["TIMEOUT_S", "outcome", "run_ranks"]

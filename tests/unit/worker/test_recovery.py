@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +47,8 @@ def test_a_rank_that_is_one_call_behind_gets_the_result_of_the_others() -> None:
         calls.count = 4
         if control.rank != 1:
             calls.completed({"accuracy": 0.5 + control.rank}, JSON)
-        with calls.interrupted() if control.rank == 1 else nullcontext():
-            calls.meet(control, [5, 4, 5])
+        calls.inside = control.rank == 1
+        calls.meet(control, [5, 4, 5])
         given = calls.answer(JSON) if calls.has_answer else None
         return control.rank == 1, given, calls.count
 

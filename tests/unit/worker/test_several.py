@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.engine import Step
+from elastic_trainer.worker.steps.training import SecondOptimizers
 from tests.unit.worker.toys import data, loss_of
 
 
@@ -23,12 +25,15 @@ class Gan:
         self.maker: nn.Module = nn.Linear(4, 4)
         self.critics = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
         self.makers = kind(self.maker.parameters(), lr=0.01)
-        self.wrapped = session.wrap(
+        wrapped: Any = session.wrap(
             {"critic": self.critic, "maker": self.maker},
             optimizer={"critic": self.critics, "maker": self.makers},
             scheduler={"critic": torch.optim.lr_scheduler.ExponentialLR(self.critics, 0.9)},
             average=0.9,
         )
+        assert wrapped["maker"] is self.maker
+        assert set(wrapped.keys()) == {"critic", "maker"}
+        assert "maker.weight" in wrapped.state_dict()
 
     def train(self, stop_at: int | None = None) -> None:
         for _ in self.session.batches(data(), global_batch_size=16, micro_batch_size=8, epochs=2):
@@ -101,13 +106,6 @@ def test_one_model_may_have_two_optimizers_of_which_a_step_uses_some() -> None:
         assert session.step_number == 4
 
 
-def tried(**options: Any) -> None:
-    with Session(device="cpu") as session:
-        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
-        kinds = {"critic": torch.optim.SGD(critic.parameters()), "maker": torch.optim.SGD(maker.parameters())}
-        session.wrap({"critic": critic, "maker": maker}, **{"optimizer": kinds, **options})
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -115,6 +113,9 @@ def tried(**options: Any) -> None:
         ({"sync_batchnorm": True}, "sync_batchnorm does not go with several"),
         ({"ddp_options": {"find_unused_parameters": True}}, "ddp_options does not go with several"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler does not go with several"),
+        ({"model": {"a.b": nn.Linear(1, 1)}}, "a model cannot have that name"),
+        ({"model": {"keys": nn.Linear(1, 1)}}, "cannot have that name"),
+        ({"model": {}}, "empty"),
         ({"optimizer": {}}, "optimizer is an empty dictionary"),
         (
             {"optimizer": {"a": torch.optim.SGD([nn.Parameter(torch.ones(1))])}},
@@ -123,19 +124,11 @@ def tried(**options: Any) -> None:
     ],
 )
 def test_what_does_not_go_with_several_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        tried(**options)
-
-
-def test_names_that_a_module_cannot_have_are_refused() -> None:
-    for names, sentence in (
-        (["a.b"], "a model cannot have that name"),
-        (["keys"], "cannot have that name"),
-        ([], "empty"),
-    ):
-        layer = nn.Linear(4, 1)
-        with Session(device="cpu") as session, pytest.raises(ConfigError, match=sentence):
-            session.wrap(dict.fromkeys(names, layer), optimizer=torch.optim.SGD(layer.parameters()))
+    critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizers = {"critic": torch.optim.SGD(critic.parameters()), "maker": torch.optim.SGD(maker.parameters())}
+    given = {"model": {"critic": critic, "maker": maker}, "optimizer": optimizers, **options}
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match=sentence):
+        session.wrap(**given)
 
 
 def train_wrongly(step: Step, gan: Gan, loss: torch.Tensor, how: str) -> None:
@@ -170,9 +163,52 @@ def test_steps_that_would_train_wrongly_are_refused(how: str, sentence: str) -> 
         assert session.step_number == 0
 
 
-def test_the_wrapped_models_are_found_by_name() -> None:
+class Outer(torch.optim.Optimizer):
+    """An optimizer made of another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+def test_a_second_optimizer_is_refused_where_its_update_could_not_be_taken_back() -> None:
+    """In place, before it has changed anything. One that lives no longer than the step is free, and so is one inside
+    the session's own."""
+    module, known, free = nn.Linear(4, 1), nn.Linear(2, 1), nn.Linear(2, 1)
+    bias, own = module.bias, Outer(torch.optim.SGD(module.parameters(), lr=0.1))
+    parameters = ([bias], known.parameters(), free.parameters())
+    trained, registered, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
     with Session(device="cpu") as session:
-        gan = Gan(session)
-        assert gan.wrapped["maker"] is gan.maker
-        assert set(gan.wrapped.keys()) == {"critic", "maker"}
-        assert "maker.weight" in gan.wrapped.state_dict()
+        session.register("known", known)
+        wrapped = session.wrap(module, optimizer=own)
+        batches = session.batches(data(), global_batch_size=4, epochs=2)
+
+        def twice(second: Any, *, behind: bool) -> None:
+            for _ in range(2):
+                batch = next(batches)
+                with session.step() as step:
+                    step.backward(loss_of(wrapped, batch))
+                    before = bias.detach().clone()
+                    if not behind:
+                        try:
+                            second().step()
+                        finally:
+                            assert torch.equal(bias, before)
+                    own.step()
+                if behind:
+                    second().step()
+
+        with closing(SecondOptimizers(module, [own], session._user, session._trained.steps)):
+            for second, behind, says in (
+                (trained, False, "was about to change parameters of the wrapped model"),
+                (trained, True, "was about to change parameters of the wrapped model"),
+                (registered, False, r"was about to make an update inside session.step\(\)"),
+                (lasting, False, r"was about to make an update inside session.step\(\)"),
+            ):
+                with pytest.raises(ConfigError, match=says):
+                    twice(lambda second=second: second, behind=behind)
+            twice(lambda: registered, behind=True)
+            twice(lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)]), behind=False)

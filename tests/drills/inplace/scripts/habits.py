@@ -1,11 +1,10 @@
 """What scripts do that were written without this package in mind: ``habits.py SCENARIO``, as for job.py.
 
-``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
-step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
-optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
-and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer), ``parts`` (computes
-micro-batches, and says of how many samples), ``loader`` (has a StatefulDataLoader with processes of its own),
-``streams`` (reads streams that keep their own state) or ``lora`` (trains PEFT's adapters of a frozen model).
+``habit``: ``loop`` (computes micro-batches, and says of how many samples), ``naive`` (logs, evaluates and saves behind
+each step, committed or not), ``closure`` (gives one to the optimizer, and has a buffer that each pass replaces),
+``driven`` (begins and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer), ``loader``
+(has a StatefulDataLoader with processes of its own), ``streams`` (reads streams that keep their own state) or ``lora``
+(trains PEFT's adapters of a frozen model).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -117,6 +117,8 @@ class Job:
 
     def naive(self) -> None:
         self.wrap()
+        with pytest.raises(ConfigError, match="to change parameters of the wrapped model"):
+            torch.optim.SGD(trained(self.module), lr=1.0).step()
         for batch in self.batches:
             with self.session.step() as step:
                 step.want_loss()
@@ -140,13 +142,13 @@ class Job:
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             loader = StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True)
         self.batches = sampler.batches(loader, epochs=2)
-        self.simple()
+        self.train()
 
     def streams(self) -> None:
         self.model = self.session.wrap(self.module, optimizer=self.optimizer)
         streams = Streams(Numbers, 4, state_every=2)
         self.batches = self.session.batches(streams, global_batch_size=16, shuffle=False, steps=8)
-        self.simple()
+        self.train()
         self.lines.append(str(Numbers.most))
 
     def lora(self) -> None:
@@ -154,53 +156,35 @@ class Job:
         self.optimizer = torch.optim.AdamW(trained(module), lr=0.01)
         self.model = self.session.wrap(module, optimizer=self.optimizer)
         self.batches = self.session.batches(data(), global_batch_size=16, shuffle=False, epochs=2)
-        self.simple()
+        self.train()
         self.lines = list(self.model.state_dict())
         self.model.save_pretrained(f"{self.scenario.node}-adapter")
 
-    def simple(self) -> None:
-        for batch in self.batches:
-            with self.session.step() as step:
-                loss = loss_of(self.model, batch)
-                self.fail("forward")
-                step.backward(loss)
-                self.optimizer.step()
-            if step.committed and self.session.step_number % 3 == 0:
-                self.session.save()
-
-    def retry(self) -> None:
+    def loop(self) -> None:
         self.wrap()
+        self.train()
+
+    def train(self) -> None:
+        """``retry``: until a step has committed the batch at hand; ``held``: with tensors read before the first try."""
+        values = self.scenario.values
         for batch in self.batches:
-            while not batch.used:
+            held = (batch.x, batch.y) if values.get("held") else None
+            while True:
+                sizes = []
                 with self.session.step() as step:
-                    for part in step.micro_batches(batch):
-                        loss = loss_of(self.model, part)
-                        self.fail("backward")
+                    for part in step.micro_batches():
+                        sizes.append(len(part))
+                        x, y = held or (part.x, part.y)
+                        loss = nn.functional.mse_loss(self.model(x), y)
+                        self.fail("forward")
                         step.backward(loss)
                     self.fail("before_update")
                     self.optimizer.step()
-
-    def parts(self) -> None:
-        self.wrap()
-        for _ in self.batches:
-            with self.session.step() as step:
-                sizes = []
-                for part in step.micro_batches():
-                    sizes.append(len(part))
-                    self.fail("forward")
-                    step.backward(loss_of(self.model, part))
-                self.optimizer.step()
-            self.lines.append(f"{step.number} {step.committed} {sizes}")
-
-    def hold(self) -> None:
-        self.wrap()
-        for batch in self.batches:
-            x, y = batch.x, batch.y
-            while not batch.used:
-                with self.session.step() as step:
-                    self.fail("forward")
-                    step.backward(nn.functional.mse_loss(self.model(x), y))
-                    self.optimizer.step()
+                self.lines.append(f"{step.number} {step.committed} {sizes}")
+                if step.committed and self.session.step_number % 3 == 0 and "checkpoints" in values:
+                    self.session.save()
+                if batch.used or not values.get("retry"):
+                    break
 
     def driven(self) -> None:
         self.wrap()
@@ -260,58 +244,6 @@ class Job:
                 self.optimizer.step(closure)
             if step.committed:
                 self.lines.append(f"{step.loss:.4f}")
-
-    def second(self) -> None:
-        """Each is used in two steps, before the commit or behind the block."""
-        free, known = nn.Linear(2, 1), nn.Linear(2, 1)
-        self.session.register("known", known)
-        self.optimizer = Outer(torch.optim.SGD(self.module.layer.parameters(), lr=0.01))
-        self.wrap()
-        parameters = ([self.module.layer.bias], known.parameters(), free.parameters())
-        trained, kept, lasting = (torch.optim.SGD(each, lr=1.0) for each in parameters)
-        for name, optimizer in (("wrapped", trained), ("registered", kept)):
-            self.tried(f"{name}, inside", optimizer)
-            self.tried(f"{name}, behind", optimizer, behind=True)
-        self.tried("lasting, inside", lasting)
-        self.tried("of one step, inside", None)
-        for batch in self.batches:
-            with self.session.step() as step:
-                step.backward(loss_of(self.model, batch))
-                self.optimizer.step()
-
-    def tried(self, name: str, optimizer: Any, *, behind: bool = False) -> None:
-        before = [each.detach().clone() for each in self.module.parameters()]
-        try:
-            for _ in range(2):
-                self.with_second(optimizer, behind=behind)
-        except ConfigError as error:
-            self.lines.append(f"{name}: {error}")
-            unchanged = all(map(torch.equal, before, self.module.parameters()))
-            assert unchanged or behind or "lasting" in name
-        else:
-            self.lines.append(f"{name}: allowed")
-
-    def with_second(self, optimizer: Any, *, behind: bool) -> None:
-        batch = next(self.batches)
-        with self.session.step() as step:
-            step.backward(loss_of(self.model, batch))
-            if not behind:
-                used = optimizer if optimizer is not None else torch.optim.SGD([torch.ones(1, requires_grad=True)])
-                used.step()
-            self.optimizer.step()
-        if behind:
-            optimizer.step()
-
-
-class Outer(torch.optim.Optimizer):
-    """An optimizer made of another one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step(closure)
 
 
 def main(scenario: Scenario) -> None:

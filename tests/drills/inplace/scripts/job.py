@@ -34,7 +34,7 @@ LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1
 
 class Scenario:
     def __init__(self, text: str) -> None:
-        self.values: dict[str, Any] = {"epochs": 2, "size": 16, "optimizer": "adamw", "pace_s": 0.0, **json.loads(text)}
+        self.values: dict[str, Any] = {"size": 16, "optimizer": "adamw", "pace_s": 0.0, **json.loads(text)}
         self.node = os.environ["ELASTIC_TRAINER_NODE"]
         self.faults = [each for each in self.values.get("faults", ()) if each["node"] in (self.node, "all")]
 
@@ -119,17 +119,6 @@ def shut(end: socket.socket) -> bool:
         return False
 
 
-def build(scenario: Scenario) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Any]:
-    torch.manual_seed(len(scenario.node) + sum(map(ord, scenario.node)))  # nodes begin differently, and are made alike
-    module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    scaler = (
-        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if scenario.values.get("scaled") else None
-    )
-    return module, optimizer, scheduler, scaler
-
-
 def main(scenario: Scenario) -> None:
     torch.set_num_threads(1)
     values = scenario.values
@@ -137,7 +126,11 @@ def main(scenario: Scenario) -> None:
     options: dict[str, Any] = {"checkpoint_every_steps": values.get("save_every"), "checkpoint_every_s": None}
     options["allow_changed"] = values.get("allow_changed", ())
     with Session(values.get("checkpoints"), seed=3, device="cpu", **options) as session:
-        module, optimizer, scheduler, scaler = build(scenario)
+        torch.manual_seed(sum(map(ord, scenario.node)))  # nodes begin differently, and are made alike
+        module = model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=3) if values.get("scaled") else None
         session.register("counter", counter)
         if values.get("small_pieces"):
             restore.CHUNK = 512
@@ -165,7 +158,7 @@ def main(scenario: Scenario) -> None:
 
         saver.make_durable = settles
         optimizer.register_step_pre_hook(spoil)
-        for batch in session.batches(data(), global_batch_size=values["size"], epochs=values["epochs"]):
+        for batch in session.batches(data(), global_batch_size=values["size"], epochs=2):
             number = session.step_number + 1
             scenario.at(number, "drawn", session)
             if values.get("barrier"):

@@ -10,7 +10,9 @@ import torch
 
 from elastic_trainer.errors import RoundBrokenError, StorageError
 from elastic_trainer.worker.comm.control import MOMENT_S, Control, InterruptibleWaits, Purpose
-from tests.unit.worker.ranks import outcome, run_ranks
+from tests.unit.worker.ranks import TIMEOUT_S, outcome, run_ranks
+
+FORMING_S = 2.0
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -62,41 +64,28 @@ def test_a_peer_that_is_gone_breaks_the_round() -> None:
     assert "a peer of rank 0 was lost (loss" in first
 
 
-def test_a_transfer_may_take_longer_than_a_moment() -> None:
-    """Waiting for it by moments does not close the connection: a state of many megabytes comes through a slow network.
+def test_a_transfer_may_take_longer_than_a_moment_and_than_the_group_had_to_be_formed() -> None:
+    """Waiting for it by moments does not close the connection: a state of many megabytes comes through a slow network,
+    and a rank that is to get it waits until those before it have theirs.
 
     The receiver is there early, then the sender is; other sums go on afterwards.
     """
 
     def body(control: Control) -> list[float]:
-        own = Control(control._group, control.rank, 2, InterruptibleWaits(interruptible=True))
+        own = Control(control.group, control.rank, 2, InterruptibleWaits(interruptible=True))
+        own.set_timeout(timedelta(seconds=TIMEOUT_S))
         found: list[float] = []
         for number in range(2):
             tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
             if own.rank == number:
-                threading.Event().wait(10 * MOMENT_S)
+                threading.Event().wait(FORMING_S + 0.5 if number else 10 * MOMENT_S)
                 own.send(tensor, 1 - number)
             else:
                 own.receive(tensor, number)
             found.append(float(tensor.mean()))
         return found + own.sum(Purpose.BARRIER, [1.0])[:1]
 
-    assert run_ranks(2, body) == [[1.0, 2.0, 2.0]] * 2
-
-
-def test_a_transfer_may_take_longer_than_the_group_had_to_be_formed() -> None:
-    """A rank that is to get the state waits until those before it have theirs."""
-
-    def body(control: Control) -> float:
-        tensor = torch.full((4,), float(control.rank == 0))
-        if control.rank == 0:
-            threading.Event().wait(2.5)
-            control.send(tensor, 1)
-        else:
-            control.receive(tensor, 0)
-        return float(tensor.mean())
-
-    assert run_ranks(2, body, forming_s=2.0) == [1.0, 1.0]
+    assert run_ranks(2, body, forming_s=FORMING_S) == [[1.0, 2.0, 2.0]] * 2
 
 
 def test_the_end_of_the_round_interrupts_a_transfer() -> None:
@@ -104,7 +93,7 @@ def test_the_end_of_the_round_interrupts_a_transfer() -> None:
 
     def body(control: Control) -> str:
         works = InterruptibleWaits(interruptible=True)
-        own = Control(control._group, control.rank, 2, works)
+        own = Control(control.group, control.rank, 2, works)
         if own.rank == 1:
             own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
             return ""

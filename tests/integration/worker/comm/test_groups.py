@@ -27,27 +27,20 @@ from tests.integration.worker.launch import free_port
 from tests.support.waiting import eventually
 
 
-def test_a_form_that_failed_leaves_no_number_behind() -> None:
+def test_a_group_that_was_left_has_no_threads_and_one_that_failed_to_form_no_number() -> None:
     """torch counts groups, also those that never came about; ranks that count differently never meet again.
 
-    Seen where a member died while the others formed: some had begun to, some not.
+    Seen where a member died while the others formed: some had begun to, some not. And a thread of gloo's that let go of
+    a tensor while the interpreter ended aborted the process (1 job of 90).
     """
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
-    store = StoreAddress("127.0.0.1", free_port(), serve=True)
-    formation = RankAssignment(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
-    group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
-    name = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
-    groups.leave(group)
-    assert name == "0"
-
-
-def test_a_group_that_was_left_has_no_threads() -> None:
-    """A thread of gloo's that let go of a tensor while the interpreter ended aborted the process (1 job of 90)."""
     before = set(os.listdir("/proc/self/task"))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
     formation = RankAssignment(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
     group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD.group_name == "0"
     assert len(set(os.listdir("/proc/self/task")) - before) >= 4, "gloo's threads are not there"
     group.control.sum(Purpose.FINISH)
     dist.all_reduce(torch.ones(3))
@@ -133,16 +126,16 @@ import torch
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.groups import RankAssignment, StoreAddress
-from elastic_trainer.worker.comm.control import InterruptibleWaits
+from elastic_trainer.worker.comm.groups import CollectiveAborter, ElasticGroups, RankAssignment, StoreAddress
+from elastic_trainer.worker.report import HeartbeatReporter
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-works = InterruptibleWaits(interruptible=True)
+aborter = CollectiveAborter(HeartbeatReporter())
 
 def form():
     place = RankAssignment(1, rank, 2, 0, 1, StoreAddress("127.0.0.1", port, False, "1"))
     placement = Placement(torch.device("cpu"), "gloo")
-    groups.form_in_place(place, placement, groups.FormTimeouts(60.0, 600.0), lambda: None, lambda: None, works)
+    ElasticGroups(aborter, placement, groups.FormTimeouts(60.0, 600.0), None).form(place, lambda number: None)
 
 if rank == 1:
     groups._listening = lambda *arguments: time.sleep(600)  # it is in both groups, and does not answer
@@ -150,7 +143,7 @@ if rank == 1:
 listening = groups._listening
 
 def until_over(*arguments):
-    threading.Timer(0.5, works.end, ("a node was lost",)).start()
+    threading.Timer(0.5, aborter._works.end, ("a node was lost",)).start()
     return listening(*arguments)
 
 groups._listening = until_over

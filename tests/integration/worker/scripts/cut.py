@@ -40,7 +40,6 @@ def main() -> None:
                         step.backward(loss_of(wrapped, part))
                     optimizer.step()
                 pause(PACE_S)
-    print("trained to the end")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("epochs", type=int)
-    parser.add_argument("--length", type=int, default=86)
-    parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--save-every", type=int)
     parser.add_argument("--step-s", type=float, default=0.0)
@@ -79,10 +77,9 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         wrapped = session.wrap(model, optimizer=optimizer, scheduler=scheduler)
-        data = Noisy(args.length)
-        options: dict[str, Any] = {"global_batch_size": args.global_batch, "micro_batch_size": args.micro_batch}
+        data = Noisy(86)
         for epoch in session.epochs(args.epochs):
-            for batch in session.batches(data, **options):
+            for batch in session.batches(data, global_batch_size=16, micro_batch_size=args.micro_batch):
                 with session.step() as step:
                     for part in step.micro_batches(batch):
                         step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))

@@ -32,7 +32,7 @@ def samples() -> torch.Tensor:
 
 def shared(control: Control, module: nn.BatchNorm2d, *, counts: bool = True) -> SharedBatchNorm:
     context = SyncContext()
-    context.bind(control.rank, control.world_size, lambda tensor: control._group.allreduce([tensor]).wait())
+    context.bind(control.rank, control.world_size, lambda tensor: control.group.allreduce([tensor]).wait())
     context.counts = counts
     result = share_batchnorm(module, context)
     assert isinstance(result, SharedBatchNorm)

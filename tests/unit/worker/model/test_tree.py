@@ -81,7 +81,7 @@ def combined(plan: EpochPlan, world: int) -> list[list[torch.Tensor]]:
     def body(control: Control) -> list[torch.Tensor]:
         module = deepcopy(made)
         tree = TreeReduction(module, [], [])
-        tree.bind(control, control._group)
+        tree.bind(control, control.group)
         sampler = Sampler(Fetcher(TensorDataset(x, y), torch.device("cpu")), plan)
         batch = sampler.draw(Cursor(0, 0), control.rank, control.world_size)
         for part in batch.micro_batches:

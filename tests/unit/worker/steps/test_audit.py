@@ -41,8 +41,10 @@ def test_checker_and_judge_are_on_two_other_nodes_and_all_work_equally(count: in
     assert set(Counter(each.checker for each in found).values()) == {1}
 
 
-def test_few_nodes_do_with_other_ranks() -> None:
+def test_each_node_checks_each_other_in_turn_and_few_nodes_do_with_other_ranks() -> None:
     """Two nodes of two have a third rank; two ranks have none; ranks of one node check each other."""
+    four = ["a", "b", "c", "d"]
+    assert {each.checker for turn in range(3) for each in trials(four, turn) if each.rank == 0} == {1, 2, 3}
     assert trials(["a", "a", "b", "b"], 0)[0] == Trial(0, 2, 3)
     assert trials(["a", "b"], 5) == [Trial(0, 1, None), Trial(1, 0, None)]
     assert trials(["a", "a", "a"], 0)[2] == Trial(2, 0, 1)
@@ -165,8 +167,3 @@ def test_findings_are_shown_on_the_page_with_their_numbers() -> None:
     shown = tracker._notes["audits"]
     assert [each["number"] for each in shown] == list(range(3, 11))
     assert shown[-1] == {"number": 10, "step": 9, "ranks": [2], "nodes": ["c"], "reason": "it differs"}
-
-
-def test_each_node_checks_each_other_in_turn() -> None:
-    nodes = ["a", "b", "c", "d"]
-    assert {each.checker for turn in range(3) for each in trials(nodes, turn) if each.rank == 0} == {1, 2, 3}

@@ -59,22 +59,6 @@ def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
 
 
-def test_a_step_without_a_commit_has_the_loss_that_was_known_last(job: Job) -> None:
-    """A number that can be formatted, NaN where there was none; the log says once that it is not the step's own."""
-    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
-    seen = []
-    with structlog.testing.capture_logs() as logs:
-        for commit in (False, True, False):
-            batch, step = next(batches), job.session.step()
-            with pytest.raises(RuntimeError, match="user"):
-                failing(job, step, batch, commit=commit)
-            assert step.committed is commit
-            seen.append(f"{step.loss:.4f}")
-    assert seen[0] == "nan"
-    assert seen[1] == seen[2] != "nan"
-    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
-
-
 def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
     with step:
         step.backward(loss_of(job.wrapped, batch))
@@ -83,19 +67,27 @@ def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
         raise RuntimeError("user")
 
 
-@pytest.mark.parametrize("commit", [False, True])
-def test_an_error_in_the_body_neither_repeats_nor_loses_a_step(job: Job, commit: bool) -> None:
-    """Before the commit the same batch is repeated; after it the step counts and the next batch follows."""
+def test_an_error_in_the_body_neither_repeats_nor_loses_a_step(job: Job) -> None:
+    """Before the commit the same batch is repeated; after it the step counts and the next batch follows.
+
+    The loss is the one that was known last, NaN where there was none; the log says once that it is not the step's own.
+    """
     batches = job.session.batches(data(), global_batch_size=16, epochs=1)
-    first = next(batches)
-    step = job.session.step()
-    with pytest.raises(RuntimeError, match="user"):
-        failing(job, step, first, commit=commit)
-    assert (step.committed, job.session.step_number) == (commit, int(commit))
-    assert job.session.cursor == Cursor(0, 16 * commit)
-    following = next(batches)
-    assert following.index == commit
-    assert (following.ids.tolist() == first.ids.tolist()) is not commit
+    seen, drawn, done = [], list[Any](), 0
+    with structlog.testing.capture_logs() as logs:
+        for commit in (False, True, False):
+            drawn.append(next(batches))
+            step = job.session.step()
+            with pytest.raises(RuntimeError, match="user"):
+                failing(job, step, drawn[-1], commit=commit)
+            done += commit
+            assert (step.committed, job.session.step_number, job.session.cursor) == (commit, done, Cursor(0, 16 * done))
+            seen.append(f"{step.loss:.4f}")
+    assert [each.index for each in drawn] == [0, 0, 1]
+    assert drawn[0].ids.tolist() == drawn[1].ids.tolist() != drawn[2].ids.tolist()
+    assert seen[0] == "nan"
+    assert seen[1] == seen[2] != "nan"
+    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
 
 
 def train_wrongly(job: Job, step: Step, batch: Batch, how: str) -> None:
@@ -107,6 +99,11 @@ def train_wrongly(job: Job, step: Step, batch: Batch, how: str) -> None:
             backward(batch)
             job.optimizer.step()
             job.optimizer.step()
+        case "batch used twice":
+            backward(batch)
+            job.optimizer.step()
+            step.__exit__(None, None, None)
+            job.session.step()
         case "no update":
             backward(batch)
         case "plain backward":
@@ -147,6 +144,7 @@ def train_wrongly(job: Job, step: Step, batch: Batch, how: str) -> None:
     ("how", "says"),
     [
         ("two updates", "a second optimizer step"),
+        ("batch used twice", "has been committed already"),
         ("no update", "without optimizer.step"),
         ("plain backward", "without step.backward"),
         ("left early", "not all micro-batches"),
@@ -162,18 +160,11 @@ def train_wrongly(job: Job, step: Step, batch: Batch, how: str) -> None:
     ],
 )
 def test_a_step_that_would_train_wrongly_is_refused(job: Job, how: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"outside session\.step"):
+        job.optimizer.step()
     batch = batch_of(job, micro_batch_size=8)
     with pytest.raises(ConfigError, match=says), job.session.step() as step:
         train_wrongly(job, step, batch, how)
-
-
-def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -> None:
-    with pytest.raises(ConfigError, match=r"outside session\.step"):
-        job.optimizer.step()
-    batch = batch_of(job)
-    job.step(batch)
-    with pytest.raises(ConfigError, match="has been committed already"):
-        job.session.step()
 
 
 def scaled(overflow_at: int, *, by_scaler: bool, update: bool = False) -> tuple[list[float], list[torch.Tensor], int]:
@@ -251,23 +242,6 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
 
 
-def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
-    """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as given."""
-    with Session(device="cpu") as session:
-        module = torch.nn.Linear(4, 1, bias=False)
-        torch.nn.init.zeros_(module.weight)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
-        batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=micro, epochs=1))
-        with session.step() as step:
-            for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
-                step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
-            assert module.weight.grad is not None
-            gradient = module.weight.grad.clone()
-            optimizer.step()
-        return gradient, step.loss
-
-
 @pytest.mark.parametrize(
     ("parts", "expected"), [([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)], 4.0 / 12.0), ([(0.0, 0.0), (0.0, 0.0)], 0.0)]
 )
@@ -276,18 +250,17 @@ def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count(
 ) -> None:
     """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none, or all of them."""
     with Session(device="cpu") as session:
-        module = torch.nn.Linear(4, 1, bias=False)
-        torch.nn.init.zeros_(module.weight)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
+        optimizer, wrapped = linear(session)
+        for parameter in wrapped.parameters():
+            torch.nn.init.zeros_(parameter)
         batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=4, epochs=1))
         with session.step() as step:
             for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
                 step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
-            assert module.weight.grad is not None
-            assert torch.allclose(module.weight.grad, torch.full((1, 4), 4 * expected))
+            assert torch.allclose(wrapped.weight.grad, torch.full((1, 4), 4 * expected))
             optimizer.step()
         assert step.loss == pytest.approx(-4 * expected)
+        assert step.local_mean() == (pytest.approx(step.loss) if expected else None)  # the ledger's
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -346,11 +319,11 @@ class RoundEnd:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def absorb(self, step: Step, error: BaseException, *, inside: bool) -> bool:
-        if inside:
-            self.lost = error
-        else:
-            self.absorbed.append(self._seen())
+    def postpone(self, error: BaseException) -> None:
+        self.lost = error
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        self.absorbed.append(self._seen())
         return True
 
 
@@ -360,10 +333,8 @@ def test_a_loss_that_meets_the_end_of_the_round_in_the_body_is_the_last_of_the_s
 ) -> None:
     """The next round begins behind the body, with the scale adapted, and nothing of the step is left to do there."""
     with Session(device="cpu") as session:
-        module = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-        wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
+        optimizer, wrapped = linear(session, scaler=scaler)
         training: Any = session._training
         steps, crossed = training.steps, list[int]()
         end = RoundEnd(steps._recovery, scaler.get_scale)
@@ -382,18 +353,6 @@ def test_a_loss_that_meets_the_end_of_the_round_in_the_body_is_the_last_of_the_s
         assert end.absorbed == [16.0]
         assert crossed == ([] if inside else [1])
         monkeypatch.undo()
-
-
-def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
-    """It goes into the ledger, and stands for the loss where the ranks have changed."""
-    with Session(device="cpu") as session:
-        optimizer, wrapped = linear(session)
-        batch = next(session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1))
-        with session.step() as step:
-            for part in step.micro_batches(batch):
-                step.backward(((wrapped(part.x) - part.y) ** 2).sum(), count=2 * len(part))
-            optimizer.step()
-        assert step.local_mean() == pytest.approx(step.loss)
 
 
 def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:

@@ -79,10 +79,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def nothing() -> tuple[dict[str, Any], int]:
-    return {}, 0
-
-
 def cuts(*plans: EpochPlan, trained: tuple[int, ...] = ()) -> list[RankDataPlan]:
     return [RankDataPlan(rank, f"n{rank}", asdict(plan), rank in trained) for rank, plan in enumerate(plans)]
 
@@ -100,18 +96,13 @@ def test_every_field_of_a_plan_is_compared_and_named(name: str) -> None:
     assert mark(asdict(same)) != mark(asdict(other))
 
 
-def test_where_nobody_has_trained_nobody_knows_who_is_right() -> None:
-    """All are refused, with the first difference; ranks that are alike go on."""
+def test_who_differs_from_those_who_have_trained_is_wrong_and_all_are_where_nobody_has() -> None:
+    """Whatever their number and rank; one without a plan at all differs, too. All get the first difference."""
     other = replace(PLAN, seed=4)
     found = refusals(cuts(PLAN, PLAN, other))
     assert sorted(found) == [0, 1, 2]
     assert len(set(found.values())) == 1
     assert refusals(cuts(PLAN, PLAN)) == {}
-
-
-def test_newcomers_are_wrong_where_they_differ_from_those_who_have_trained() -> None:
-    """Whatever their number and rank; one without a plan at all differs, too."""
-    other = replace(PLAN, seed=4)
     assert list(refusals(cuts(other, other, PLAN, trained=(2,)))) == [0, 1]
     without = RankDataPlan(1, "n1", {}, trained=False)
     assert "'drop_last' is not set on rank 1" in refusals([*cuts(PLAN, trained=(0,)), without])[1]
@@ -143,7 +134,7 @@ def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
     """One opens its first step while the other saves."""
 
     def body(control: Control) -> str:
-        check = DataPlanCheck("n", nothing)
+        check = DataPlanCheck("n", lambda: ({}, 0))
         check.bind(control, {})
         return outcome(lambda: check.at_step(0) if control.rank else control.sum(Purpose.SAVE))
 
