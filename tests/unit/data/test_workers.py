@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from elastic_trainer.data.plan import EpochPlan, SampleRequest
@@ -24,7 +25,6 @@ from elastic_trainer.data.sources import (
     generators,
     is_stream,
     limit,
-    worth_a_line,
 )
 from elastic_trainer.data.workers import Loading, SampleReader, placed, versions
 from elastic_trainer.errors import ConfigError, DataError
@@ -326,7 +326,9 @@ def test_the_limit_is_a_part_of_what_one_rank_sees_and_at_least_a_handful() -> N
 
 def test_lines_about_bad_samples_become_fewer_but_never_end() -> None:
     """The first ten, then each time that the count has doubled."""
-    assert [count for count in range(1, 200) if worth_a_line(count)] == [*range(1, 11), 16, 32, 64, 128]
+    with capture_logs() as logs:
+        Tally().add_missing(0, [Missing(number, "E") for number in range(200)], most=200)
+    assert [each["count"] for each in logs] == [*range(1, 11), 16, 32, 64, 128]
 
 
 @pytest.mark.parametrize(
