@@ -50,9 +50,9 @@ def test_the_newest_has_the_greatest_number(tmp_path: Path) -> None:
 )
 def test_numbers_count_by_their_words_and_else_the_time_does(older: list[str], newest: str, doubt: str) -> None:
     """The value of a metric is no step, and a choice by time is said."""
-    order = in_order({name: time for time, name in enumerate([*older, newest])})
-    assert order.names[0] == newest
-    assert (doubt in order.doubt) if doubt else not order.doubt
+    names, said = in_order({name: time for time, name in enumerate([*older, newest])})
+    assert names[0] == newest
+    assert (doubt in said) if doubt else not said
 
 
 def test_a_greatest_step_that_was_not_written_last_is_chosen_and_said(tmp_path: Path) -> None:
