@@ -208,8 +208,6 @@ def share(
     Weights: let a micro-batch of n samples have the mean loss l. Summing ``W * n / count * l`` over all micro-batches
     and dividing by the W ranks, as DistributedDataParallel does with gradients, gives the mean over the global batch.
     """
-    if count < 1 or not 0 <= rank < world:
-        raise ValueError(f"no share of {count} samples for rank {rank} of {world}")
     if micro_batch is None:
         start, stop = cut(count, world, rank)
         cuts = [cut(stop - start, passes, number) for number in range(passes)]
