@@ -636,7 +636,8 @@ class DdpReplica(Replica):
         self.fitted = True
         if self.in_place and not cuda and options["gradient_as_bucket_view"]:
             group = self._parallel.process_group
-            self._sums, self.share = (sums := GradientSums(group, control.works)), 1.0 / group.size()
+            sums = self._sums = GradientSums(group, control.works)
+            self.share = 1.0 / group.size()
             self._parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
         self.runner.go_through(self._parallel)
 
@@ -716,7 +717,8 @@ class GradientSums:
         self._group, self._works = group, works
         self.begun: list[Work] = []
         self.summed = self.complete = False
-        """Whether the last pass of this step has summed, and whether its last bucket was started (in order)."""
+        """Whether the last pass of this step has summed, and whether the last of its buckets, which start in order, was
+        started: then the sums hold all gradients of the step."""
         self._lost: RoundBrokenError | None = None
 
     def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
