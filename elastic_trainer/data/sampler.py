@@ -336,7 +336,7 @@ class SessionSampler(TorchSampler[list[int]]):
         """
         self._check(loader)
         if self._source is None or self._source.loader is not loader:
-            self._source = LoaderSource(loader, self, self.dataset, self.plan.seed, self._device)
+            self._source = LoaderSource(loader, self.dataset, self.plan.seed, self._device)
         return self._drawn(self._begin(self._source, epochs, steps), self._source, loader)
 
     @staticmethod
@@ -370,9 +370,7 @@ class LoaderSource:
     ``starting``: the loader is about to ask for them.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], sampler: SessionSampler, dataset: Any, seed: int, device: torch.device
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], dataset: Any, seed: int, device: torch.device) -> None:
         self._loader, self._dataset, self._device = weakref.ref(loader), dataset, device
         self._seed = key(LOADER, seed)
         self._upcoming = Upcoming()
