@@ -16,7 +16,6 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +86,17 @@ def latest(directory: str | os.PathLike[str], pattern: str = "*", *, marker: str
 def _whole(directory: Path, pattern: str, marker: str | None) -> list[Path]:
     paths = [path for path in directory.glob(pattern) if not path.name.startswith(".")]
     whole = {path.name: path.stat().st_mtime_ns for path in paths if is_whole(path, marker)}
-    order = in_order(whole)
-    if order.doubt and worker_environment().rank == 0:
+    names, doubt = in_order(whole)
+    if doubt and worker_environment().rank == 0:
         hint = "name them by epoch or step, such as step-500.pt, or give resume.latest() a narrower pattern"
         if not structlog.is_configured():
             logs.configure()
-        logs.logger().warning("checkpoint.guessed", directory=str(directory), reason=order.doubt, hint=hint)
-    return [directory / name for name in order.names]
+        logs.logger().warning("checkpoint.guessed", directory=str(directory), reason=doubt, hint=hint)
+    return [directory / name for name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointOrder:
-    """``names`` of checkpoints, the newest first, and why that may be wrong."""
-
-    names: tuple[str, ...]
-    doubt: str = ""
-
-
-def in_order(written: Mapping[str, int]) -> CheckpointOrder:
-    """The names of what was ``written``, each at its time. Pure."""
+def in_order(written: Mapping[str, int]) -> tuple[list[str], str]:
+    """The names of what was ``written``, each at its time, the newest first, and why that may be wrong. Pure."""
     counts = {name: _counts(name) for name in written}
     both, kinds = ("epoch", "step"), {frozenset(each) for each in counts.values() if each}
     shared = [kind for kind in both if all(kind in each for each in kinds)]
@@ -116,17 +107,13 @@ def in_order(written: Mapping[str, int]) -> CheckpointOrder:
 
     names = sorted(written, key=age, reverse=True)
     if len(numbered) < 2:
-        return CheckpointOrder(tuple(names))
+        return names, ""
     last = max(numbered, key=written.__getitem__)
     if not kinds or not shared:
-        return CheckpointOrder(
-            tuple(names), f"{names[0]} was written last; the names do not all have an epoch, or all a step"
-        )
+        return names, f"{names[0]} was written last; the names do not all have an epoch, or all a step"
     if age(last)[1] != age(names[0])[1]:
-        return CheckpointOrder(
-            tuple(names), f"{names[0]} has the greatest {' and '.join(shared)}; {last} was written after it"
-        )
-    return CheckpointOrder(tuple(names))
+        return names, f"{names[0]} has the greatest {' and '.join(shared)}; {last} was written after it"
+    return names, ""
 
 
 def _counts(name: str) -> dict[str, int]:
@@ -188,11 +175,8 @@ def _safetensors_size(path: Path) -> int:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, path.stat().st_size)))
-    return (
-        8
-        + length
-        + max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
-    )
+    ends = (each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
+    return 8 + length + max(ends, default=0)
 
 
 def _remove(path: Path) -> None:

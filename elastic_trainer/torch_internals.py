@@ -122,14 +122,13 @@ def _has(name: str) -> bool:
     return not bracket or ", ".join(inspect.signature(found).parameters) == parameters.rstrip(")")
 
 
-def sentence(part: TorchPart, lacks: str) -> str:
-    """What it means that this torch lacks the name ``lacks``."""
-    return f"{part.capability} {part.without}: torch {torch.__version__} has no {lacks}"
-
-
 def lacking(parts: Iterable[TorchPart] = PARTS) -> list[str]:
-    """A sentence for each of ``parts`` that this torch lacks."""
-    return [sentence(part, lacks) for part in parts if (lacks := part.lacks())]
+    """What does not work for lack of each of ``parts``: a sentence for each that this torch lacks."""
+    return [
+        f"{part.capability} {part.without}: torch {torch.__version__} has no {lacks}"
+        for part in parts
+        if (lacks := part.lacks())
+    ]
 
 
 def require(part: TorchPart) -> None:

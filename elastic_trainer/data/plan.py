@@ -24,8 +24,6 @@ from elastic_trainer.model import Cursor
 Ids = NDArray[np.int64] | NDArray[np.int32]
 """Numbers of samples."""
 
-_INT32_LIMIT = 1 << 31
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -190,7 +188,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Ids:
         ordered: Ids = np.arange(length)
     else:
         ordered = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch)))).permutation(length)
-    if length < _INT32_LIMIT:
+    if length <= np.iinfo(np.int32).max:
         ordered = ordered.astype(np.int32)
     ordered.setflags(write=False)
     return ordered
@@ -210,8 +208,6 @@ def share(
     Weights: let a micro-batch of n samples have the mean loss l. Summing ``W * n / count * l`` over all micro-batches
     and dividing by the W ranks, as DistributedDataParallel does with gradients, gives the mean over the global batch.
     """
-    if count < 1 or not 0 <= rank < world:
-        raise ValueError(f"no share of {count} samples for rank {rank} of {world}")
     if micro_batch is None:
         start, stop = cut(count, world, rank)
         cuts = [cut(stop - start, passes, number) for number in range(passes)]
@@ -285,11 +281,6 @@ class Course:
     until: int
     even: bool = False
     halvings: int = 0
-
-    @property
-    def where(self) -> tuple[int, int, int]:
-        """What it goes by."""
-        return self.rank, self.world, self.halvings
 
     def pieces(self, whole: GlobalBatch) -> tuple[Piece, ...]:
         count, plan = len(whole.ids), self.plan

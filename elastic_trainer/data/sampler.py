@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol
@@ -259,9 +260,10 @@ class Sampler:
     def draw(self, cursor: Cursor, rank: int, world: int, halvings: int = 0) -> Batch:
         plan = self.plan.for_world(world)
         course = self._course
-        asked_for = (rank, world, halvings)
-        if course is None or course.where != asked_for or course.until <= cursor.epoch:
-            course = self._course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even, halvings)
+        until = max(self._until, cursor.epoch + 1)
+        asked_for = Course(plan, rank, world, until, self._even, halvings)
+        if course is None or course.until <= cursor.epoch or course != replace(asked_for, until=course.until):
+            course = self._course = asked_for
             self._source.follow(course)
         whole, size = plan.global_batch_at(cursor), plan.micro_batch
         pieces = course.pieces(whole)
@@ -291,11 +293,7 @@ class Sampler:
 _DIED = "DataLoader worker"
 """How torch's message about a dead process of a DataLoader begins."""
 _BEGUN: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""What :func:`begun` gave, by process; to be :func:`shut` before the process ends."""
-
-
-class _Begin(Protocol):
-    def __call__(self, source: LoaderSource, epochs: int | None, steps: int | None) -> Iterator[Batch]: ...
+"""What :func:`begun` gave, by process. Their own processes are to be ended before that one ends."""
 
 
 class SessionSampler(TorchSampler[list[int]]):
@@ -304,7 +302,13 @@ class SessionSampler(TorchSampler[list[int]]):
     Each list of sample numbers is one micro-batch of this rank. ``len()`` is the number of steps in an epoch.
     """
 
-    def __init__(self, dataset: Any, plan: EpochPlan, device: torch.device, begin: _Begin) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        plan: EpochPlan,
+        device: torch.device,
+        begin: Callable[[LoaderSource, int | None, int | None], Iterator[Batch]],
+    ) -> None:
         self.dataset, self.plan = dataset, plan
         self._device, self._begin = device, begin
         self._source: LoaderSource | None = None
@@ -332,7 +336,7 @@ class SessionSampler(TorchSampler[list[int]]):
         """
         self._check(loader)
         if self._source is None or self._source.loader is not loader:
-            self._source = LoaderSource(loader, self, self.dataset, self.plan.seed, self._device)
+            self._source = LoaderSource(loader, self.dataset, self.plan.seed, self._device)
         return self._drawn(self._begin(self._source, epochs, steps), self._source, loader)
 
     @staticmethod
@@ -366,9 +370,7 @@ class LoaderSource:
     ``starting``: the loader is about to ask for them.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], sampler: SessionSampler, dataset: Any, seed: int, device: torch.device
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], dataset: Any, seed: int, device: torch.device) -> None:
         self._loader, self._dataset, self._device = weakref.ref(loader), dataset, device
         self._seed = key(LOADER, seed)
         self._upcoming = Upcoming()
@@ -409,7 +411,7 @@ class LoaderSource:
         """Throw away what was fetched ahead; the loader ends its processes, unless they are persistent."""
         loader = self.loader
         if self._iterator is not None and not (loader is not None and loader.persistent_workers):
-            shut(self._iterator)
+            torch_internals.end_processes(self._iterator)
         self._iterator, self._last, self._upcoming = None, None, Upcoming()
 
     def _delivered(self, request: SampleRequest) -> Any:
@@ -472,11 +474,6 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     return iterator
 
 
-def shut(iterator: Any) -> None:
-    """End the processes of what :func:`begun` gave, if it has some."""
-    torch_internals.end_processes(iterator)
-
-
 def _forks(loader: DataLoader[Any]) -> bool:
     context: Any = loader.multiprocessing_context
     return loader.num_workers > 0 and (context or multiprocessing).get_start_method() == "fork"
@@ -487,4 +484,4 @@ def _end() -> None:
     """This process ends, and would wait for those of its loaders, which ignore the signal that asks them to end."""
     for iterator, owner in list(_BEGUN.items()):
         if owner == os.getpid():
-            shut(iterator)
+            torch_internals.end_processes(iterator)

@@ -42,11 +42,6 @@ def limit(length: int, world: int, fraction: float) -> int:
     return max(LEAST_LIMIT, int(fraction * length / world))
 
 
-def worth_a_line(count: int) -> bool:
-    """Whether the ``count``-th bad sample is logged: the first ones all, then each time that they have doubled."""
-    return count <= ALWAYS_LOGGED or count & (count - 1) == 0
-
-
 class Tally:
     """``total`` is the number of samples that this process left out. One that is drawn again counts once."""
 
@@ -61,27 +56,20 @@ class Tally:
             self._epoch = epoch
             self._seen.clear()
         for each in missing:
-            if each.number not in self._seen:
-                self._seen.add(each.number)
-                self._count(each, most)
-
-    def _count(self, missing: Missing, most: int) -> None:
-        self.total += 1
-        if worth_a_line(self.total):
-            logger().warning(
-                "data.sample_skipped",
-                sample=missing.number,
-                epoch=self._epoch,
-                error=missing.error,
-                in_epoch=len(self._seen),
-                count=self.total,
-            )
-        if len(self._seen) > most:
-            raise DataError(
-                f"{len(self._seen)} samples of epoch {self._epoch} could not be fetched here, and at most {most} may"
-                f" be left out; the last is sample {missing.number}: {missing.error}",
-                hint="repair the data, or raise max_bad_fraction",
-            )
+            if each.number in self._seen:
+                continue
+            self._seen.add(each.number)
+            self.total += 1
+            # The first ones are all logged, then each time that they have doubled.
+            if self.total <= ALWAYS_LOGGED or self.total & (self.total - 1) == 0:
+                seen = {"in_epoch": len(self._seen), "count": self.total}
+                logger().warning("data.sample_skipped", sample=each.number, epoch=epoch, error=each.error, **seen)
+            if len(self._seen) > most:
+                raise DataError(
+                    f"{len(self._seen)} samples of epoch {epoch} could not be fetched here, and at most {most} may"
+                    f" be left out; the last is sample {each.number}: {each.error}",
+                    hint="repair the data, or raise max_bad_fraction",
+                )
 
 
 @runtime_checkable
@@ -120,8 +108,18 @@ def is_stream(dataset: Any) -> bool:
 
 def checked_length(dataset: Any) -> int:
     """The length of ``dataset``. DataError if it has none, is empty, or can neither be indexed nor sought in."""
-    if not is_stream(dataset):
-        _check_map_style(dataset)
+    if isinstance(dataset, IterableDataset) and not is_stream(dataset):
+        raise DataError(
+            f"{type(dataset).__name__} is not a map-style data set, and cannot be read from a position on: after a"
+            " failure the job could not go on where it was",
+            hint="give it __len__() and read_from(epoch, position), which iterates from that sample on (see"
+            " SeekableStream); tar files of samples are read by TarShards",
+        )
+    if not is_stream(dataset) and not isinstance(dataset, MapDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is not a map-style data set: it needs __len__ and __getitem__",
+            hint="or __len__ and read_from(epoch, position), if it is a stream",
+        )
     try:
         length = len(dataset)
     except TypeError as error:
@@ -129,21 +127,6 @@ def checked_length(dataset: Any) -> int:
     if length < 1:
         raise DataError(f"the data set {type(dataset).__name__} is empty", hint="check its path or filter")
     return length
-
-
-def _check_map_style(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is not a map-style data set, and cannot be read from a position on: after a"
-            " failure the job could not go on where it was",
-            hint="give it __len__() and read_from(epoch, position), which iterates from that sample on (see"
-            " SeekableStream); tar files of samples are read by TarShards",
-        )
-    if not isinstance(dataset, MapDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is not a map-style data set: it needs __len__ and __getitem__",
-            hint="or __len__ and read_from(epoch, position), if it is a stream",
-        )
 
 
 def plain_tensors(dataset: Any) -> bool:

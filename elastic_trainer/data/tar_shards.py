@@ -247,17 +247,9 @@ def _image(data: bytes) -> Any:
     return image
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8")
-
-
-def _class(data: bytes) -> int:
-    return int(data)
-
-
 DECODERS: Mapping[str, Decoder] = {
-    "txt": _text,
-    "cls": _class,
+    "txt": bytes.decode,
+    "cls": int,
     "json": json.loads,
     "npy": _array,
     "png": _image,

@@ -197,8 +197,11 @@ class SampleReader:
             self.draws = drawn if collate is None else tuple(SEEDED)
         may_ask_many = self._fixed or self._seeds is None
         self._many = getattr(dataset, "__getitems__", None) if may_ask_many else None
-        self._stream = SampleStream(dataset) if is_stream(dataset) else None
+        self._stream = is_stream(dataset)
         self._epoch: int | None = None
+        self._next: tuple[int, int] | None = None
+        """Epoch and number of the sample that the open iterator of a stream gives next."""
+        self._samples: Iterator[Any] = iter(())
 
     def read(self, request: SampleRequest, wanted: Callable[[], bool] = lambda: True) -> Drawn:
         """The samples of ``request``. Raises Cancelled between two of them when they are not ``wanted`` any more."""
@@ -250,7 +253,21 @@ class SampleReader:
     def _one(self, epoch: int, number: int) -> Any:
         if self._seeds is not None and not self._fixed:
             self._seeds.sample(epoch, number)
-        return self._dataset[number] if self._stream is None else self._stream.read(epoch, number)
+        if not self._stream:
+            return self._dataset[number]
+        if self._next != (epoch, number):
+            self._samples = iter(self._dataset.read_from(epoch, number))
+        self._next = None  # what the stream raises closes the iterator
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise StreamEndedError(
+                f"{type(self._dataset).__name__} of {len(self._dataset)} samples ended before sample {number} of"
+                f" epoch {epoch}",
+                hint="__len__ must be the number of samples that read_from(epoch, 0) gives",
+            ) from None
+        self._next = epoch, number + 1
+        return sample
 
     def _collated(self, epoch: int, numbers: list[int], samples: list[Any]) -> Any:
         if self._own_collate is not None and self._seeds is not None:
@@ -260,31 +277,6 @@ class SampleReader:
         except Exception as error:
             error.add_note(f"raised while the samples {shown(numbers)} were collated")
             raise
-
-
-class SampleStream:
-    """Reads single samples of a seekable stream; the next one comes from the iterator that is open."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._next: tuple[int, int] | None = None
-        self._samples: Iterator[Any] = iter(())
-
-    def read(self, epoch: int, position: int) -> Any:
-        """Sample ``position`` of ``epoch``. What the stream raises closes the iterator."""
-        if self._next != (epoch, position):
-            self._samples = iter(self._stream.read_from(epoch, position))
-        self._next = None
-        try:
-            sample = next(self._samples)
-        except StopIteration:
-            raise StreamEndedError(
-                f"{type(self._stream).__name__} of {len(self._stream)} samples ended before sample {position} of"
-                f" epoch {epoch}",
-                hint="__len__ must be the number of samples that read_from(epoch, 0) gives",
-            ) from None
-        self._next = epoch, position + 1
-        return sample
 
 
 def shown(numbers: list[int]) -> str:

@@ -21,7 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it imports what torch is about to drop
     from torchdata.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
 
-from elastic_trainer.data.sampler import begun, separate, shut
+from elastic_trainer import torch_internals
+from elastic_trainer.data.sampler import begun, separate
 from elastic_trainer.data.sources import Streams
 from elastic_trainer.errors import ConfigError
 
@@ -89,7 +90,7 @@ class _Ahead:
         self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        shut(self._iterator)
+        torch_internals.end_processes(self._iterator)
 
 
 @contextmanager

@@ -104,16 +104,16 @@ class Starter:
 
     def start(self, request: StartRequest) -> Adopted:
         """Start the program. Raises ColdStart."""
-        decision = decide(request.words, request.environment, os.getcwd(), self._facts)
-        if decision.command is None:
-            raise ColdStart(decision.reason)
+        command = decide(request.words, request.environment, os.getcwd(), self._facts)
+        if isinstance(command, str):
+            raise ColdStart(command)
         with self._lock:
             if self._link is None and self._made >= MOST_TEMPLATES:
                 raise ColdStart(f"{self._made} templates were spoiled or died")
             if self._link is None:
                 self._make()
                 raise ColdStart("the template is being started")
-            answer = self._ask(self._link, decision.command, request)
+            answer = self._ask(self._link, command, request)
             if "pid" in answer:
                 return Adopted(request.words, answer["pid"])
             if answer["without"]:

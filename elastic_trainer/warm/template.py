@@ -175,33 +175,25 @@ class Facts:
     free: Collection[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StartDecision:
-    """The command to fork, or None and the reason for a cold start."""
-
-    command: PythonCommand | None
-    reason: str
-
-
-def decide(words: Sequence[str], environment: Mapping[str, str], directory: str, facts: Facts) -> StartDecision:
-    """Whether ``words``, with ``environment`` in ``directory``, can start as a fork of the template of ``facts``."""
+def decide(words: Sequence[str], environment: Mapping[str, str], directory: str, facts: Facts) -> PythonCommand | str:
+    """What to fork of the template of ``facts`` for ``words`` with ``environment`` in ``directory``, or why nothing."""
     if not words or words[0] != facts.executable:
-        return StartDecision(None, f"the command is not one of {facts.executable}")
+        return f"the command is not one of {facts.executable}"
     count = next((i for i, word in enumerate(words[1:]) if word not in OPTIONS), len(words) - 1)
     options, rest = tuple(words[1 : 1 + count]), words[1 + count :]
     if _unbuffered(options, environment) != _unbuffered(facts.options, facts.environment):
-        return StartDecision(None, "its standard output is buffered differently")
+        return "its standard output is buffered differently"
     module = bool(rest) and rest[0] == "-m"
     rest = rest[1:] if module else rest
     if not rest or rest[0].startswith("-"):
-        return StartDecision(None, "the command names neither a script nor a module")
+        return "the command names neither a script nor a module"
     if directory != facts.directory:
-        return StartDecision(None, f"the working directory is {directory}, not {facts.directory}")
+        return f"the working directory is {directory}, not {facts.directory}"
     changed = {name for name, _ in environment.items() ^ facts.environment.items()} - set(facts.free)
     differing = sorted(name for name in changed if name in facts.environment or not of_one_worker(name))
     if differing:
-        return StartDecision(None, f"the environment differs in {', '.join(differing)}")
-    return StartDecision(PythonCommand(words[0], options, module, rest[0], tuple(rest[1:])), "it fits")
+        return f"the environment differs in {', '.join(differing)}"
+    return PythonCommand(words[0], options, module, rest[0], tuple(rest[1:]))
 
 
 def _unbuffered(options: Sequence[str], environment: Mapping[str, str]) -> bool:

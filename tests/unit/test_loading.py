@@ -10,10 +10,7 @@ import yaml
 PACKAGE = Path(__file__).parents[2] / "elastic_trainer"
 ALLOWED = {
     ("checkpoint/exchange.py", "torch.load"),  # weights_only, see below
-    (
-        "checkpoint/exchange.py",
-        "_Unpickler",
-    ),  # it knows a few classes, see tests/unit/checkpoint/test_exporting.py
+    ("checkpoint/exchange.py", "_Unpickler"),  # it knows a few classes, see tests/unit/checkpoint/test_exporting.py
     ("data/workers.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("local/launch.py", "cloudpickle.loads"),  # what its processes returned, or whoever started them wants called
     ("jobs/scripts/ddp_script.py", "torch.load"),  # as people write it: torch loads weights only by default
@@ -55,26 +52,19 @@ def test_no_module_loads_what_can_execute_code() -> None:
     assert found == ALLOWED
 
 
-def test_torch_loads_weights_only() -> None:
-    text = (PACKAGE / "checkpoint" / "exchange.py").read_text(encoding="utf-8")
-    loads = [call for call in calls(text) if ast.unparse(call.func) == "torch.load"]
-    assert loads
-    for call in loads:
-        assert "weights_only=True" in [f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords]
+def test_torch_numpy_and_yaml_load_data_only() -> None:
+    """Weights, arrays without pickles, and YAML with a loader that makes plain values."""
+    from elastic_trainer.jobs import config
 
-
-def test_numpy_and_yaml_load_data_only() -> None:
-    """``np.load`` without pickles, YAML with a loader that makes plain values only."""
-    from elastic_trainer.jobs import config as loading
-
-    arrays = list[str]()
-    for path in PACKAGE.rglob("*.py"):
+    options: dict[str, list[str]] = {"np.load": [], "torch.load": []}
+    for path in (each for each in PACKAGE.rglob("*.py") if each.name != "ddp_script.py"):
         for call in calls(path.read_text(encoding="utf-8")):
-            if ast.unparse(call.func) in ("np.load", "numpy.load"):
-                arrays += [f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords]
-    assert arrays
-    assert set(arrays) == {"allow_pickle=False"}
-    assert issubclass(loading._UniqueKeys, yaml.SafeLoader)
+            if (name := ast.unparse(call.func)) in options:
+                options[name].append(" ".join(f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords))
+    assert {*options["np.load"]} == {"allow_pickle=False"}
+    assert options["torch.load"]
+    assert all("weights_only=True" in each for each in options["torch.load"])
+    assert issubclass(config._UniqueKeys, yaml.SafeLoader)
 
 
 def test_such_a_call_would_be_found() -> None:

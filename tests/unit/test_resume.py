@@ -25,11 +25,19 @@ def cut(path: Path) -> None:
 
 
 def test_the_newest_has_the_greatest_number(tmp_path: Path) -> None:
-    """By number, not by text; files without one only count where there are no others."""
+    """By number, not by text; files without one only count where there are no others. It is said if it was not written
+    last."""
+    assert latest(tmp_path) is latest(tmp_path / "nowhere") is None
     for name in ("last.pt", "step-9.pt", "step-10.pt"):
         saved(tmp_path / name)
     assert latest(tmp_path, "*.pt") == tmp_path / "step-10.pt"
     assert latest(tmp_path, "l*.pt") == tmp_path / "last.pt"
+    os.utime(tmp_path / "step-10.pt", (0, 0))
+    with structlog.testing.capture_logs() as logs:
+        assert latest(tmp_path) == tmp_path / "step-10.pt"
+    assert [(each["event"], each["reason"]) for each in logs] == [
+        ("checkpoint.guessed", "step-10.pt has the greatest step; step-9.pt was written after it")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,24 +58,9 @@ def test_the_newest_has_the_greatest_number(tmp_path: Path) -> None:
 )
 def test_numbers_count_by_their_words_and_else_the_time_does(older: list[str], newest: str, doubt: str) -> None:
     """The value of a metric is no step, and a choice by time is said."""
-    order = in_order({name: time for time, name in enumerate([*older, newest])})
-    assert order.names[0] == newest
-    assert (doubt in order.doubt) if doubt else not order.doubt
-
-
-def test_a_greatest_step_that_was_not_written_last_is_chosen_and_said(tmp_path: Path) -> None:
-    for time, name in enumerate(("step-1000.pt", "step-10.pt")):
-        os.utime(saved(tmp_path / name), (time, time))
-    with structlog.testing.capture_logs() as logs:
-        assert latest(tmp_path) == tmp_path / "step-1000.pt"
-    assert [(each["event"], each["reason"]) for each in logs] == [
-        ("checkpoint.guessed", "step-1000.pt has the greatest step; step-10.pt was written after it")
-    ]
-
-
-def test_where_there_is_none_is_none(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "nowhere") is None
+    names, said = in_order({name: time for time, name in enumerate([*older, newest])})
+    assert names[0] == newest
+    assert (doubt in said) if doubt else not said
 
 
 @pytest.mark.parametrize("name", ["step-2.pt", "step-2.safetensors"])
@@ -102,33 +95,29 @@ def test_directories_are_whole_with_their_files_and_their_marker(tmp_path: Path)
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    """And no temporary file; while it is written, it is not found."""
+    """And no temporary file; while it is written, it is not found. Directories are replaced as a whole, and what a
+    killed save left does not matter."""
+
+    def save_in_vain() -> None:
+        with saving(target) as temporary:
+            saved(temporary, 2.0)
+            assert latest(target.parent) == target
+            raise RuntimeError("full")
+
     target = saved(tmp_path / "ckpt.pt", 1.0)
     with pytest.raises(RuntimeError, match="full"):
-        save_in_vain(target)
+        save_in_vain()
     assert float(torch.load(target)["x"][0]) == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
     with saving(target) as temporary:
         saved(temporary, 3.0)
     assert float(torch.load(target)["x"][0]) == 3.0
-
-
-def save_in_vain(target: Path) -> None:
-    with saving(target) as temporary:
-        saved(temporary, 2.0)
-        assert latest(target.parent) == target
-        raise RuntimeError("full")
-
-
-def test_directories_are_replaced_as_a_whole(tmp_path: Path) -> None:
-    """Files of the former are gone; what a killed save left does not matter."""
-    target = tmp_path / "folder"
     for value in (1.0, 2.0):
-        with saving(target) as temporary:
+        with saving(tmp_path / "folder") as temporary:
             temporary.mkdir()
             saved(temporary / f"{value}.pt")
         (tmp_path / ".saving-folder").mkdir()
-    assert [path.name for path in target.iterdir()] == ["2.0.pt"]
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["2.0.pt"]
 
 
 def test_several_ranks_need_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

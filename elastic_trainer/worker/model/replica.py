@@ -186,8 +186,11 @@ class Trainable:
         check_members(self._optimizer, self._module)
         names, parameters = _listed(self._module)
         if list(map(id, parameters)) != list(map(id, self.parameters)):
+            before = set(map(id, self.parameters))
+            added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
+            first = [*added, *sorted(set(self._names) - set(names)), *names][0]
             raise ConfigError(
-                f"parameter {_first_new(self, names, parameters)!r} is not the one that session.wrap() was given",
+                f"parameter {first!r} is not the one that session.wrap() was given",
                 hint="make all parameters before wrap(), and freeze those that are to be trained later",
             )
         self._flags, self.groups = list(map(_required, parameters)), len(groups)
@@ -238,13 +241,6 @@ class Trainable:
 def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     named = list(module.named_parameters())
     return [name for name, _ in named], [parameter for _, parameter in named]
-
-
-def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter]) -> str:
-    """The first parameter name that was added or removed."""
-    before = set(map(id, known.parameters))
-    added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
-    return [*added, *sorted(set(known._names) - set(names)), *names][0]
 
 
 class Buffers:
@@ -541,6 +537,7 @@ class Replica:
             "step.pipeline() of a model without stages", hint="say session.wrap(..., stage=PipelineStage(...))"
         )
 
+    @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         grads = [local(each.grad) for each in self.module.parameters() if each.grad is not None]
         if grads and factor != 1.0:
@@ -582,14 +579,11 @@ class Replica:
         """
 
 
-_OWN = ("init_sync", "device_ids", "output_device", "process_group")
-
-
 def check_options(options: Mapping[str, Any]) -> None:
     """ConfigError for options of DistributedDataParallel that cannot work here."""
     if options.get("static_graph"):
         raise ConfigError("ddp_options: static_graph cannot survive a change of ranks", hint="leave it out")
-    for name in _OWN:
+    for name in ("init_sync", "device_ids", "output_device", "process_group"):
         if name in options:
             raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
 
@@ -614,7 +608,7 @@ class DdpReplica(Replica):
         self._tracker, self._options, self._even, self._context = tracker, dict(options), sync_batchnorm, SyncContext()
         super().__init__(module, placement, in_place=in_place)
         self._parallel: DistributedDataParallel | None = None
-        self._gradients: Gradients | None = None
+        self._sums: GradientSums | None = None
         if sync_batchnorm:
             self.refused = {Use.AUDIT: ("audit_every does not go with sync_batchnorm", "leave it out")}
 
@@ -641,8 +635,10 @@ class DdpReplica(Replica):
         self._parallel = DistributedDataParallel(self.runner.called, device_ids=ids, init_sync=False, **options)
         self.fitted = True
         if self.in_place and not cuda and options["gradient_as_bucket_view"]:
-            self._gradients = Gradients(self._parallel, control.works)
-            self.share = self._gradients.share
+            group = self._parallel.process_group
+            sums = self._sums = GradientSums(group, control.works)
+            self.share = 1.0 / group.size()
+            self._parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
         self.runner.go_through(self._parallel)
 
     def fit(self, control: Control, change: str) -> None:
@@ -655,7 +651,7 @@ class DdpReplica(Replica):
 
     def release(self) -> None:
         self._context.bind(0, 1, lambda tensor: None)
-        self._parallel = self._gradients = None
+        self._parallel = self._sums = None
         self.fitted, self.summed, self.share = False, True, 1.0
         self.runner.go_through(None)
 
@@ -663,9 +659,8 @@ class DdpReplica(Replica):
         self._context.counts = counts
         if self._buffers is not None:
             self._buffers.keep()
-        if self._gradients is not None:
-            self._gradients.begin_step()
-            self.summed = False
+        if self._sums is not None:
+            self.summed = self._sums.summed = self._sums.complete = False
 
     def begin_micro_batch(self, *, counts: bool = True) -> None:
         self._context.counts = counts
@@ -674,9 +669,12 @@ class DdpReplica(Replica):
         return nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def backward(self, loss: torch.Tensor, about: Pass | None = None) -> float | None:
-        if self._gradients is not None:
-            self._gradients.backward(loss)
-            self.summed = self._gradients.has_all
+        if self._sums is not None:
+            if self._sums.summed:  # what is summed will be summed again, together with what is new
+                self.scale_gradients(self.share)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._sums.wait()
+            self.summed = self._sums.complete
         elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
@@ -695,70 +693,32 @@ class DdpReplica(Replica):
             self._tracker.resumes()
 
     def align_buffers(self, control: Control, average: nn.Module | None) -> None:
-        """As the options of DistributedDataParallel say."""
-        if self._parallel is None or not forwards_buffers(self._parallel):
+        """As the options of DistributedDataParallel say (torch 2.13 renamed that one)."""
+        followed = getattr(self._parallel, "broadcast_buffers", True)
+        if self._parallel is None or not getattr(self._parallel, "forward_sync_buffers", followed):
             return
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         models = (self.module, *(() if average is None else (average,)))
         share(control, [each for model in models for name, each in model.named_buffers() if name not in ignored])
 
 
-def forwards_buffers(parallel: DistributedDataParallel) -> bool:
-    """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
-    old: bool = getattr(parallel, "broadcast_buffers", True)
-    new: bool = getattr(parallel, "forward_sync_buffers", old)
-    return new
-
-
-class Gradients:
+class GradientSums:
     """Sums gradients over the ranks during the backward pass, with waits that the end of a round can interrupt.
 
     DistributedDataParallel waits for its buckets inside the backward pass, where nothing can interrupt it. Here its
     communication hook starts a bucket's sum and reports it done at once; gradients are views of the buckets, so nothing
     is copied; the wait for the sums comes after the pass. The hook does not divide by the number of ranks, which would
-    be another pass over all gradients. The loss is divided instead (``share``).
+    be another pass over all gradients: the replica's ``share`` divides the loss instead.
+
+    The hook refers to this object, which must not refer to the module: a cycle through C++.
     """
-
-    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
-        self._parallel = parallel
-        self._summed = False
-        group = parallel.process_group
-        self.share = 1.0 / group.size()
-        """Factor for the loss that turns summed gradients into those of the mean."""
-        self._sums = sums = _Sums(group, works)
-        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
-
-    def begin_step(self) -> None:
-        self._summed = self._sums.complete = False
-
-    @property
-    def has_all(self) -> bool:
-        """Whether the sums hold all gradients of the step."""
-        return self._sums.complete
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
-        if self._summed:
-            self._divide()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._summed = self._sums.wait()
-
-    def _divide(self) -> None:
-        """Gradients already summed will be summed again together with the new ones."""
-        with torch.no_grad():
-            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
-            if grads:  # the script may have dropped them
-                torch._foreach_mul_(grads, self.share)
-
-
-class _Sums:
-    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
 
     def __init__(self, group: Any, works: InterruptibleWaits) -> None:
         self._group, self._works = group, works
         self.begun: list[Work] = []
-        self.complete = False
-        """Whether the last bucket was started; buckets start in order, when they are full."""
+        self.summed = self.complete = False
+        """Whether the last pass of this step has summed, and whether the last of its buckets, which start in order, was
+        started: then the sums hold all gradients of the step."""
         self._lost: RoundBrokenError | None = None
 
     def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -773,8 +733,8 @@ class _Sums:
         done.set_result(buffer)
         return done
 
-    def wait(self) -> bool:
-        """Wait for all sums; whether there were any."""
+    def wait(self) -> None:
+        """Wait for all sums of a pass."""
         begun, self.begun = self.begun, []
         lost, self._lost = self._lost, None
         if lost is not None:
@@ -782,22 +742,17 @@ class _Sums:
         with collective("all_reduce"):
             for work in begun:
                 self._works.wait(work)
-        return bool(begun)
-
-
-Reduce = Callable[[torch.Tensor], None]
-"""Sums a tensor over all ranks, in place."""
+        self.summed = bool(begun)
 
 
 class SyncContext:
-    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
+    """The ranks of the present round, for all layers of a model; ``reduce`` sums a tensor over them, in place.
+    ``counts``: the present samples are no filler."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self.counts = True
-        self.reduce: Reduce = lambda tensor: None
+        self.bind(0, 1, lambda tensor: None)
 
-    def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
+    def bind(self, rank: int, world_size: int, reduce: Callable[[torch.Tensor], None]) -> None:
         self.rank, self.world_size, self.reduce = rank, world_size, reduce
         self.counts = True
 

@@ -273,7 +273,9 @@ class ShardedReplica(Replica):
 
     def _sum_over_replicas(self) -> None:
         groups = self.groups
-        self._placed()
+        for each in self._parameters:  # tensor parallel alone may leave gradients that its ranks have not added up
+            if isinstance(each.grad, DTensor) and each.grad.placements != each.placements:
+                each.grad = each.grad.redistribute(placements=each.placements)
         begun, self._begun = self._begun, []
         with collective("all_reduce"):
             for work in begun:
@@ -287,12 +289,6 @@ class ShardedReplica(Replica):
             with collective("all_reduce"):
                 groups.works.wait(groups.works.begun(groups.replicas.allreduce([flat])))
             unflatten(flat, gradients)
-
-    def _placed(self) -> None:
-        """Tensor parallel alone may leave gradients that its ranks have not added up."""
-        for each in self._parameters:
-            if isinstance(each.grad, DTensor) and each.grad.placements != each.placements:
-                each.grad = each.grad.redistribute(placements=each.placements)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -337,10 +333,14 @@ class ShardedReplica(Replica):
                 if dim != self._layout.stages and isinstance(held.get(name, Replicate()), Replicate):
                     self._layout.dims[dim].broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
 
+    @property
+    def _saved_buffers(self) -> list[torch.Tensor]:
+        found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
+        return [each for each in found if each is not None]
+
     def share_buffers(self) -> None:
         """Give all ranks rank 0's."""
-        found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
-        share(self._control, [each for each in found if each is not None])
+        share(self._control, self._saved_buffers)
 
     def align_buffers(self, control: Control, average: nn.Module | None) -> None:
         """An average computes with the live buffers."""
@@ -362,17 +362,12 @@ class _Averaged(nn.Module):
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        with self._in_place():
-            return self.live(*inputs, **named)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
         self._reshard()
         held = [local(each.detach()) for each in self.parameters_here]
         own = [each.clone() for each in held]
         torch._foreach_copy_(held, [local(each) for each in self.averaged])
         try:
-            yield
+            return self.live(*inputs, **named)
         finally:
             self._reshard()
             torch._foreach_copy_(held, own)

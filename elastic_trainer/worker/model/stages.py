@@ -209,8 +209,7 @@ class StagedReplica(ShardedReplica):
         """Give all ranks of a stage those of its first one."""
         if not self._with_buffers:
             return
-        found = [torch_internals.buffers_of(module)[name] for module, names in self._with_buffers for name in names]
-        held = [each for each in found if each is not None]
+        held = self._saved_buffers
         for dim, group in enumerate(self._layout.dims):
             for each in held if dim != self._layout.stages and group.size() > 1 else []:
                 group.broadcast([each.detach()], dist.BroadcastOptions()).wait()

@@ -131,7 +131,6 @@ class Experience:
         return (PRIOR_S + self.trained_s) / (1 + self.failures)
 
     def after_save(self, cost_s: float) -> Experience:
-        """After one more save."""
         before_s = self.cost_s if self.cost_s is not None else cost_s
         return replace(self, cost_s=before_s + _SMOOTHING * (cost_s - before_s))
 

@@ -14,7 +14,7 @@ import copy
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -29,7 +29,6 @@ from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import LoadInto
 from elastic_trainer.checkpoint.codec import local, plain_name
 from elastic_trainer.checkpoint.manifest import not_finite
-from elastic_trainer.data import seeds
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
@@ -126,7 +125,8 @@ class TrainingState:
             "average": None if self.average is None else plainly(self.average.state_dict()),
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
             "random": random_state(self.device),
-            **{name: fact.read(self) for name, fact in FACTS.items()},
+            "frozen": frozen(self.module),
+            "settings": dict(self.settings),
         }
 
     def size(self) -> int:
@@ -184,9 +184,10 @@ class TrainingState:
         self.position.step, self.position.generation = where["step"], where["generation"]
         self.position.lineage = where["lineage"]
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
-        for name, fact in FACTS.items():
-            if name in state:
-                fact.write(self, state[name])
+        if "frozen" in state:  # a checkpoint of before lacks these two
+            freeze(self.module, state["frozen"])
+        if "settings" in state:
+            self.settings = dict(state["settings"])
         if first_rank:
             set_random_state(state["random"], self.device)
 
@@ -202,10 +203,6 @@ class TrainingState:
             "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters_of(self.optimizer))},
             "average": average,
         }
-
-    def adopt_settings(self, allow_changed: Collection[str], *, strict: bool, says: bool) -> None:
-        """After a resume: train with what the script has changed on purpose (see :meth:`Made.adopt`)."""
-        self.settings = self.made.adopt(self.settings, allow_changed, strict=strict, says=says)
 
     def register(self, name: str, part: Stateful) -> None:
         """Save ``part`` with the state from now on; if a resumed state contains it, load it now."""
@@ -255,23 +252,7 @@ class TrainingState:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """Something that belongs to the state and that no object of torch's saves: plain values, alike on all ranks."""
-
-    read: Callable[[TrainingState], Any]
-    write: Callable[[TrainingState, Any], None]
-
-
-FACTS: dict[str, Fact] = {
-    "frozen": Fact(lambda state: frozen(state.module), lambda state, names: freeze(state.module, names)),
-    "settings": Fact(lambda state: dict(state.settings), lambda state, words: setattr(state, "settings", dict(words))),
-}
-"""What is saved, and brought alike by a resume and by the healing of a rank. A checkpoint of before a fact lacks it."""
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors within ``value``."""
     if isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)
@@ -411,11 +392,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
-    """Give ranks that do not continue the saved generators their own streams."""
-    seeds.seeder(device)(seeds.key(seeds.START, seed, position.generation, position.step, rank))
 
 
 class OptimizerSet(torch.optim.Optimizer):

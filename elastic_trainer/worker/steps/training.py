@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import CheckpointManager, Save, ShardGroup
 from elastic_trainer.checkpoint.memory import SLOTS
+from elastic_trainer.data import seeds
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError, StepGivenUpError, StorageError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
@@ -77,7 +78,6 @@ from elastic_trainer.worker.state.training_state import (
     TrainingState,
     members_of,
     parameters_of,
-    reseed,
 )
 from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
 from elastic_trainer.worker.steps.engine import (
@@ -527,7 +527,8 @@ class Training:
             context.position.cursor = Cursor(context.position.cursor.epoch + 1, 0)
         if self.origin.name is not None:
             strict = context.options.checks.on_changed == OnChanged.RAISE
-            self.state.adopt_settings(context.options.allow_changed, strict=strict, says=formation.rank == 0)
+            allowed, state = context.options.allow_changed, self.state
+            state.settings = state.made.adopt(state.settings, allowed, strict=strict, says=formation.rank == 0)
         first = context.position.generation + 1 if self.origin.name is not None else 0
         read = context.position.generation, context.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
@@ -546,7 +547,8 @@ class Training:
         position.generation = generation
         context.tracker.holds(position.step, position.cursor)
         if rank != 0:
-            reseed(context.options.seed, position, rank, context.placement.device)
+            streams = seeds.key(seeds.START, context.options.seed, position.generation, position.step, rank)
+            seeds.seeder(context.placement.device)(streams)
         self.replica.bind(control)
         self.steps.bind(control, self.recovery)
         context.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})

@@ -117,12 +117,10 @@ def trainer(session: Session, directory: Path, reach: Callable[[str, int], None]
     }
 
 
-def fitted(session: Session, directory: Path, reach: Callable[[str, int], None]) -> Seen:
-    """Lightning: a schedule over all steps, one by epochs, loggers, validation, the best models, early stopping."""
+def lightning_trainer(session: Session, directory: Path, reach: Any = lambda *_: None, **options: Any) -> Any:
+    """A trainer, and a module with a schedule over all steps and one by epochs."""
     session.hide_ranks()
     import lightning as L
-    from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
 
     from elastic_trainer.integrations.lightning import ElasticStrategy
 
@@ -152,11 +150,21 @@ def fitted(session: Session, directory: Path, reach: Callable[[str, int], None])
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, self.trainer.estimated_stepping_batches)
             return [optimizer], [{"scheduler": cycle, "interval": "step"}, StepLR(optimizer, 1, 0.9)]
 
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    strategy = ElasticStrategy(session)
+    return L.Trainer(strategy=strategy, devices=1, default_root_dir=directory, **quiet, **options), Module()
+
+
+def fitted(session: Session, directory: Path, reach: Callable[[str, int], None]) -> Seen:
+    """Lightning: schedules, loggers, validation, the best models, early stopping."""
+    from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
     stop, best = EarlyStopping("val", patience=5), ModelCheckpoint(directory / "out", monitor="val", save_top_k=2)
-    own = L.Trainer(
-        strategy=ElasticStrategy(session),
-        accelerator="cpu",
-        devices=1,
+    own, module = lightning_trainer(
+        session,
+        directory,
+        reach,
         max_epochs=4,
         accumulate_grad_batches=2,
         limit_val_batches=3,
@@ -165,11 +173,7 @@ def fitted(session: Session, directory: Path, reach: Callable[[str, int], None])
         num_sanity_val_steps=1,
         logger=[CSVLogger(directory, "one"), CSVLogger(directory, "two")],
         callbacks=[stop, best, LearningRateMonitor("step")],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=directory,
     )
-    module = Module()
     loader: Any = DataLoader(Points(directory, 0.0), batch_size=BATCH // 2, shuffle=True)
     own.fit(module, loader, DataLoader(Points(directory, 0.0), batch_size=BATCH))
     return {
@@ -231,37 +235,12 @@ def transformers(session: Session, directory: Path) -> None:
 def lightning(session: Session, directory: Path, checkpoint: str | None = None, **options: Any) -> None:
     import lightning as L
 
-    from elastic_trainer.integrations.lightning import ElasticStrategy
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Any, number: int) -> Any:
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-        def validation_step(self, batch: Any, number: int) -> Any:
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        strategy=ElasticStrategy(session),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        default_root_dir=directory,
-        **quiet,
-        **options,
-    )
+    trainer, module = lightning_trainer(session, directory, max_epochs=1, logger=False, **options)
     path = directory / checkpoint if checkpoint is not None else None
     if path is not None:
-        torch.save({"state_dict": Module().state_dict(), "pytorch-lightning_version": L.__version__}, path)
+        torch.save({"state_dict": module.state_dict(), "pytorch-lightning_version": L.__version__}, path)
     loader: Any = DataLoader(Points(directory, 0.0), batch_size=BATCH)
-    trainer.fit(Module(), loader, loader, ckpt_path=path)
+    trainer.fit(module, loader, loader, ckpt_path=path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

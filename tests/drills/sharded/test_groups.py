@@ -1,4 +1,4 @@
-"""Shard groups of two nodes: nodes die in one group, in two at once, and fresh ones fill their places.
+"""Shard groups of two nodes: nodes die in one group, in two at once, and fresh ones take their shard ranks.
 
 A model that is sharded over all nodes of the job is sharded anew at each number of them.
 """
@@ -53,7 +53,7 @@ class Groups(Saved):
         kill([process for node in victims for process in node.family()])
 
     def ready(self, node: Node) -> Node:
-        """Wait until it could take part in a round: of five nodes the last is a spare at the first place."""
+        """Wait until it could take part in a round: of five nodes the last is a spare in the first slot."""
 
         self.job.wait_for(lambda: self.job.shows(node.name, NodeState.READY), f"{node.name} is not ready")
         record = self.job.record(node.name)
@@ -144,10 +144,10 @@ class Groups(Saved):
 
 @pytest.mark.timeout(300)
 def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """A node dies: the other of its group is a spare in its process, until a fresh one, which begins anew at the place,
-    makes it whole. Then one node of each group dies, at different places: the survivors are one group at once.
+    """A node dies: the other of its group is a spare in its process, until a fresh one, which begins anew with its
+    shards, makes it whole. Then one node of each group dies, with different shards: the rest are one group at once.
 
-    No step is lost, until the newest shards of one place are, with a node of each group, the second once its group is
+    No step is lost, until the newest shards of one rank are, with a node of each group, the second once its group is
     ahead: nobody holds a whole state, and the others, in their processes, resume what its neighbour has a copy of. All
     workers die at once: the next ones resume what the agents hold, or a checkpoint that is newer. Each sample counts
     once, and the result is that of one process.
@@ -189,16 +189,16 @@ def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etc
 def test_the_only_group_goes_on_in_place_from_copies_at_the_neighbour(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """Nobody else holds the shards of a node that dies, but its neighbour has a copy: as soon as a spare has taken the
-    place, both resume the newest step that both had copied, one of them in its process. So does the next pair. A node
+    """Nobody else holds the shards of a node that dies, but its neighbour has a copy: as soon as a spare has taken
+    over, both resume the newest step that both had copied, one of them in its process. So does the next pair. A node
     that is told to leave costs no step. Each sample counts once, and the result is that of one process."""
     saves: dict[str, Any] = {"save_every": RARELY, "snapshot_every_s": 0.2}
     drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.05, sgd=True, most=GROUP, shard_nodes=GROUP, **saves)
     with drill.job as job:
         drill.train(*job.start(GROUP))
-        for place in (1, 0):
+        for shard_rank in (1, 0):
             members, spare = drill.members(), drill.ready(job.add())
-            victim, other = members[place], members[1 - place]
+            victim, other = members[shard_rank], members[1 - shard_rank]
             before = drill.processes(other)
             copied, resumed = drill.loses([victim], GROUP)
             assert resumed in copied[-2:], (resumed, copied)
@@ -215,8 +215,8 @@ def test_the_only_group_goes_on_in_place_from_copies_at_the_neighbour(
     assert error < CLOSE
 
 
-def test_in_restart_mode_nodes_have_no_places(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """All workers start again, each at the place that its rank gives it, and load their shards."""
+def test_in_restart_mode_nodes_keep_no_shard_ranks(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """All workers start again, each with the shard rank that its rank gives it, and load their shards."""
     named: dict[str, Any] = {"recovery": "restart", "save_every": 5, "sgd": True, "shard_nodes": GROUP}
     drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.01, **named)
     with drill.job as job:
@@ -241,13 +241,13 @@ class WholeJob(Groups):
 def test_a_model_sharded_over_the_whole_job_is_sharded_anew_when_nodes_die_and_join(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """A node is killed, and its shards with it: the others resume, with one place less, the newest state of which it
+    """A node is killed, and its shards with it: the others resume, with one rank less, the newest state of which it
     had left a copy with its neighbour. Then one joins. Then two neighbours die at once: what is left resumes the newest
     checkpoint. Only steps behind these are repeated, each sample counts once, and the result is that of one process.
     """
     options: dict[str, Any] = {"recovery": "restart", "save_every": RARELY, "sgd": True, "whole_job": True}
     sizes = {"nodes": NODES, "least": NODES - 2}
-    drill = WholeJob(tmp_path, etcd_endpoint, run_id, places=1, pace_s=0.05, snapshot_every_s=0.2, **sizes, **options)
+    drill = WholeJob(tmp_path, etcd_endpoint, run_id, shards=1, pace_s=0.05, snapshot_every_s=0.2, **sizes, **options)
     with drill.job as job:
         job.start(NODES)
         drill.taken_up(NODES)

@@ -1,7 +1,7 @@
 """What a real sharded job saves, among faults in the middle of saves, and who can resume it.
 
-Each place writes its own file. Every copy that a rank makes is recorded, so that a checkpoint is compared bit by bit
-with what its ranks held.
+Each shard rank writes its own file. Every copy that a rank makes is recorded, so that a checkpoint is compared bit by
+bit with what its ranks held.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.codec import fingerprint
 from elastic_trainer.cli.main import main
 from elastic_trainer.local.cluster import Node
-from tests.drills.sharded.test_sharded import CLOSE, PLACES, SCRIPT, Sharded
+from tests.drills.sharded.test_sharded import CLOSE, SCRIPT, SHARDS, Sharded
 from tests.drills.sharded.train import Net, named_tensors
 from tests.integration.training.launch import ran
 
@@ -37,12 +37,12 @@ class Saved(Sharded):
         entry = CheckpointManager(self.checkpoints).newest() if self.checkpoints.exists() else None
         return 0 if entry is None else entry.step
 
-    def fail_save(self, kind: str, place: int) -> Node:
-        """The next save meets a fault at this place; the node that it happened on."""
-        (self.directory / "next").write_text(json.dumps({"kind": kind, "place": place}))
+    def fail_save(self, kind: str, shard_rank: int) -> Node:
+        """The next save meets a fault at this shard rank; the node that it happened on."""
+        (self.directory / "next").write_text(json.dumps({"kind": kind, "shard_rank": shard_rank}))
         (self.directory / "next").rename(self.directory / "save-fault")
         faulted = self.directory / "save-faulted"
-        self.job.wait_for(faulted.exists, f"no save met {kind} at place {place}")
+        self.job.wait_for(faulted.exists, f"no save met {kind} at shard rank {shard_rank}")
         name = faulted.read_text()
         faulted.unlink()
         return next(node for node in self.job.nodes if node.name == name)
@@ -54,7 +54,7 @@ class Saved(Sharded):
         compared(self.directory, self.checkpoints)
 
     def await_copied(self) -> None:
-        """Wait until all places have copied a step that is not saved, and the next save is two steps away."""
+        """Wait until all shard ranks have copied a step that is not saved, and the next save is two steps away."""
         self.job.wait_for(self._copied, "no step behind a save is copied")
 
     def _copied(self) -> bool:
@@ -64,17 +64,17 @@ class Saved(Sharded):
             copies.append(tuple(json.loads(line)["step"] for line in lines))
         whole, begun = max((each for each in copies if len(each) == 2), default=(0, 0))
         return (
-            copies.count((whole, begun)) >= PLACES and whole > self.newest_saved() and begun % SAVE_EVERY in range(1, 5)
+            copies.count((whole, begun)) >= SHARDS and whole > self.newest_saved() and begun % SAVE_EVERY in range(1, 5)
         )
 
     def kill_all(self) -> None:
         for node in self.job.running:
-            for place in range(PLACES):
-                node.kill_worker(place)
+            for local_rank in range(SHARDS):
+                node.kill_worker(local_rank)
 
 
 def compared(directory: Path, checkpoints: Path) -> dict[str, torch.Tensor]:
-    """The newest checkpoint as an unsharded program loads it: bit by bit what all places copied at that moment."""
+    """The newest checkpoint as an unsharded program loads it: bit by bit what all shard ranks copied at that moment."""
     loaded = CheckpointManager(checkpoints).load_newest()
     assert loaded is not None
     moment = (loaded.manifest.round, loaded.manifest.step)
@@ -88,23 +88,23 @@ def compared(directory: Path, checkpoints: Path) -> dict[str, torch.Tensor]:
                 box = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
                 assert fingerprint({"": whole[name][box].contiguous()}) == digest, (loaded.name, name)
                 covered[name].add(str(offset))
-    assert {len(each) for each in covered.values()} == {PLACES}, covered
+    assert {len(each) for each in covered.values()} == {SHARDS}, covered
     return whole
 
 
 def test_whatever_happens_amid_a_save_the_next_one_is_whole_and_any_number_of_ranks_resumes_it(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """A worker dies in its file, also place 0's; a node dies; a place never comes; all workers die at once."""
+    """A worker dies in its file, also that of shard rank 0; a node dies; a worker never comes; all die at once."""
     job = Saved(
         tmp_path, etcd_endpoint, run_id, pace_s=0.05, save_every=SAVE_EVERY, snapshot_every_s=0.1, patience_s=2.0
     )
     with job.job as cluster:
         cluster.start(2)
         job.await_together()
-        for kind, place in (("dies", 1), ("dies", 0), ("stalls", 1), ("absent", 1)):
+        for kind, shard_rank in (("dies", 1), ("dies", 0), ("stalls", 1), ("absent", 1)):
             before = {node.name: job.workers(node) for node in cluster.running}
-            victim = job.fail_save(kind, place)
+            victim = job.fail_save(kind, shard_rank)
             if kind == "stalls":
                 assert victim.kill() is not None
                 cluster.add()

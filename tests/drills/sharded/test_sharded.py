@@ -35,7 +35,7 @@ FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000"}
 """Many failures are no poisoned batch here."""
 FORCED = max(1, KILLS // 10)
 """How often each of the faults comes that no kill from outside would hit."""
-PLACES = 2
+SHARDS = 2
 PACE_S, AHEAD = (0.01, 25) if COUNT in os.environ else (0.05, 12)
 """Seconds of rest in each step, which leave the processors to others; and how many steps ahead a fault is announced."""
 CLOSE = 5e-6
@@ -49,12 +49,12 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "accumulating": ({"micro": 2}, CLOSE),
     "tensor parallel": ({"mesh": [1, 2], "names": ["dp_shard", "tp"]}, 4 * CLOSE),
     "three nodes": ({"nodes": 3}, CLOSE),
-    "sharded and tensor parallel": ({"mesh": [2, 2], "names": ["dp_shard", "tp"], "places": 4}, 4 * CLOSE),
+    "sharded and tensor parallel": ({"mesh": [2, 2], "names": ["dp_shard", "tp"], "shards": 4}, 4 * CLOSE),
     "bfloat16": ({"policy": "reduced", "sgd": True}, ROUGH),
     "scaled and averaged": ({"scaler": True, "average": 0.9, "activations": True}, CLOSE),
     "stages": (STAGES, CLOSE),
-    "stages of shards": (STAGES | {"mesh": [2, 2], "places": 4, "schedule": "GPipe", "scaler": True}, CLOSE),
-    "interleaved stages of shards": (INTERLEAVED | {"mesh": [2, 2], "places": 4}, CLOSE),
+    "stages of shards": (STAGES | {"mesh": [2, 2], "shards": 4, "schedule": "GPipe", "scaler": True}, CLOSE),
+    "interleaved stages of shards": (INTERLEAVED | {"mesh": [2, 2], "shards": 4}, CLOSE),
 }
 """Options of train.py (and how many nodes and ranks a node), and how close the result is. All but the first are for the
 long form."""
@@ -70,14 +70,14 @@ class Sharded:
         run: str,
         *,
         nodes: int = 2,
-        places: int = PLACES,
+        shards: int = SHARDS,
         least: int | None = None,
         most: int | None = None,
         shard_nodes: int = 1,
         **options: Any,
     ) -> None:
         self.directory, self.options, self._struck = directory / "job", options, 0
-        self.nodes, self.places = nodes, places
+        self.nodes, self.shards = nodes, shards
         self.directory.mkdir()
         self.job = Job(
             self.directory,
@@ -87,7 +87,7 @@ class Sharded:
             least=least or shard_nodes,
             most=most or nodes,
             options=FREELY | {"recovery": options.pop("recovery", "in_place"), "shard_nodes": str(shard_nodes)},
-            workers=places // shard_nodes,
+            workers=shards // shard_nodes,
             max_restarts=1_000_000,
         )
 
@@ -97,14 +97,14 @@ class Sharded:
 
         def together() -> bool:
             new = [line for line in self.job.lines() if line.event is LineKind.STEP and line.t > began]
-            whole = {line.node for line in new if line.world == self.nodes * self.places}
+            whole = {line.node for line in new if line.world == self.nodes * self.shards}
             return len(names) == self.nodes and whole >= names
 
         self.job.wait_for(together, f"{names} do not train together")
 
     def workers(self, node: Node) -> list[int]:
         """The processes of this node's workers."""
-        found = [node.worker(place) for place in range(self.job.spec.workers)]
+        found = [node.worker(local_rank) for local_rank in range(self.job.spec.workers)]
         return [each.pid for each in found if each is not None]
 
     def kill(self, chance: random.Random, kind: str) -> None:
@@ -115,7 +115,7 @@ class Sharded:
             assert victim.kill() is not None
             self.job.add()
         else:
-            assert victim.kill_worker(chance.randrange(self.places)) is not None
+            assert victim.kill_worker(chance.randrange(self.shards)) is not None
         self.await_together()
         assert [self.workers(other) for other in others] == before
 
@@ -135,7 +135,7 @@ class Sharded:
     def ended(self, tmp_path: Path, *, restarted: bool = False, ranks: int | None = None) -> float:
         """Let it end; how far its parameters are from those of one process after as many steps."""
         job, living = self.job, [node.name for node in self.job.running]
-        everyone = self.nodes * self.places
+        everyone = self.nodes * self.shards
         codes = job.finish()
         assert [codes[name] for name in living] == [0] * len(living), job.describe()
         assert not processes.marked(job.ledger_marks)
@@ -168,11 +168,11 @@ class Sharded:
         )
 
     def compared(self) -> int:
-        """All that held one place after one step had the same bits; how often that could be compared."""
+        """All that held one shard after one step had the same bits; how often that could be compared."""
         digests = defaultdict(list)
         for path in self.directory.glob("shards-*"):
             for line in map(json.loads, path.read_text().splitlines()):
-                digests[line["step"], line["round"], line["place"]].append(line["digest"])
+                digests[line["step"], line["round"], line["shard_rank"]].append(line["digest"])
         different = [key for key, each in digests.items() if len(set(each)) > 1]
         assert different == []
         return sum(len(each) > 1 for each in digests.values())

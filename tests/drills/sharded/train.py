@@ -4,7 +4,7 @@ Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh``
 too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches),
 ``more`` (rank 0 calls the model once more: "forward" alone, or in a "step" of both), ``policy`` ("fp32", "bf16" or
 "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
-``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
+``save_every``, ``snapshot_every_s``, ``patience_s`` (of shard rank 0 for another, at a save), ``shows`` (a directory of
 checkpoints: show what is resumed there, and end), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups
 that behave like NCCL's).
 """
@@ -101,12 +101,12 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     with torch.device("meta" if options.get("meta") else "cpu"):
         model = Net()
     with session.parallelizing():
-        for place, block in enumerate(model.blocks):
+        for number, block in enumerate(model.blocks):
             if "tp" in names:
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(block, mesh["tp"], plan, src_data_rank=None)
             if options.get("activations"):
-                block = model.blocks[place] = checkpoint_wrapper(block)
+                block = model.blocks[number] = checkpoint_wrapper(block)
             if "dp_shard" in names:
                 fully_shard(block, mesh=mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
         if "tp" in names and "dp_shard" not in names:
@@ -162,7 +162,7 @@ class Faults:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._node = directory, os.environ.get("ELASTIC_TRAINER_NODE")
-        self._place = int(os.environ.get("LOCAL_RANK", "0"))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._due: dict[str, Any] = {}
         self._meet, self._reduce = ShardedReplica.commit_together, ShardedReplica._reduced
         self._lose, faults = StagedReplica._loss, self
@@ -185,7 +185,7 @@ class Faults:
             self._mark(due, "came").touch()
             works = replica.groups.peers.works
             works.wait(works.begun(Never()))
-        elif self._place == 1:
+        elif self._local_rank == 1:
             limit = time.monotonic() + 20.0
             while not self._mark(due, "came").exists() and time.monotonic() < limit:
                 time.sleep(0.01)
@@ -195,7 +195,7 @@ class Faults:
 
     def commit_together(self, replica: ShardedReplica, number: int) -> None:
         """In place of the barrier."""
-        kind = self._due.get("kind") if replica.groups.count > 1 and self._place == 1 else None
+        kind = self._due.get("kind") if replica.groups.count > 1 and self._local_rank == 1 else None
         if kind == "barrier":
             self._strike(replica)
         self._meet(replica, number)
@@ -205,7 +205,7 @@ class Faults:
     def reduced(self, replica: ShardedReplica, *sums: Any) -> None:
         """In place of the hook of FSDP."""
         kind = self._due.get("kind") if replica.groups.count > 1 else None
-        if kind == "backward" or (kind == "kernel" and self._place == 1):
+        if kind == "backward" or (kind == "kernel" and self._local_rank == 1):
             self._strike(replica)
         self._reduce(replica, *sums)
 
@@ -217,9 +217,9 @@ class Faults:
 
 
 class SaveFaults:
-    """At the next save after the file ``save-fault`` appears, ``{"kind", "place"}``, this is what that place does:
+    """At the next save after the file ``save-fault`` appears, ``{"kind", "shard_rank"}``, that shard rank:
 
-    ``dies``: in the middle of its file. ``stalls``: writes none until it is killed. ``absent``: does not come.
+    ``dies`` in the middle of its file, ``stalls`` (writes none until it is killed), or is ``absent``.
 
     The file is then renamed to ``save-faulted``, with the node's name. What is copied is recorded in ``copies-*``.
     """
@@ -227,9 +227,9 @@ class SaveFaults:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process = process_id(worker_environment().ledger_dir)
-        places: Any = (commit, manager)
-        self._write, self._write_share, self._begin = places[0].write_file, places[1].write_share, Saver._begin
-        places[0].write_file, places[1].write_share = self.write, self.write_share
+        modules: Any = (commit, manager)
+        self._write, self._write_share, self._begin = modules[0].write_file, modules[1].write_share, Saver._begin
+        modules[0].write_file, modules[1].write_share = self.write, self.write_share
         faults = self
         Saver._begin = lambda self, *given, **named: faults.begin(self, *given, **named)  # type: ignore[method-assign]
 
@@ -237,7 +237,7 @@ class SaveFaults:
         part, mine = tensor_part(file), self._directory / f"save-fault-{self._process}"
         with suppress(FileNotFoundError):  # there is none, or another process has taken it just now
             wanted = json.loads((self._directory / "save-fault").read_text())
-            if part is not None and wanted["place"] == part[0] and wanted["kind"] in kinds:
+            if part is not None and wanted["shard_rank"] == part[0] and wanted["kind"] in kinds:
                 (self._directory / "save-fault").rename(mine)  # and not written to: others may be reading it
                 told = mine.with_suffix(".told")
                 told.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
@@ -359,12 +359,12 @@ def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) ->
 
 
 def note(directory: Path, session: Session, *, whole_job: bool) -> None:
-    """What this place holds, for comparison with its replicas."""
+    """What this shard rank holds, for comparison with its replicas."""
     held = {name: local(each.detach()) for name, each in session.module.named_parameters() if not each.is_meta}
     sizes = (int(os.environ.get(name) or 1) for name in ("ELASTIC_TRAINER_SHARD_NODES", "LOCAL_WORLD_SIZE"))
-    place = session.rank % (session.world_size if whole_job else math.prod(sizes))
+    shard_rank = session.rank % (session.world_size if whole_job else math.prod(sizes))
     process = process_id(session.environment.ledger_dir)
-    line = {"step": session.step_number, "round": session.round, "place": place, "pid": process}
+    line = {"step": session.step_number, "round": session.round, "shard_rank": shard_rank, "pid": process}
     with (directory / f"shards-{process}").open("a") as file:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")
 

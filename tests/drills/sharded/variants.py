@@ -130,7 +130,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def begun(session: Session, model: nn.Module) -> dict[str, float]:
-    """Of a model from the meta device: whether places drew the same numbers, and how far wrap() moved them."""
+    """Of a model from the meta device: whether shard ranks drew the same numbers, and how far wrap() moved them."""
     before = whole_of_shards(model)
     session.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
     moved = max(float((a - b).abs().max()) for a, b in zip(before, whole_of_shards(model), strict=True))
@@ -188,8 +188,8 @@ def main() -> None:
     torch.set_num_threads(1)
     directory = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        (place := directory / name).mkdir(exist_ok=True)
-        found = checked(name, place)
+        (folder := directory / name).mkdir(exist_ok=True)
+        found = checked(name, folder)
         (directory / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_trainer import Session, Streams
-from elastic_trainer.errors import ConfigError, DataError, ElasticTrainerError
+from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.integrations.torchdata import StatefulDataLoader, streams
 from elastic_trainer.model import Cursor
 from tests.integration.data.datasets import Holed, Words
@@ -137,55 +138,46 @@ def test_a_stream_is_read_on_from_its_last_state_and_not_from_its_beginning() ->
     assert [shard for shard, _ in map(other.place, range(4))] == [0, 0, 1, 1]
 
 
+PLAIN = TensorDataset(torch.arange(20.0).view(20, 1))
+
+
+def drawn(session: Session, data: Any, size: int = 4, **options: Any) -> Any:
+    return next(session.batches(data, global_batch_size=size, **{"shuffle": False, "steps": 2, **options})).data
+
+
+def looped(session: Session, dataset: Any = PLAIN, **options: Any) -> Any:
+    sampler = session.sampler(PLAIN, global_batch_size=4)
+    return sampler.batches(DataLoader(dataset, **{"batch_sampler": sampler, **options}), epochs=1)
+
+
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("sentence", "act"),
     [
-        ("other sampler", "does not draw by this sampler"),
-        ("other data", "reads another data set"),
-        ("alone", "is looped over itself"),
-        ("unordered", "gives batches in any order"),
-        ("stream", "is a stream, whose samples have no numbers"),
-        ("no state", "is a Stateless, which does not keep where it is"),
-        ("uneven", "a global batch of 5 samples cannot be divided among 2 streams"),
-        ("shuffled", "cannot be shuffled from outside"),
-        ("epochs", "streams have no end"),
-        ("workers", "workers does not go with Streams"),
-        ("empty", "stream 0 of 2 has no samples"),
-        ("map-style", "is a TensorDataset, which is not an IterableDataset"),
-        ("none", "shards=0"),
+        ("does not draw by this sampler", lambda session: looped(session, batch_sampler=None, batch_size=2)),
+        ("reads another data set", lambda session: looped(session, TensorDataset(torch.ones(20, 1)))),
+        ("gives batches in any order", lambda session: looped(session, in_order=False)),
+        (
+            "is looped over itself",
+            lambda session: next(iter(DataLoader(PLAIN, batch_sampler=session.sampler(PLAIN, global_batch_size=4)))),
+        ),
+        ("is a stream, whose samples have no", lambda session: session.sampler(Streams(Part, 2), global_batch_size=4)),
+        ("is a Stateless, which does not keep", lambda session: drawn(session, Streams(lambda *_: Stateless(), 2))),
+        ("of 5 samples cannot be divided among 2", lambda session: drawn(session, Streams(Part, 2), 5)),
+        ("cannot be shuffled from outside", lambda session: drawn(session, Streams(Part, 2), shuffle=True)),
+        ("streams have no end", lambda session: drawn(session, Streams(Part, 2), steps=None, epochs=2)),
+        ("workers does not go with Streams", lambda session: drawn(session, Streams(Part, 2), workers=1)),
+        ("is a TensorDataset, which is not", lambda session: drawn(session, streams(lambda *_: PLAIN, 2))),
+        ("stream 0 of 2 has no samples", lambda session: drawn(session, Streams(partial(Part, length=0), 2))),
+        ("shards=0", lambda session: Streams(Part, 0)),
+        ("shuffle=False", lambda session: drawn(session, Words(), shuffle=True)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_what_could_not_be_exact_is_refused_in_a_sentence(fault: str, sentence: str) -> None:
-    with Session(seed=3, device="cpu") as session, pytest.raises(ElasticTrainerError, match=sentence) as raised:
-        go_wrong(session, fault)
-    assert isinstance(raised.value, DataError if fault == "empty" else ConfigError)
-
-
-def go_wrong(session: Session, fault: str) -> None:
-    dataset = TensorDataset(torch.arange(20.0).view(20, 1))
-    make: Any = {
-        "no state": lambda *_: Stateless(),
-        "empty": lambda shard, shards: Part(shard, shards, 0),
-    }.get(fault, Part)
-    options: dict[str, Any] = {"global_batch_size": 5 if fault == "uneven" else 4, "shuffle": fault == "shuffled"}
-    wrapped(session)
-    sampler = session.sampler(Streams(Part, 2) if fault == "stream" else dataset, global_batch_size=4)
-    if fault == "none":
-        Streams(Part, 0)
-    elif fault == "other sampler":
-        sampler.batches(DataLoader(dataset, batch_size=2), epochs=1)
-    elif fault == "other data":
-        sampler.batches(DataLoader(TensorDataset(torch.ones(20, 1)), batch_sampler=sampler), epochs=1)
-    elif fault == "unordered":
-        sampler.batches(DataLoader(dataset, batch_sampler=sampler, in_order=False), epochs=1)
-    elif fault == "alone":
-        next(iter(DataLoader(dataset, batch_sampler=sampler)))
-    else:
-        data = streams(lambda *_: dataset, 2) if fault == "map-style" else Streams(make, 2)
-        options |= {"epochs": 2} if fault == "epochs" else {"steps": 2}
-        options |= {"workers": 1} if fault == "workers" else {}
-        _ = next(session.batches(data, **options)).data
+def test_what_could_not_be_exact_is_refused_in_a_sentence(sentence: str, act: Callable[[Session], Any]) -> None:
+    with Session(seed=3, device="cpu") as session:
+        wrapped(session)
+        with pytest.raises(DataError if "no samples" in sentence else ConfigError, match=sentence):
+            act(session)
 
 
 def test_an_error_of_a_stream_does_not_pass_for_its_end() -> None:
@@ -278,16 +270,6 @@ def test_the_gradient_with_bad_samples_is_the_planned_mean_over_those_present(wo
             assert float(gradient) == pytest.approx(sum(i for i in range(16) if i not in (1, 2, 3)) / 16)
             assert sorted(batch.ids.tolist()) == [0, *range(4, 16)]
         assert session.skipped_samples == 3
-
-
-def test_a_stream_is_read_in_its_own_order_only() -> None:
-    """Asking for a shuffled one is a mistake, and the message says what to do instead."""
-    with Session(device="cpu") as session:
-        wrapped(session)
-        with pytest.raises(ConfigError, match="shuffle=False"):
-            session.batches(Words(), global_batch_size=4, epochs=1)
-        first = next(session.batches(Words(), global_batch_size=4, epochs=1, shuffle=False, workers=1))
-        assert first.x.tolist() == [0, 1, 2, 3]
 
 
 class Millions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ def starter(*modules: str, learn: bool = False, **environment: str) -> Iterator[
         it.close()
 
 
-class Place:
+class Runner:
     def __init__(self, directory: Path) -> None:
         self.out, self.err = directory / "out", directory / "err"
         self.more: dict[str, str] = {}
@@ -59,8 +58,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path)
 
 
 def script(directory: Path, text: str, name: str = "train.py") -> Path:
@@ -70,12 +69,12 @@ def script(directory: Path, text: str, name: str = "train.py") -> Path:
 
 
 @pytest.mark.parametrize("words", [[str(LOOK), "a b", "-x"], ["-m", "tests.integration.warm.look", "y"]])
-def test_a_fork_sees_of_itself_what_a_fresh_process_sees(place: Place, words: list[str]) -> None:
+def test_a_fork_sees_of_itself_what_a_fresh_process_sees(runner: Runner, words: list[str]) -> None:
     """Arguments, path, ``__main__``, environment and command in /proc, signals, session, limits, streams, parent."""
-    code, wanted, _ = place.result(place.cold(*words))
+    code, wanted, _ = runner.result(runner.cold(*words))
     assert code == 0
     with starter("json", learn=True) as it:
-        code, seen, error = place.result(place.warm(it, *words))
+        code, seen, error = runner.result(runner.warm(it, *words))
     assert (code, error) == (0, "")
     assert json.loads(seen) == json.loads(wanted)
     assert json.loads(seen)["parent"] == os.getpid()
@@ -103,28 +102,15 @@ ENDS = {
 }
 
 
-def test_a_fork_ends_as_a_fresh_process_ends(tmp_path: Path, place: Place) -> None:
+def test_a_fork_ends_as_a_fresh_process_ends(tmp_path: Path, runner: Runner) -> None:
     """Exit codes, signals, tracebacks, atexit, threads waited for, pickles of ``__main__`` in spawned children."""
     with starter("json") as it:
         for name, text in ENDS.items():
             path = script(tmp_path, text, f"ends_with_{name}.py")
-            assert place.of(it, path) == place.result(place.cold(str(path))), name
+            assert runner.of(it, path) == runner.result(runner.cold(str(path))), name
 
 
-def test_a_fork_has_its_own_signals(tmp_path: Path, place: Place) -> None:
-    """SIGTERM reaches a handler of the program, and its whole group is signalled as torchrun does."""
-    text = (
-        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "print('ready')\ntime.sleep(60)"
-    )
-    with starter() as it:
-        process = place.warm(it, str(script(tmp_path, text)))
-        eventually(lambda: "ready" in place.out.read_text(), place.out.read_text)
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(LIMIT_S) == 143
-
-
-def test_forks_draw_different_random_numbers_unless_they_seed(tmp_path: Path, place: Place) -> None:
+def test_forks_draw_different_random_numbers_unless_they_seed(tmp_path: Path, runner: Runner) -> None:
     """The generators of Python, numpy and torch begin anew in each."""
     text = (
         "import random, numpy, torch\nprint(random.random())\nprint(numpy.random.rand())\n"
@@ -134,30 +120,32 @@ def test_forks_draw_different_random_numbers_unless_they_seed(tmp_path: Path, pl
     )
     path = script(tmp_path, text)
     with starter("torch", "numpy") as it:
-        one, other = (place.of(it, path)[1].splitlines() for _ in range(2))
+        one, other = (runner.of(it, path)[1].splitlines() for _ in range(2))
     assert [a == b for a, b in zip(one, other, strict=True)] == [False, False, False, True]
 
 
-def test_the_script_is_read_at_each_start(tmp_path: Path, place: Place) -> None:
-    """A script, and a module beside it, that have changed run as they are now."""
-    path = script(tmp_path, "import beside\nprint('old', beside.x)")
-    script(tmp_path, "x = 1", "beside.py")
-    with starter("json", learn=True) as it:
-        assert place.of(it, path)[1] == "old 1\n"
-        script(tmp_path, "import beside\nprint('new', beside.x)")
-        script(tmp_path, "x = 22", "beside.py")
-        assert place.of(it, path)[1] == "new 22\n"
+def test_the_script_is_read_at_each_start(tmp_path: Path, runner: Runner) -> None:
+    """A script, and a module beside it, that have changed run as they are now. Variables that a preloaded module sets
+    are set in a fork, and one that it removes is gone; those of the worker are its own."""
+    script(tmp_path, "import os; os.environ['SET'] = 'x'; os.environ.pop('GONE')", "sets.py")
+    runner.more = {"PYTHONPATH": str(tmp_path), "GONE": "1"}
+    with starter("sets", learn=True, PYTHONPATH=str(tmp_path), GONE="1") as it:
+        for value in (1, 22):
+            script(tmp_path, f"x = {value}", "beside.py")
+            shown = f"{value}, beside.x, [os.environ.get(name) for name in ('SET', 'GONE', 'RANK')]"
+            path = script(tmp_path, f"import beside, os\nprint({shown})")
+            assert runner.of(it, path)[1] == f"{value} {value} ['x', None, '1']\n"
 
 
-def test_a_file_that_hides_a_module_starts_cold(tmp_path: Path, place: Place) -> None:
+def test_a_file_that_hides_a_module_starts_cold(tmp_path: Path, runner: Runner) -> None:
     """The template has the library's module, the script would import its own."""
     path = script(tmp_path, "import json")
     script(tmp_path, "", "json.py")
     with starter("json") as it, pytest.raises(ColdStart, match=r"json\.py shadows a module"):
-        place.warm(it, str(path))
+        runner.warm(it, str(path))
 
 
-def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, place: Place) -> None:
+def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, runner: Runner) -> None:
     """As that of jemalloc, which pyarrow starts; the fork has only its own."""
     text = (
         "import ctypes, threading\n"
@@ -168,9 +156,9 @@ def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, 
     )
     script(tmp_path, text, "allocating.py")
     path = script(tmp_path, "import os, sys; print('allocating' in sys.modules, len(os.listdir('/proc/self/task')))")
-    place.more = {"PYTHONPATH": str(tmp_path)}
+    runner.more = {"PYTHONPATH": str(tmp_path)}
     with starter("allocating", PYTHONPATH=str(tmp_path)) as it:
-        assert place.of(it, path)[:2] == (0, "True 1\n")
+        assert runner.of(it, path)[:2] == (0, "True 1\n")
 
 
 @pytest.mark.parametrize(
@@ -185,56 +173,47 @@ def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, 
         ("import subprocess; p = subprocess.Popen(['sleep', '5'])", "starts a process"),
     ],
 )  # fmt: skip
-def test_a_module_that_a_fork_cannot_share_is_left_out(tmp_path: Path, place: Place, text: str, reason: str) -> None:
+def test_a_module_that_a_fork_cannot_share_is_left_out(tmp_path: Path, runner: Runner, text: str, reason: str) -> None:
     """The start says why and is cold; the next template is made without it, and forks."""
     script(tmp_path, "import numpy.random\n" if "numpy" in text else "", "before.py")
     script(tmp_path, text, "odd.py")
     path = script(tmp_path, "import odd, sys; print('ran', 'json' in sys.modules)")
-    place.more = {"PYTHONPATH": str(tmp_path)}
+    runner.more = {"PYTHONPATH": str(tmp_path)}
     with starter("before", "odd", "json", PYTHONPATH=str(tmp_path)) as it:
         with pytest.raises(ColdStart, match=reason):
-            place.warm(it, str(path))
-        assert place.of(it, path)[:2] == (0, "ran True\n")
+            runner.warm(it, str(path))
+        assert runner.of(it, path)[:2] == (0, "ran True\n")
 
 
-def test_what_nodes_of_a_local_cluster_import_can_be_preloaded(tmp_path: Path, place: Place) -> None:
+def test_what_nodes_of_a_local_cluster_import_can_be_preloaded(tmp_path: Path, runner: Runner) -> None:
     """All of it: the first node is forked already."""
     path = script(tmp_path, f"import sys; print([each for each in {agents.MODULES} if each not in sys.modules])")
     with starter(*agents.MODULES) as it:
-        assert place.of(it, path)[:2] == (0, "[]\n")
+        assert runner.of(it, path)[:2] == (0, "[]\n")
 
 
-def test_variables_that_an_import_sets_are_set_in_a_fork(tmp_path: Path, place: Place) -> None:
-    """And one that it removes is gone; those of the worker are its own."""
-    script(tmp_path, "import os; os.environ['SET'] = 'x'; os.environ.pop('GONE')", "sets.py")
-    path = script(tmp_path, "import os; print([os.environ.get(n) for n in ('SET', 'GONE', 'RANK')])")
-    place.more = {"PYTHONPATH": str(tmp_path), "GONE": "1"}
-    with starter("sets", PYTHONPATH=str(tmp_path), GONE="1") as it:
-        assert place.of(it, path)[1] == "['x', None, '1']\n"
-
-
-def test_a_template_learns_what_its_programs_import(tmp_path: Path, place: Place) -> None:
+def test_a_template_learns_what_its_programs_import(tmp_path: Path, runner: Runner) -> None:
     """Installed modules alone: the next program finds them, and imports its own code itself."""
     script(tmp_path, "", "mine.py")
     path = script(tmp_path, "import sys\nprint('sqlite3.dump' in sys.modules, 'mine' in sys.modules)\n"
                             "import mine, sqlite3.dump, zipapp, wave")  # fmt: skip
     with starter(learn=True) as it:
-        assert place.of(it, path)[1] == "False False\n"
+        assert runner.of(it, path)[1] == "False False\n"
         deadline = Deadline.after(LIMIT_S)
-        while (said := place.of(it, path)[1]) == "False False\n" and not deadline.expired:
+        while (said := runner.of(it, path)[1]) == "False False\n" and not deadline.expired:
             pause(1.0)
     assert said == "True False\n"
 
 
-def test_the_children_of_a_fork_have_nothing_of_its_template(tmp_path: Path, place: Place) -> None:
+def test_the_children_of_a_fork_have_nothing_of_its_template(tmp_path: Path, runner: Runner) -> None:
     """No socket of the template's is open in them, and their imports are their own."""
     shows = "print([n for n in os.listdir('/proc/self/fd') if int(n) > 2])"
     path = script(tmp_path, f"import os\nif os.fork() == 0:\n    import wave\n    {shows}\nelse:\n    os.wait()")
     with starter(learn=True) as it:
-        assert place.of(it, path) == place.result(place.cold(str(path)))
+        assert runner.of(it, path) == runner.result(runner.cold(str(path)))
 
 
-def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
+def test_a_template_that_is_killed_is_replaced(runner: Runner) -> None:
     """The start after it is cold, with the reason; the next one is warm again."""
     others = set(templates())  # that of this process's clusters
     with starter() as it:
@@ -242,8 +221,8 @@ def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
         before = set(templates()) - others
         next(iter(before)).kill()
         with pytest.raises(ColdStart, match=r"the template has ended"):
-            place.warm(it, str(LOOK))
-        assert place.of(it, LOOK)[0] == 0
+            runner.warm(it, str(LOOK))
+        assert runner.of(it, LOOK)[0] == 0
         assert not set(templates()) & before
     assert set(templates()) <= others
 

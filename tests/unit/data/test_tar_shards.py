@@ -45,7 +45,8 @@ def array(values: list[float]) -> bytes:
 
 
 def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Path) -> None:
-    """Up to the first dot of the name it is the key; folders belong to it, and hidden files to nothing."""
+    """Up to the first dot of the name it is the key; folders belong to it, and hidden files to nothing. A decoder for
+    the whole extension goes before one for its last part; with those of one's own, data may draw random numbers."""
     files = {
         "a/1.cls": b"7", "a/1.txt": b"caf\xc3\xa9", "a/1.json": json.dumps({"x": [1]}).encode(), "a/.hidden": b"",
         "README": b"", "b/1.x.npy": array([1.5]), "b/1.BIN": b"\0\1",
@@ -53,28 +54,19 @@ def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Pa
     first, second = (TarShards(shard(tmp_path / "s.tar", files))[number] for number in (0, 1))
     assert first == {"__key__": "a/1", "cls": 7, "txt": "café", "json": {"x": [1]}}
     assert (second["__key__"], second["x.npy"].tolist(), second["bin"]) == ("b/1", [1.5], b"\0\1")
-
-
-def test_images_are_decoded_where_pillow_is_there(tmp_path: Path) -> None:
+    path = shard(tmp_path / "s.tar", {"a.seg.txt": b"s", "a.txt": b"t"})
+    shards = TarShards(path, decode={"seg.txt": lambda data: data * 2}, transform=lambda sample: sample["seg.txt"])
+    assert (shards[0], shards.deterministic, TarShards(path).deterministic) == (b"ss", False, True)
     image = pytest.importorskip("PIL.Image")
-    buffer = io.BytesIO()
-    image.new("RGB", (3, 2), (10, 20, 30)).save(buffer, "png")
+    image.new("RGB", (3, 2), (10, 20, 30)).save(buffer := io.BytesIO(), "png")
     path = shard(tmp_path / "s.tar", {"a.png": buffer.getvalue()})
     assert TarShards(path)[0]["png"].size == (3, 2)
     assert TarShards(path, decode=False)[0]["png"] == buffer.getvalue()
 
 
-def test_own_decoders_and_a_transform_are_used(tmp_path: Path) -> None:
-    """The whole extension goes before its last part. Such data may draw random numbers."""
-    path = shard(tmp_path / "s.tar", {"a.seg.txt": b"s", "a.txt": b"t"})
-    shards = TarShards(path, decode={"seg.txt": lambda data: data * 2}, transform=lambda sample: sample["seg.txt"])
-    assert shards[0] == b"ss"
-    assert not shards.deterministic
-    assert TarShards(path).deterministic
-
-
 def test_several_shards_are_one_data_set_that_is_shuffled_and_divided_exactly(tmp_path: Path) -> None:
     """Patterns name them; sample numbers go on from one to the next."""
+    assert tar_index.braces("a{08..10}{x,y}.tar") == [f"a{n}{c}.tar" for n in ("08", "09", "10") for c in "xy"]
     for number in range(3):
         numbered(tmp_path / f"s-{number:02d}.tar", 10 * number, 10 * number + 10)
     shards = TarShards(f"{tmp_path}/s-{{00..02}}.tar")
@@ -88,13 +80,14 @@ def test_several_shards_are_one_data_set_that_is_shuffled_and_divided_exactly(tm
     assert sorted(int(each) for part in parts for each in part.data["cls"]) == list(range(30))
 
 
-def test_patterns_with_braces_name_each_file() -> None:
-    assert tar_index.braces("a{08..10}{x,y}.tar") == [f"a{n}{c}.tar" for n in ("08", "09", "10") for c in "xy"]
-
-
 def damaged(path: Path, kind: str) -> Path:
-    if kind == "compressed":
-        return shard(path, {"a.cls": b"1"}, "w:gz")
+    if kind in ("compressed", "undecodable"):
+        return shard(path, {"a.cls": b"one"}, "w:gz" if kind == "compressed" else "w")
+    if kind == "twice":  # two samples with one key lie next to each other: they would become one
+        with tarfile.open(path, "w") as tar:
+            for _ in range(2):
+                tar.addfile(tarfile.TarInfo("a.txt"))
+        return path
     numbered(path, 0, 5)
     data = path.read_bytes()
     broken = {
@@ -117,12 +110,14 @@ def damaged(path: Path, kind: str) -> Path:
         ("no tar", "not a whole tar file"),
         ("zeros", "holds no samples|not a whole tar file"),
         ("compressed", "it is compressed"),
+        ("twice", r"holds a\.txt twice"),
+        ("undecodable", r"a\.cls in the shard .*broken\.tar cannot be decoded: ValueError"),
     ],
 )
-def test_a_broken_shard_is_named_when_the_data_set_is_made(tmp_path: Path, kind: str, says: str) -> None:
+def test_a_broken_shard_is_named(tmp_path: Path, kind: str, says: str) -> None:
     """Python's reader takes most damage for the end of the file, and samples would be missing without a word."""
     with pytest.raises(DataError, match=says) as caught:
-        TarShards(damaged(tmp_path / "broken.tar", kind))
+        TarShards(damaged(tmp_path / "broken.tar", kind))[0]
     assert "broken.tar" in str(caught.value)
 
 
@@ -134,59 +129,32 @@ def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
         TarShards([])
 
 
-def test_a_sample_with_two_files_of_one_name_is_refused(tmp_path: Path) -> None:
-    """Two samples with one key lie next to each other: they would become one."""
-    with tarfile.open(tmp_path / "s.tar", "w") as tar:
-        for _ in range(2):
-            tar.addfile(tarfile.TarInfo("a.txt"))
-    with pytest.raises(DataError, match=r"holds a\.txt twice"):
-        TarShards(tmp_path / "s.tar")
-
-
-def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
-    path = shard(tmp_path / "s.tar", {"a.cls": b"one"})
-    with pytest.raises(DataError, match=r"a\.cls in the shard .*s\.tar cannot be decoded: ValueError"):
-        TarShards(path)[0]
-
-
-def test_shards_of_one_name_keep_their_indexes_apart(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    for name, first in (("a", 0), ("b", 7)):
-        (tmp_path / name).mkdir()
-        numbered(tmp_path / name / "s.tar", first, first + 3)
-        os.utime(tmp_path / name / "s.tar", ns=(1, 1))
-    for name, first in (("a", 0), ("b", 7), ("a", 0)):
-        found = TarShards(tmp_path / name / "s.tar", index=kept)
-        assert [found[number]["cls"] for number in range(3)] == [first, first + 1, first + 2]
-    assert len(list(kept.iterdir())) == 2
-
-
 def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never without being asked."""
-    path = numbered(tmp_path / "s.tar", 0, 5)
-    (tmp_path / "kept").mkdir()
-    cache = tar_index.cache_file(path, tmp_path / "kept")
+    """Never without being asked; those of two shards of one name lie apart."""
+    path, kept, scanned = numbered(tmp_path / "s.tar", 0, 5), tmp_path / "kept", []
+    kept.mkdir()
+    scan = tar_index.scan
+    monkeypatch.setattr(tar_index, "scan", lambda path: scanned.append(path) or scan(path))  # type: ignore[func-returns-value]
+
+    def classes(path: Path, index: Path) -> list[int]:
+        shards = TarShards(path, index=index)
+        return [shards[number]["cls"] for number in range(len(shards))]
+
     TarShards(path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "s.tar"]
-    TarShards(path, index=tmp_path / "kept")
-    scanned: list[Path] = []
-    scan = tar_index.scan
-
-    def counting(path: Path) -> tar_index.TarIndex:
-        scanned.append(path)
-        return scan(path)
-
-    monkeypatch.setattr(tar_index, "scan", counting)
-    kept = TarShards(path, index=tmp_path / "kept")
-    assert ([kept[number]["cls"] for number in range(5)], scanned) == ([0, 1, 2, 3, 4], [])
+    assert classes(path, kept) == classes(path, kept) == [0, 1, 2, 3, 4]
+    assert scanned == [path, path]
     numbered(path, 10, 14)
     os.utime(path, ns=(1, 1))
-    assert [TarShards(path, index=tmp_path / "kept")[number]["cls"] for number in range(4)] == [10, 11, 12, 13]
-    assert len(scanned) == 1
-    assert [each.name for each in cache.parent.iterdir()] == [cache.name]
+    assert (classes(path, kept), len(scanned)) == ([10, 11, 12, 13], 3)
+    (tmp_path / "other").mkdir()
+    other = numbered(tmp_path / "other" / "s.tar", 20, 24)
+    os.utime(other, ns=(1, 1))
+    for _ in "ab":
+        assert (classes(other, kept), classes(path, kept), len(scanned)) == ([20, 21, 22, 23], [10, 11, 12, 13], 4)
+    assert {each.name for each in kept.iterdir()} == {tar_index.cache_file(each, kept).name for each in (path, other)}
     TarShards(path, index=True)
     assert (tmp_path / "s.tar.index.npz").exists()
     with pytest.raises(ConfigError, match="is not there"):
@@ -240,11 +208,6 @@ def test_each_process_opens_the_files_for_itself_and_only_a_few(
     child.join(30)
     again = pickle.loads(pickle.dumps(shards))
     assert again[1]["cls"] == 1
-
-
-def test_a_shard_that_became_shorter_is_an_error(tmp_path: Path) -> None:
-    path = numbered(tmp_path / "s.tar", 0, 5)
-    shards = TarShards(path)
-    os.truncate(path, 1024)
+    os.truncate(tmp_path / "s2.tar", 512)
     with pytest.raises(DataError, match="shorter than it was"):
-        shards[4]
+        again[2]

@@ -48,16 +48,13 @@ def formula(total: int, world: int) -> str:
     return fold(total, found, lambda left, right: f"({left}+{right})")
 
 
-def test_a_leaf_that_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match="leaf 1 of 3 is missing"):
-        fold(3, {Block(0, 0): "a", Block(2, 0): "c"}, lambda left, right: left + right)
-
-
 def test_the_tree_is_the_one_described() -> None:
     """Halves are whole powers of two; what lies beyond the last leaf does not exist."""
     assert formula(1, 1) == "0"
     assert formula(4, 2) == "((0+1)+(2+3))"
     assert formula(7, 3) == formula(7, 9) == "(((0+1)+(2+3))+((4+5)+6))"
+    with pytest.raises(ValueError, match="leaf 1 of 3 is missing"):
+        fold(3, {Block(0, 0): "a", Block(2, 0): "c"}, lambda left, right: left + right)
 
 
 @given(total=st.integers(1, 4096), world=st.integers(1, 64))
@@ -148,12 +145,15 @@ def test_a_16_bit_gradient_is_added_up_in_32_bits() -> None:
     assert float(module.weight.grad) == 1.25
 
 
-def in_session(body: Callable[[Any, Any, Any], None], micro: int | None = 4, **options: Any) -> None:
+def in_session(
+    body: Callable[[Any, Any, Any], None], micro: int | None = 4, scale_from: int | None = None, **options: Any
+) -> None:
     with Session(device="cpu") as session:
         module = model()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         wrapped = session.wrap(module, optimizer=optimizer, reduction="tree", **options)
-        batch = next(session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1))
+        sizes: dict[str, Any] = {"global_batch_size": 16, "micro_batch_size": micro, "scale_from": scale_from}
+        batch = next(session.batches(data(), **sizes, epochs=1))
         with session.step() as step:
             body(step, wrapped, batch)
             optimizer.step()
@@ -198,19 +198,12 @@ def sparse(step: Any, wrapped: Any, batch: Any) -> None:
         (sparse, 4, {}, "a gradient is sparse"),
         (whole_batch, 4, {"ddp_options": {"bucket_cap_mb": 1}}, "does not go with ddp_options"),
         (whole_batch, 4, {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
+        (whole_batch, 4, {"scale_from": 2}, "leave one of them out"),
     ],
 )
 def test_what_has_no_place_in_the_tree_is_refused(body: Any, micro: int | None, options: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         in_session(body, micro, **options)
-
-
-def test_a_batch_that_follows_the_ranks_is_refused() -> None:
-    with Session(device="cpu") as session:
-        module = model()
-        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="tree")
-        with pytest.raises(ConfigError, match="leave one of them out"):
-            session.batches(data(), global_batch_size=16, micro_batch_size=4, scale_from=2, epochs=1)
 
 
 def test_a_parameter_that_is_a_part_of_another_tensor_is_refused() -> None:

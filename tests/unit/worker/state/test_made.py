@@ -120,19 +120,17 @@ def test_what_is_allowed_to_change_counts_as_if_it_had_been_so_from_the_first(tm
         assert later.group["lr"] == rates[-1]  # and what was taken is what the next life is compared with
 
 
-def test_a_setting_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
+    """A setting that is not there, and a new schedule that is too short."""
     with pytest.raises(ConfigError, match=r"no setting 'optimizer\.rate' .here are .*optimizer\.lr"):
         Life(tmp_path, allow=("optimizer.rate",)).__enter__()
 
+    def cycle(optimizer: torch.optim.Optimizer, steps: int = 9) -> Any:
+        return schedules.OneCycleLR(optimizer, 0.3, total_steps=steps)
 
-def test_a_new_schedule_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    with Life(tmp_path, lambda optimizer: schedules.OneCycleLR(optimizer, 0.3, total_steps=9)) as first:
+    with Life(tmp_path, cycle) as first:
         first.train(6)
-    short = Life(
-        tmp_path,
-        lambda optimizer: schedules.OneCycleLR(optimizer, 0.3, total_steps=4),
-        allow=("scheduler.total_steps",),
-    )
+    short = Life(tmp_path, lambda optimizer: cycle(optimizer, 4), allow=("scheduler.total_steps",))
     with pytest.raises(ConfigError, match="does not go as far as the training, step 6"), short:
         pass
 

@@ -60,14 +60,16 @@ def test_known_intervals() -> None:
 
 
 def test_a_life_that_resumes_behind_its_last_save_has_failed() -> None:
-    """One that had saved all before it ended has not, nor one that is known to have gone no further.
-
-    A checkpoint without such a field says nothing."""
+    """One that had saved all before it ended has not, nor one that is known to have gone no further. A checkpoint
+    without such a field says nothing. The cost follows the saves, and outlives no life."""
     seen = Experience(1.0, 5000.0, 2)
     assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}) == Experience(None, 5000.0, 3)
     assert Experience.from_checkpoint({FIELD: seen.kept(settled=True)}) == Experience(None, 5000.0, 2)
     assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}, lost=False) == Experience(None, 5000.0, 2)
     assert Experience.from_checkpoint({"length": 5}) == Experience()
+    seen = Experience().after_save(1.0)
+    assert seen.cost_s == 1.0
+    assert seen.after_save(3.0).cost_s == pytest.approx(1.6)
 
 
 def test_a_cadence_is_checked() -> None:
@@ -82,10 +84,6 @@ def test_a_cadence_is_checked() -> None:
         Cadence(0)
 
 
-def place(rank: int, world: int, local: int) -> RankAssignment:
-    return RankAssignment(1, rank, world, rank % local, local)
-
-
 @pytest.mark.parametrize(
     ("rank", "world", "local", "expected"),
     [
@@ -97,15 +95,12 @@ def place(rank: int, world: int, local: int) -> RankAssignment:
     ],
 )
 def test_each_node_has_a_file_up_to_a_limit(rank: int, world: int, local: int, expected: Shares) -> None:
-    assert Shares.among(place(rank, world, local)) == expected
-
-
-def test_rank_0_writes_alone_if_it_is_to_or_the_model_is_small() -> None:
-    assert Shares.among(place(1, 4, 1), Writers.RANK0) == Shares()
+    """Unless rank 0 is to write alone, or the model is small."""
+    assignment = RankAssignment(1, rank, world, rank % local, local)
+    assert Shares.among(assignment) == expected
+    assert Shares.among(assignment, Writers.RANK0) == Shares()
     small, large = torch.nn.Linear(8, 8), torch.nn.Linear(SHARED_FROM // 4, 1, device="meta")
-    assert not Shares(4).worthwhile(small)
-    assert Shares(4).worthwhile(large)
-    assert not Shares().worthwhile(large)
+    assert [expected.worthwhile(each) for each in (small, large)] == [False, expected.parts > 1]
 
 
 def test_copies_go_to_the_next_node() -> None:
@@ -133,72 +128,45 @@ class Side:
         return None if reading is None else reading.notes.get("on_demand")
 
 
-@pytest.fixture
-def side(tmp_path: Path) -> Side:
-    return Side(tmp_path)
-
-
-def test_a_request_is_answered_when_its_checkpoint_is_durable(side: Side) -> None:
-    """Once: the file stays, and asks for no second one."""
-    assert not side.worker.wanted(1)
+def test_a_request_is_answered_when_its_checkpoint_is_durable(tmp_path: Path) -> None:
+    """Once: the file stays, and asks for no second one. A save that makes room for a newer one leaves the request to
+    that; a state that is durable already is the answer at once, amid an evaluation, say."""
+    side = Side(tmp_path)
+    worker = side.worker
+    assert not worker.wanted(1)
     side.asks("a")
-    assert side.worker.wanted(2)
-    side.worker.covered(2)
-    assert not side.worker.wanted(3)
-    side.worker.report(1, "step-1", None)  # the one before, which was being written
+    assert worker.wanted(2)
+    worker.covered(2)
+    assert not worker.wanted(3)
+    worker.report(1, "step-1", None)  # the one before, which was being written
     assert [side.answer] == [None]
-    side.worker.report(2, "step-2", None)
+    worker.report(2, "step-2", None)
     assert side.answer == {"id": "a", "name": "step-2"}
-    assert not side.worker.wanted(4)
+    assert not worker.wanted(4)
     side.asks("b")
-    assert side.worker.wanted(4)
+    assert worker.wanted(4)
+    worker.covered(4)
+    worker.given_up(4)
+    worker.covered(5)
+    worker.report(5, "step-5", None)
+    assert side.answer == {"id": "b", "name": "step-5"}
+    side.asks("c")
+    assert not worker.wanted(5)
+    assert side.answer == {"id": "c", "name": "step-5"}
 
 
-def test_a_state_that_is_durable_already_is_the_answer(side: Side) -> None:
-    """Amid an evaluation, say: no step was made since."""
-    side.worker.report(7, "step-7", None)
-    side.asks("a")
-    assert not side.worker.wanted(7)
-    assert side.answer == {"id": "a", "name": "step-7"}
-
-
-def test_a_save_that_fails_is_the_answer_with_its_exit_code(side: Side) -> None:
+def test_a_save_that_fails_is_the_answer_with_its_exit_code(tmp_path: Path) -> None:
     """Whether it fails at once or while it is written; and so is the lack of a directory."""
-    side.asks("a")
-    assert side.worker.wanted(2)
-    side.worker.covered(2)
-    side.worker.report(2, "", StorageError("disk full"))
-    assert side.answer == {"id": "a", "name": "", "problem": "disk full", "code": 73}
-    side.asks("b")
-    assert side.worker.wanted(3)
-    side.worker.covered(3)
-    side.worker.report(3, "step-3", OSError("gone"))
-    assert side.answer == {"id": "b", "name": "", "problem": "gone", "code": 1}
-
-
-def test_without_a_checkpoint_directory_nothing_is_saved(tmp_path: Path) -> None:
-    side = Side(tmp_path, saves=False)
-    side.asks("a")
-    assert not side.worker.wanted(2)
-    assert (side.answer["id"], side.answer["code"]) == ("a", 78)
-    assert side.answer["problem"].startswith("the job has no checkpoint directory")
-
-
-def test_a_save_that_makes_room_for_a_newer_one_leaves_the_request_to_that(side: Side) -> None:
-    side.asks("a")
-    assert side.worker.wanted(2)
-    side.worker.covered(2)
-    side.worker.given_up(2)
-    side.worker.covered(3)
-    side.worker.report(3, "step-3", None)
-    assert side.answer == {"id": "a", "name": "step-3"}
-
-
-def test_the_cost_follows_the_saves_and_outlives_no_life() -> None:
-    """The first is taken as it is, later ones move it; a resumed life measures anew."""
-    seen = Experience().after_save(1.0)
-    assert seen.cost_s == 1.0
-    for _ in range(20):
-        seen = seen.after_save(3.0)
-    assert seen.cost_s == pytest.approx(3.0, rel=0.01)
-    assert Experience.from_checkpoint({FIELD: seen.kept(settled=False)}).cost_s is None
+    side = Side(tmp_path)
+    for step, asked, error, code in ((2, "a", StorageError("disk full"), 73), (3, "b", OSError("gone"), 1)):
+        side.asks(asked)
+        assert side.worker.wanted(step)
+        side.worker.covered(step)
+        side.worker.report(step, "", error)
+        assert side.answer == {"id": asked, "name": "", "problem": str(error), "code": code}
+    (tmp_path / "none").mkdir()
+    lacking = Side(tmp_path / "none", saves=False)
+    lacking.asks("a")
+    assert not lacking.worker.wanted(2)
+    assert (lacking.answer["id"], lacking.answer["code"]) == ("a", 78)
+    assert lacking.answer["problem"].startswith("the job has no checkpoint directory")
