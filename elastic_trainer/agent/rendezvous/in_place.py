@@ -20,12 +20,13 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import psutil
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -44,9 +45,15 @@ from elastic_trainer.agent.workers.conductor_shell import (
     nodes_of,
     records_of,
 )
-from elastic_trainer.agent.workers.local_sockets import descendants, sockets_of, sockets_to
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
-from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_workers, queued_s, worker_pids
+from elastic_trainer.agent.workers.watchdog import (
+    SessionWatch,
+    Watchdog,
+    children,
+    kill_workers,
+    queued_s,
+    worker_pids,
+)
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
 from elastic_trainer.ipc.address import store_at
@@ -296,7 +303,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     def _without_session(self) -> Iterator[int]:
         """The workers without a Session, and their children; this process has no other descendants."""
         opened = {each.pid for each in self._led.conductor.workers()} if self._led is not None else set[int]()
-        return descendants(os.getpid(), without=opened)
+        return descendants(os.getpid(), opened)
 
     def _finish(self, outage_limit_s: float) -> None:
         """torchrun's exit barrier: this node's workers have succeeded."""
@@ -543,6 +550,13 @@ class ProgressWriter(PeriodicThread):
         return PROGRESS_EVERY_S
 
 
+def descendants(pid: int, without: Collection[int]) -> Iterator[int]:
+    """The descendants of ``pid``, without the processes in ``without`` and their descendants."""
+    for child in children(pid) - set(without):
+        yield child
+        yield from descendants(child, without)
+
+
 PAUSE_S = 0.1
 """Pause after each check of the open connections."""
 _WAITING = 128
@@ -586,10 +600,13 @@ class PlainScriptGuard:
 
     def _find_suspect(self) -> bool:
         """Whether a suspect is connected, or is waiting to be accepted."""
-        strangers = sockets_to("127.0.0.1", self.port)
-        for pid in self._suspects():
-            if strangers & sockets_of(pid):
-                return True
+        connected = {
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.raddr and each.raddr.port == self.port and each.raddr.ip.endswith("127.0.0.1")
+        }
+        if not connected.isdisjoint(self._suspects()):
+            return True
         if not self._warned:
             self._warned = True
             logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")

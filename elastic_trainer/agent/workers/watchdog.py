@@ -151,24 +151,23 @@ class HungWorkers:
 AGAIN_S = 0.5
 
 
-def worker_pids(run_id: str, proc: Path = Path("/proc")) -> list[int]:
-    """Process ids of this process's workers of ``run_id`` (empty without /proc)."""
-    wanted = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    found = []
-    for task in (proc / "self" / "task").glob("*/children"):
-        try:
-            children = [int(pid) for pid in task.read_text().split()]
-        except OSError:
-            continue
-        found += [pid for pid in children if _has_variable(proc / str(pid) / "environ", wanted)]
-    return sorted(set(found))
+def children(pid: int) -> set[int]:
+    """The children of the process ``pid``; empty if it has ended."""
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= set(map(int, task.read_text().split()))
+    return found
 
 
-def _has_variable(environ: Path, wanted: bytes) -> bool:
-    try:
-        return wanted in environ.read_bytes().split(b"\0")
-    except OSError:
-        return False
+def worker_pids(run_id: str) -> list[int]:
+    """Process ids of this process's workers of ``run_id``."""
+    wanted, found = f"TORCHELASTIC_RUN_ID={run_id}".encode(), []
+    for pid in sorted(children(os.getpid())):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def kill_workers(run_id: str, reason: str) -> None:

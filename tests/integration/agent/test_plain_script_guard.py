@@ -12,8 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.in_place import PlainScriptGuard
-from elastic_trainer.agent.workers.local_sockets import descendants
+from elastic_trainer.agent.rendezvous.in_place import PlainScriptGuard, descendants
 from tests.support.waiting import LIMIT_S
 
 CONNECT = """
