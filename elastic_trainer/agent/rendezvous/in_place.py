@@ -31,8 +31,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.rendezvous.launcher import RoundStore, failures, local_workers
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
+from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, ArrivedNode, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion import Peers, Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, FalseStart, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import (

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_trainer.agent.rendezvous.node import reserve_port
+from elastic_trainer.agent.rendezvous.restart import reserve_port
 from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses

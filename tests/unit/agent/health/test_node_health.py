@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.node_health import (
     LEAST_INTERVAL_S,
@@ -21,6 +20,7 @@ from elastic_trainer.agent.health.node_health import (
     Evictions,
     Health,
     HealthPorts,
+    HealthStore,
     HealthSubject,
     SaveRequests,
     StragglerWatch,

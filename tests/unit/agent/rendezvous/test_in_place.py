@@ -24,7 +24,7 @@ from elastic_trainer.agent.rendezvous.in_place import (
     ProgressWriter,
     ShardSlots,
 )
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
+from elastic_trainer.agent.rendezvous.restart import ArrivedNode
 from elastic_trainer.agent.workers.conductor_shell import ConductorShell
 from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError, JoinTimeoutError

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import structlog
 
-from elastic_trainer.agent.rendezvous import node as node_module
-from elastic_trainer.agent.rendezvous.node import NodeCandidate, allowed_sizes, ensure_fit
+from elastic_trainer.agent.rendezvous import restart as node_module
+from elastic_trainer.agent.rendezvous.restart import allowed_sizes, ensure_fit
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_UNFIT, ConfigError, UnfitError
 from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.comparison import published
 from elastic_trainer.preflight.examination import Examination, Subject
-from elastic_trainer.preflight.judge import Finding, Status
+from elastic_trainer.preflight.judge import Finding, FitLimits, Status
 from elastic_trainer.settings import RendezvousOptions, rendezvous_options
 from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryBackend, MemoryStore
@@ -84,7 +84,8 @@ class Cluster:
         self._monkeypatch.setattr(node_module, "examine", examine)
         self._monkeypatch.setattr(node_module, "PEERS_WAIT_S", 0.0)
         given = RendezvousOptions(preflight=PreflightMode(mode), **options)
-        ensure_fit(self.store, KEYS, given, NodeCandidate(node, "127.0.0.1", 2, 3), SYSTEM)
+        subject = Subject("127.0.0.1", given.preflight_dir, 2, limits=FitLimits(ratio=given.preflight_ratio))
+        ensure_fit(self.store, KEYS, given, subject, node, 3, SYSTEM)
 
     def incidents(self) -> list[Incident]:
         items = self.store.range(KEYS.incidents, Deadline.after(5.0)).items

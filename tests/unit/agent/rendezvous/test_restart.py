@@ -12,13 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
 from elastic_trainer.agent.rendezvous import launcher
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.restart import (
-    Etcd3RendezvousHandler,
-    round_is_over,
-)
-from elastic_trainer.agent.workers import warm_starts
-from elastic_trainer.agent.workers.warm_starts import at_once
+from elastic_trainer.agent.rendezvous.launcher import at_once
+from elastic_trainer.agent.rendezvous.restart import ArrivedNode, Etcd3RendezvousHandler, round_is_over
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.ipc.address import default_node_id
@@ -143,7 +138,7 @@ def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.M
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the plugin changes in torchrun's process stays as it is in this one, and no template is started."""
     monkeypatch.setattr(launcher, "listen_for_sigterm", lambda: None)
-    monkeypatch.setattr(warm_starts, "install", lambda preload: warm_starts.at_once)
+    monkeypatch.setattr(launcher, "start_workers_warm", lambda preload: at_once)
 
 
 @pytest.mark.usefixtures("torchrun")
