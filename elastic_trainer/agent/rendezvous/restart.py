@@ -38,7 +38,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     job,
     local_workers,
 )
-from elastic_trainer.agent.suspicion import AgentPort, Answers
+from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.watchdog import Supervisor
@@ -171,7 +171,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
-        self._answers = Answers(run_id, self.node_id, clock)
         self._node: ArrivedNode | None = None
         """None before the first rendezvous, and after the end."""
         self._port: socket.socket | None = None
@@ -395,7 +394,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         with ExitStack() as undo:
             copies = NeighbourCopies(workers.local_world_size)
             undo.callback(copies.close)
-            port = AgentPort(self._address, self._answers.answer, copies.serve)
+            port = AgentPort(self._address, self._run_id, self.node_id, copies.serve, self._clock)
             undo.callback(port.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)

@@ -131,7 +131,7 @@ class ConductorShell:
     workers = _event(Conductor.workers)
     watched = _event(Conductor.watched)
     at_work = _event(Conductor.at_work)
-    accuse = _event(Conductor.accuse)
+    suspect = _event(Conductor.suspect)
     exclude = _event(Conductor.exclude)
 
     def play(

@@ -30,7 +30,7 @@ TRIES = 3000
 LISTEN = """
 import sys
 from elastic_trainer.agent.suspicion import AgentPort
-print(AgentPort(sys.argv[1], lambda question: None, print).port, flush=True)
+print(AgentPort(sys.argv[1], "run", "node", print).port, flush=True)
 input()
 """
 
@@ -107,7 +107,7 @@ def test_ports_of_both_address_families(family: str) -> None:
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     with (
-        closing(AgentPort(family, lambda question: None, socket.socket.close)) as alive,
+        closing(AgentPort(family, "run", "node", socket.socket.close)) as alive,
         reserve_port(family) as reserved,
     ):
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)

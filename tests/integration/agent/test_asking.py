@@ -12,7 +12,6 @@ import pytest
 from elastic_trainer.agent.suspicion import (
     MOST_AT_ONCE,
     AgentPort,
-    Answers,
     Asker,
     PeerReply,
     Question,
@@ -36,9 +35,9 @@ def asker() -> Iterator[Asker]:
 
 
 @contextmanager
-def agent(answers: Answers | None = None) -> Iterator[AgentPort]:
+def agent(run: str = "run", node: str = "other") -> Iterator[AgentPort]:
     """The port of one that answers."""
-    with closing(AgentPort(LOCAL, (answers or Answers("run", "other")).answer, socket.socket.close)) as port:
+    with closing(AgentPort(LOCAL, run, node, socket.socket.close)) as port:
         yield port
 
 
@@ -60,22 +59,18 @@ def heard(asker: Asker, port: int) -> PeerReply:
 
 
 def test_an_agent_answers_that_it_lives(asker: Asker) -> None:
-    """And knows that it was asked. Also one of an older version, which hangs up at once, and one of another run, which
-    answers nothing, live."""
-    answers = Answers("run", "other")
-    with agent(answers) as port, agent(Answers("another", "other")) as foreign:
+    """And knows that it was asked. One of another run, or of an older version, hangs up: it lives too."""
+    with agent() as port, agent("another") as foreign:
         for each in (port, foreign):
             assert not heard(asker, each.port).dead
     assert asker.open == {}
-    assert answers.asked_at > 0
-    with closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as old:
-        assert not heard(asker, old.port).dead
+        assert port.asked_at > 0 > foreign.asked_at
 
 
 def test_who_wants_copies_is_handed_over_and_the_port_answers_the_next(asker: Asker) -> None:
     """However its first line arrives."""
     lent: SimpleQueue[socket.socket] = SimpleQueue()
-    with closing(AgentPort(LOCAL, Answers("run", "other").answer, lent.put)) as port:
+    with closing(AgentPort(LOCAL, "run", "other", lent.put)) as port:
         for pieces in ([COPIES], [COPIES[:3], COPIES[3:]]):
             with connected(port) as client:
                 for piece in pieces:
@@ -91,7 +86,7 @@ def test_a_refused_connection_is_a_dead_agent_and_so_is_another_node_at_its_addr
     with socket.socket() as unused:
         unused.bind((LOCAL, 0))
         assert heard(asker, unused.getsockname()[1]).dead
-    with agent(Answers("run", "somebody")) as port:
+    with agent(node="somebody") as port:
         assert heard(asker, port.port).dead
 
 

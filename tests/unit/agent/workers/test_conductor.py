@@ -303,7 +303,7 @@ def test_a_suspicion_breaks_the_round_and_names_whom_this_node_does_not_reach(st
     document, workers = stage.conductor.at_work()
     assert document is not None
     assert len(workers) == 1
-    stage.conductor.accuse(document, SUSPECTS, "node other does not answer")
+    stage.conductor.suspect(document, SUSPECTS, "node other does not answer")
     failure, record = stage.only_break
     assert (failure.number, failure.suspects, failure.cause) == (1, SUSPECTS, Cause.CONTACT_LOST)
     assert (record.unreachable, record.acknowledged) == (("other",), 1)
