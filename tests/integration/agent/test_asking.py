@@ -63,7 +63,7 @@ def test_an_agent_answers_that_it_lives(asker: Asker) -> None:
     with agent() as port, agent("another") as foreign:
         for each in (port, foreign):
             assert not heard(asker, each.port).dead
-    assert asker.open == {}
+        assert asker.open == {}
         assert port.asked_at > 0 > foreign.asked_at
 
 
