@@ -27,7 +27,7 @@ from elastic_trainer.preflight.child import Child, findings_of
 from elastic_trainer.preflight.comparison import report_of
 from elastic_trainer.preflight.examination import Neighbor
 from elastic_trainer.preflight.judge import Finding, FitLimits, Published, Status, bad, judge, judge_pairs, sentence
-from elastic_trainer.preflight.together import AbsentError, Attendance, Heard, Meeting, attended, found, port_of
+from elastic_trainer.preflight.together import AbsentError, Heard, Meeting, attended, port_of
 from elastic_trainer.store.api import RunKeys
 from tests.support.guarded import guard
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
@@ -421,10 +421,3 @@ def test_a_name_that_is_taken_is_refused() -> None:
     finally:
         done.set()
         thread.join(LIMIT_S)
-
-
-def test_a_meeting_is_that_of_its_members() -> None:
-    """Who comes later is in none yet."""
-    decided = Attendance(neighbor=neighbor("a"), count=2, members=(neighbor("a"), neighbor("b")), nonce="x")
-    assert found("b", [decided]) == Meeting(decided.members, "x")
-    assert found("c", [decided, Attendance(neighbor=neighbor("c"), count=2)]) is None

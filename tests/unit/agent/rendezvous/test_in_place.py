@@ -94,14 +94,6 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     assert handler.num_nodes_waiting() == 0
 
 
-def test_no_restarts_is_a_mistake(handler: InPlaceHandler) -> None:
-    """torchrun's default would lose the node at its first crash: one sentence, before anybody sees the node."""
-    with pytest.raises(ConfigError) as raised:
-        handler._arrive_in_place(spec(1, 0))
-    assert "torchrun's --max-restarts is 0 (add --max-restarts, for example 100)" in str(raised.value)
-    assert handler._node is None
-
-
 class _EndedElsewhereError(Exception):
     """Another thread ends the process."""
 
