@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.workers.conductor import ENOUGH_STEPS, LONGEST_S, Backoff, FalseStart
 from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.model import Cause
@@ -233,6 +233,19 @@ def test_a_node_whose_workers_get_nowhere_joins_later_each_time(stage: Stage) ->
     assert stage.record().state is NodeState.WARMING
     stage.run_for(0.2)
     assert stage.record().state is NodeState.READY
+
+
+def test_the_pause_of_such_a_node_doubles_up_to_a_limit_until_it_gets_somewhere() -> None:
+    def after(*lives: int) -> Backoff:
+        backoff = Backoff()
+        for steps in lives:
+            backoff = backoff.after(steps)
+        return backoff
+
+    assert [after(*[0] * count).back_off_s() for count in range(8)] == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert after(*[0] * 5000).back_off_s() == LONGEST_S
+    assert after(0, ENOUGH_STEPS - 1).count == 2
+    assert after(0, 0, ENOUGH_STEPS) == Backoff()
 
 
 # ---- leaving, progress, the end
