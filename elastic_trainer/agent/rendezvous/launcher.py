@@ -1,19 +1,17 @@
 """Where this package meets torchrun's agent: signals, what it starts and why, the store it gets, how it exits.
 
-*Signals.* torchrun does not handle SIGTERM and SIGHUP correctly before its first workers, a second time, after a
-success, and when the process that started it ignores SIGHUP.
+*Signals.* torchrun mishandles SIGTERM and SIGHUP in four situations.
 Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
-evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
-that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions
-of destructors and callbacks. So it is raised again until the process ends. Where its end itself hangs, it exits at once
-after a while.
-torchrun's own handler raises each time, even while torchrun ends its workers because of the previous signal: the second
-signal then leaves workers behind that no process ends. Two come at once when the process that started torchrun dies
-with several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
-When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: these are
-about to exit with 0, and must still do so.
-SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start: torchrun
-would handle it all the same, and pass it on to workers that ignore it, which are killed then. So it stays ignored.
+evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. Here an
+exception ends the process. Destructors and callbacks may swallow it, so it is raised again until the process ends;
+where that end itself hangs, the process exits at once after a while.
+While torchrun ends its workers because of a first signal, its handler raises for a second one too, and leaves workers
+behind that nobody ends. Two come at once when a terminal and a service manager both send one, or when the process that
+started torchrun dies with several threads (prctl(2), PR_SET_PDEATHSIG).
+After a success, the first pod of a Kubernetes Job to exit makes the controller end the others: these are about to exit
+with 0, and must still do so.
+SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start, and stays
+so: torchrun would handle it all the same, and pass it on to workers that ignore it, which are killed then.
 
 *What it starts.* The handler needs the number of workers before it can assign ranks. torchrun's own backends get it
 from a second exchange after the rendezvous, in which any node can block on a dying one; here it is read from the frames
@@ -21,9 +19,8 @@ of torchrun's agent, which passes none on.
 
 torchrun starts each worker by one method, which returns a Popen; for warm starts only this method is replaced.
 
-*Its store* answers from the round document, without a network. torchrun uses it for two things: the ranks of its
-workers (a role exchange), and a barrier when its workers have finished. Neither needs other nodes here, so no node can
-block or fail on a dying one.
+*Its store* answers from the round document: torchrun uses it for the ranks of its workers (a role exchange), and for a
+barrier when they have finished. Neither needs other nodes here, so no node can block or fail on a dying one.
 
 *Runs in* torchrun's main thread. *Owns* the process's handlers for SIGTERM and SIGHUP before and after torchrun's own,
 which it replaces, after an early signal its real-time timer and SIGALRM, and the template's process.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
-from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
@@ -53,13 +52,6 @@ class Notebook:
     def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
         self.records.append(record)
         self.breaks.append(Break(failure, record))
-
-
-class NoThread:
-    """A periodic thread that never runs."""
-
-    def __init__(self, name: str, turn: Callable[[], float], clock: ManualClock) -> None:
-        self.wake = self.start = self.close = lambda: None
 
 
 class Line:
@@ -150,8 +142,7 @@ class Stage:
         writer = cast("RecordWriter", self.notebook)
         ports = ConductorPorts(writer, self.progress.append, ask, lambda pid, reason: self.killed.append(pid))
         self.core = Conductor(ConductorConfig("run", "me", BASE, sever_s), facts)
-        periodic = cast("type[PeriodicThread]", NoThread)
-        self.conductor = ConductorShell(self.core, ports, self.clock, periodic)
+        self.conductor = ConductorShell(self.core, ports, self.clock)  # its thread is never started
 
     def run_for(self, seconds: float) -> None:
         """Let time pass, and what is due happen."""
