@@ -46,8 +46,8 @@ from elastic_trainer.agent.workers.conductor_shell import (
 )
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import (
-    SessionWatch,
     Watchdog,
+    await_session,
     children,
     kill_workers,
     queued_s,
@@ -296,8 +296,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             return not self._finished and led is not None and led.conductor is conductor and conductor.life == life
 
         workers = partial(worker_pids, self._run_id)
-        limit_s = self._options.session_timeout
-        SessionWatch(conductor.met, awaited, workers, limit_s, self._fatal, self._clock).start()
+        watched = (conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
+        threading.Thread(target=await_session, args=watched, name="session-watch", daemon=True).start()
 
     def _without_session(self) -> Iterator[int]:
         """The workers without a Session, and their children; this process has no other descendants."""

@@ -341,7 +341,7 @@ def test_nodes_that_do_not_fit_together_are_told(name: str, count: int, said: st
     looks; two of one name could not be told apart."""
     backend, clock, waits, looked = MemoryBackend(), ManualClock(), threading.Event(), threading.Event()
 
-    def attend(name: str, count: int, doing: Callable[[str], object]) -> str:
+    def attend(name: str, count: int, doing: Callable[[str], None]) -> str:
         limit = Deadline.after(2.0, clock)
         try:
             with attended(MemoryStore(backend), KEYS, neighbor(name), count, limit, doing):
