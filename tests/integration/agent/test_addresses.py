@@ -37,7 +37,6 @@ input()
 
 @pytest.fixture
 def reserved() -> Iterator[set[int]]:
-    """Many reserved ports."""
     with ExitStack() as held:
         yield {held.enter_context(reserve_port(LOCAL)).getsockname()[1] for _ in range(RESERVED)}
 

@@ -28,7 +28,6 @@ QUESTION = Question(run="run", node="me").encode()
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    """One of run ``run``."""
     asker = Asker("run", "me")
     yield asker
     asker.close()
@@ -36,7 +35,6 @@ def asker() -> Iterator[Asker]:
 
 @contextmanager
 def agent(run: str = "run", node: str = "other") -> Iterator[AgentPort]:
-    """The port of one that answers."""
     with closing(AgentPort(LOCAL, run, node, socket.socket.close)) as port:
         yield port
 

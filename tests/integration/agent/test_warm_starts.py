@@ -13,7 +13,6 @@ from tests.support.plainjob import PlainJob
 
 
 def starts(job: PlainJob, node: str) -> list[dict[str, Any]]:
-    """The starts of workers in a node's log."""
     lines = [line for line in job.log(node).splitlines() if '"worker.started"' in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
 

@@ -33,7 +33,6 @@ LIMITS = FitLimits()
 
 
 def checked(path: Path, limits: FitLimits = LIMITS) -> dict[str, Finding]:
-    """What is found of the directory, by name."""
     return {finding.name: finding for finding in directory.check(path, limits)}
 
 

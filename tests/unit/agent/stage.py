@@ -74,8 +74,6 @@ class Line:
 
 
 class Worker:
-    """A worker that has connected to the conductor."""
-
     def __init__(self, stage: Stage, local_rank: int = 0) -> None:
         self._conductor, self._line = stage.conductor, Line(PID + local_rank)
         self.seat = stage.conductor.admit(cast("Connection", self._line), self._line.pid, local_rank)
@@ -110,11 +108,9 @@ class Worker:
         self._conductor.gone(self.seat)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """All messages of this kind so far."""
         return [message for message in self.heard if isinstance(message, kind)]
 
     def one(self, kind: type[Kind]) -> Kind:
-        """The only message of this kind."""
         (found,) = self.of(kind)
         return found
 
@@ -153,7 +149,6 @@ class Stage:
         self.clock.advance(max(0.0, end - self.clock.monotonic()))
 
     def record(self) -> NodeRecord:
-        """The newest."""
         return self.notebook.records[-1]
 
     @property
@@ -162,7 +157,6 @@ class Stage:
         return found
 
     def begin(self, size: int = 1) -> None:
-        """torchrun starts workers."""
         self.notebook.announce(self.conductor.begin(size))
 
     def working(self, number: int = 1, **more: Any) -> Worker:

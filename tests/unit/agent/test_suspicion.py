@@ -97,7 +97,6 @@ class Room:
             self.suspicion.turn()
 
     def waits(self) -> None:
-        """The worker waits for others from now on."""
         self.page = replace(self.page, waits=True)
 
     def asked_by_others(self) -> None:
@@ -242,7 +241,6 @@ class Line:
         self.asked.pop(node, None)
 
     def answer(self, *nodes: str, dead: bool = False) -> None:
-        """Those answer now."""
         now = self.clock.monotonic()
         self.heard += [PeerReply(name, now - self.asked.pop(name), dead=dead) for name in nodes]
 

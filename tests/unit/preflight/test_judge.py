@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -43,12 +42,6 @@ from elastic_trainer.preflight.judge import (
 )
 from elastic_trainer.settings import Endpoint, StoreSettings
 from tests.support.memory_store import ManualClock
-
-
-def test_a_finding_survives_json() -> None:
-    """Checks in other processes tell theirs so."""
-    finding = Finding("disk.write", Status.WARN, "3 MB/s", 3.0, "MB/s", 50.0, "use another")
-    assert Finding.from_json(json.loads(json.dumps(finding.as_json()))) == finding
 
 
 def test_only_what_is_bad_speaks_against_a_node() -> None:

@@ -41,7 +41,6 @@ class Run:
 
     @property
     def only(self) -> tuple[str, Incident]:
-        """What was reported, by whom: one record."""
         (one,) = self.told
         return one
 
@@ -51,13 +50,11 @@ def run_of(*names: str) -> Run:
 
 
 def stepping(round_: int, step: int, now: float, *, fresh: int = 1, **more: object) -> Reading:
-    """A worker that has just made ``step``."""
     values: dict[str, Any] = {"first_at": now, "moved_at": now, "stepped_at": now} | more
     return reading(round=round_, step=step, fresh=fresh, **values)
 
 
 def trained(*names: str, step: int = 10) -> Run:
-    """Nodes in round 1 that have come to ``step``."""
     run = run_of(*names).see(round_of(1, *names))
     return run.look(stepping(1, step, run.now, fresh=step), after_s=5.0)
 

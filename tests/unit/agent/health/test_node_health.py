@@ -51,8 +51,6 @@ LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 
 
 class NoKills(HungWorkers):
-    """Notes whom it would have ended."""
-
     def __init__(self, count: Callable[[], None]) -> None:
         super().__init__(count)
         self.ended: list[int] = []
@@ -65,8 +63,6 @@ class NoKills(HungWorkers):
 
 
 class Readings(Pages):
-    """Pages that the test makes up."""
-
     def __init__(self, clock: ManualClock, root: Path) -> None:
         super().__init__(clock, root)
         self.readings: list[Reading] = []
@@ -145,7 +141,6 @@ class Desk:
         return self.health._writing._awake.is_set()
 
     def turns(self, seconds: float) -> None:
-        """So much time passes, with a look each second quarter of one."""
         for _ in range(round(seconds / 0.5)):
             self.clock.advance(0.5)
             self.health.turn()
@@ -475,7 +470,6 @@ class Scene:
         self.requests.follow_round(round_of(1, "a", "b"))
 
     def put(self, request: SaveRequest) -> None:
-        """Somebody writes the key, and the watch shows it."""
         self.store.transact([], [Put(KEYS.save, request.encode())], deadline=Deadline.after(1.0))
         self.receive()
 
@@ -587,7 +581,6 @@ class Job:
         self.created = {name: self.show(name) for name in "abc"}
 
     def show(self, name: str) -> int:
-        """Create the key of node ``name``; its create-revision."""
         key, soon = KEYS.node(name), Deadline.after(60.0)
         self.store.transact([], [Delete(key)], deadline=soon)
         return self.store.transact([], [Put(key, b"")], deadline=soon).revision
@@ -597,7 +590,6 @@ class Job:
         return Evictions(name, self.store, KEYS, lambda: created, obeys=True, leave=lambda: self.left.append(name))
 
     def looks(self, name: str, times: int = 10, *, evicts: bool = True) -> list[Incident | None]:
-        """What node ``name`` reports in so many looks."""
         records = {"spare": node("spare", 9).record} if self.spare else {}
         watch = StragglerWatch(name, self.evictions(name), lambda: records, evicts=evicts, clock=self.clock)
         current = round_of(1, "a", "b", "c")

@@ -27,7 +27,6 @@ Process = subprocess.Popen[bytes]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[], Process]]:
-    """StartupWatch processes that stay until they are killed."""
     started: list[Process] = []
 
     def one() -> Process:
@@ -52,7 +51,6 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def pages(clock: ManualClock, tmp_path: Path) -> Iterator[Pages]:
-    """Those of a node, in a place of the test's own."""
     pages = Pages(clock, tmp_path)
     yield pages
     pages.close()
@@ -64,7 +62,6 @@ def directory_of(pages: Pages) -> Path:
 
 
 def page_of(pages: Pages, process: Process, slot: int = 0, **pulse: object) -> PageWriter:
-    """The page that the worker ``process`` might write."""
     writer = PageWriter.create(directory_of(pages) / f"{slot}-{process.pid}.page")
     now = pages._clock.monotonic()
     writer.beat(Heartbeat(**{"phase": Phase.TRAINING, "phase_at": now, "rank": slot} | pulse))  # type: ignore[arg-type]

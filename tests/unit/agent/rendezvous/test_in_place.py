@@ -62,7 +62,6 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
 
 
 def spec(workers: int, max_restarts: int) -> WorkerSpec:
-    """What torchrun starts here."""
     nobody: Any = None
     return WorkerSpec("default", workers, nobody, entrypoint="none", max_restarts=max_restarts)
 
@@ -128,7 +127,6 @@ NOTHING = Observation(nodes={}, round=None, round_revision=0, connected=True, se
 
 
 def seen(state: RoundState, *, lives: bool = True, record: NodeRecord = READY, **more: object) -> Observation:
-    """The run with one round of node ``a``."""
     document = RoundDocument(number=4, nonce="x", state=state, members=(MEMBER,)).model_copy(update=more)
     nodes = {"a": NodeView("a", 3, 9, record)} if lives else {}
     return replace(NOTHING, nodes=nodes, round=document, round_revision=9)
@@ -152,7 +150,6 @@ class Onlooker:
         return JoinTimeoutError(f"fewer than 2 nodes were ready within {join_timeout_s:g} s")
 
     def after(self, seconds: float) -> bool:
-        """Whether it has given up when ``seconds`` have passed."""
         end = self.clock.monotonic() + seconds
         while self.clock.monotonic() < end and not self.given_up:
             self.clock.advance(self.timeout.turn())
@@ -281,8 +278,6 @@ KEYS = RunKeys("/p", "run")
 
 
 class Scene:
-    """A round, and the writer of its progress."""
-
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(MemoryBackend(self.clock))

@@ -68,7 +68,6 @@ def test_a_signal_raises_while_another_error_is_handled(other: BaseException) ->
 
 
 def typed(*words: str) -> dict[str, str]:
-    """The job of ``python -u WORDS``, as torchrun starts it."""
     return job_of("/usr/bin/python3", ("-u", *words))
 
 
@@ -96,8 +95,6 @@ def test_the_checkpoint_directory_is_a_field_of_its_own(words: tuple[str, ...]) 
 
 
 class Launcher(LocalElasticAgent):
-    """torchrun's agent, which calls its rendezvous handler."""
-
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec, DefaultLogsSpecs())
 
@@ -248,8 +245,6 @@ class WorkerHandler:
 
 
 class Reluctant(Starter):
-    """Has no template."""
-
     def __init__(self) -> None:
         self.wishes: list[StartRequest] = []
 

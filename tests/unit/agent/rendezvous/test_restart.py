@@ -46,7 +46,6 @@ class Node(SimpleNamespace):
 
 
 def handler_of(node: Node | None) -> Etcd3RendezvousHandler:
-    """A handler that is in round 5."""
     options = RendezvousOptions(node_id="a")
     handler = Etcd3RendezvousHandler(MemoryStore(), "run", options, min_nodes=1, max_nodes=2, address="127.0.0.1")
     handler._node, handler._current = cast("ArrivedNode | None", node), MINE

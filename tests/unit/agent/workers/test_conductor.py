@@ -6,7 +6,7 @@ import pytest
 
 from elastic_trainer.agent.workers.conductor import ENOUGH_STEPS, LONGEST_S, Backoff, FalseStart
 from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
-from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
+from elastic_trainer.membership.documents import Identity, NodeState, RoundState
 from elastic_trainer.model import Cause
 from tests.unit.agent.stage import OTHER, Stage, Worker
 from tests.unit.membership.scenes import node
@@ -89,15 +89,6 @@ def test_a_planned_change_is_sent_with_the_place_behind_it(stage: Stage) -> None
     stage.see(2, RoundState.BROKEN)
     assert worker.of(Over)[-1].number == 2
     assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 1]
-
-
-@pytest.mark.parametrize(("result", "code"), [(RunResult.SUCCEEDED, 0), (RunResult.FAILED, 1)])
-def test_a_closed_run_ends_the_workers(stage: Stage, result: RunResult, code: int) -> None:
-    """With status 0 after a success, else with that of a failed job, and the reason."""
-    stage.begin()
-    worker = Worker(stage)
-    stage.see(3, RoundState.CLOSED, result=result, reason="over")
-    assert worker.one(Exit) == Exit(code=code, reason="over")
 
 
 # ---- failures

@@ -66,7 +66,6 @@ def test_workers_are_found_by_parent_and_run_and_killed(spawn: Spawn) -> None:
 
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs whose workers were killed."""
     found: list[str] = []
     monkeypatch.setattr(module, "kill_workers", lambda run, reason: found.append(run))
     return found
