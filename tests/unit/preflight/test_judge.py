@@ -255,10 +255,15 @@ VERSIONS = {"torch": "2.13.0+cpu", "cuda": "none", "python": "3.11.7"}
 
 
 def report(
-    node: str, speeds: dict[str, float] | None = None, *, created: int = 10, fit: bool = True, **versions: str
+    node: str,
+    speeds: dict[str, float] | None = None,
+    *,
+    created: int = 10,
+    fit: bool = True,
+    versions: dict[str, str] | None = None,
 ) -> Published:
     """A node's report, with the usual speeds and versions unless others are given."""
-    values, named = SPEEDS | (speeds or {}), VERSIONS | versions
+    values, named = SPEEDS | (speeds or {}), VERSIONS | (versions or {})
     return Published(NodeReport(node=node, wall=0.0, fit=fit, values=values, versions=named), created, created)
 
 
@@ -324,21 +329,21 @@ def test_devices_are_compared_with_devices_of_their_kind() -> None:
 def test_what_must_agree_and_what_should(what: str, expected: Status) -> None:
     """CUDA and NCCL talk to each other over the network; a driver or Python may differ. A version that others do not
     have is not compared: a node without a GPU has no NCCL."""
-    others = [report("b", **{what: "1.2.4"}), report("c", **{what: "1.2.4"})]
-    assert status(judge(report("a", **{what: "1.2.3"}), others, LIMITS), f"peers.{what}") is expected
-    assert fit(report("a", nccl="2.27.3"), OTHERS)
+    others = [report("b", versions={what: "1.2.4"}), report("c", versions={what: "1.2.4"})]
+    assert status(judge(report("a", versions={what: "1.2.3"}), others, LIMITS), f"peers.{what}") is expected
+    assert fit(report("a", versions={"nccl": "2.27.3"}), OTHERS)
 
 
 def test_another_torch_is_unfit_and_another_patch_is_not() -> None:
     """Only major and minor numbers of torch count. Of two that differ the first is right, else both would be refused;
     most nodes are right whoever came first: one with an old image does not keep all others out."""
-    text = sentence(bad(judge(report("a", torch="2.12.1"), OTHERS, LIMITS)))
+    text = sentence(bad(judge(report("a", versions={"torch": "2.12.1"}), OTHERS, LIMITS)))
     assert "torch 2.12 here, 2.13 on 2 of 2 other nodes" in text
-    assert fit(report("a", torch="2.13.1+cu126"), OTHERS)
-    first, second = report("a", created=5), report("b", created=7, torch="2.12.0")
+    assert fit(report("a", versions={"torch": "2.13.1+cu126"}), OTHERS)
+    first, second = report("a", created=5), report("b", created=7, versions={"torch": "2.12.0"})
     assert fit(first, [second])
     assert not fit(second, [first])
-    old, new = report("a", created=1, torch="2.12.0"), [report("b", created=2), report("c", created=3)]
+    old, new = report("a", created=1, versions={"torch": "2.12.0"}), [report("b", created=2), report("c", created=3)]
     assert not fit(old, new)
     assert fit(new[0], [old, new[1]])
     assert agreed([(1, "x"), (2, "y"), (3, "y"), (4, "x")]) == "x"
