@@ -272,33 +272,23 @@ def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged
     ]
 
 
-def test_a_torch_that_starts_workers_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["off", "another torch", "no template"])
+def test_torch_is_left_alone_where_warm_starts_are_off_or_impossible(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start all the same, and the log says why they start cold."""
 
     def other(self: Any, command: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(SubprocessHandler, "_popen", other)
-    with capture_logs() as logs:
-        launcher.start_workers_warm("auto")
-    assert SubprocessHandler.__dict__["_popen"] is other
-    assert [each["event"] for each in logs] == ["template.refused"]
-
-
-def test_a_machine_that_starts_no_template_starts_workers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/dev/null")
 
+    if why == "another torch":
+        monkeypatch.setattr(SubprocessHandler, "_popen", other)
+    elif why == "no template":
+        monkeypatch.setattr(launcher, "Starter", refuse)
     before = SubprocessHandler.__dict__["_popen"]
-    monkeypatch.setattr(launcher, "Starter", refuse)
     with capture_logs() as logs:
-        launcher.start_workers_warm("auto")
+        launcher.start_workers_warm("off" if why == "off" else "auto")
     assert SubprocessHandler.__dict__["_popen"] is before
-    assert [each["event"] for each in logs] == ["template.refused"]
-    assert "/dev/null" in logs[0]["reason"]
-
-
-def test_off_leaves_torch_alone() -> None:
-    before = SubprocessHandler.__dict__["_popen"]
-    launcher.start_workers_warm("off")
-    assert SubprocessHandler.__dict__["_popen"] is before
+    assert [each["event"] for each in logs] == ([] if why == "off" else ["template.refused"])
+    assert ("/dev/null" in str(logs)) is (why == "no template")
