@@ -35,14 +35,9 @@ def test_a_worker_is_welcomed_and_the_node_is_ready_when_all_are(stage: Stage) -
     second.ready(1, step=9, epoch=1, samples=64, batch=32)
     assert (stage.record().state, stage.record().reported, stage.record().acknowledged) == (NodeState.READY, 1, 1)
     assert stage.record().identity == Identity(round=0, step=9, epoch=1, samples=64, batch=32)
-
-
-def test_a_second_worker_of_one_rank_is_sent_away(stage: Stage) -> None:
-    stage.begin()
-    Worker(stage)
-    refused = Worker(stage)
-    assert refused.seat is None
-    assert refused.one(Exit).code != 0
+    again = Worker(stage, 1)  # a second worker of one rank is sent away
+    assert again.seat is None
+    assert again.one(Exit).code != 0
 
 
 def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None:
@@ -95,7 +90,8 @@ def test_a_planned_change_is_sent_with_the_place_behind_it(stage: Stage) -> None
 
 
 def test_a_failed_collective_breaks_the_round_if_it_is_still_on(stage: Stage) -> None:
-    """Named with what failed, in one write with the acknowledgement; old news are none."""
+    """Named with what failed, in one write with the acknowledgement; old news are none. A step that is given up is no
+    lost contact."""
     worker = stage.working(3)
     worker.say(Failed(number=2, error="late"))
     worker.say(Failed(number=3, error="Connection closed by peer"))
@@ -106,11 +102,9 @@ def test_a_failed_collective_breaks_the_round_if_it_is_still_on(stage: Stage) ->
     stage.see(3, RoundState.BROKEN)
     worker.say(Failed(number=3, error="again"))
     assert len(stage.notebook.breaks) == 1
-
-
-def test_a_step_that_is_given_up_is_no_lost_contact(stage: Stage) -> None:
-    stage.working().say(Failed(number=1, error="rank 1 ran out of memory in step 5", given_up=True))
-    failure = stage.only_break.failure
+    stage.see(4)
+    worker.say(Failed(number=4, error="rank 1 ran out of memory in step 5", given_up=True))
+    failure = stage.notebook.breaks[-1].failure
     assert (failure.cause, failure.reason) == (Cause.STEP_GIVEN_UP, "rank 1 ran out of memory in step 5")
 
 
