@@ -29,7 +29,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -299,37 +299,28 @@ LONGEST_ANSWER: Final = 1 << 16
 Word = Annotated[str, Field(max_length=256)]
 
 
-class _Line(BaseModel):
+class AgentLine(BaseModel):
+    """What agents say to each other: the question whether another one lives, and the answer that it does."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: Literal[1] = 1
     run: Word
     node: Word
     """The sending node."""
+    round: int = 0
+    """Agents of before expect one in an answer."""
 
     def encode(self) -> bytes:
         return as_json(self) + b"\n"
 
-
-class Question(_Line):
-    """Do you live?"""
-
-
-class SignOfLife(_Line):
-    """It does. Agents of before expect a ``round``, and could say what their workers did."""
-
-    round: int = 0
-
-
-LineT = TypeVar("LineT", bound=_Line)
-
-
-def read(kind: type[LineT], line: bytes) -> LineT | None:
-    """``line`` parsed as a question or an answer of this version; None if it is neither."""
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError:
-        return None
+    @classmethod
+    def read(cls, line: bytes) -> Self | None:
+        """``line``; None if it is none of this version."""
+        try:
+            return cls.model_validate_json(line)
+        except ValidationError:
+            return None
 
 
 # ---- answering
@@ -352,7 +343,7 @@ class AgentPort:
     def __init__(
         self, address: str, run: str, node: str, lend: Callable[[socket.socket], None], clock: Clock = SYSTEM
     ) -> None:
-        self._run, self._answer, self._clock = run, SignOfLife(run=run, node=node).encode(), clock
+        self._run, self._answer, self._clock = run, AgentLine(run=run, node=node).encode(), clock
         self._listening, self._lend = listen(address), lend
         self.port: int = self._listening.getsockname()[1]
         self.asked_at = -math.inf
@@ -419,7 +410,7 @@ class AgentPort:
             self._let_go(client)
             self._lend(client)
             return
-        if end and (asked := read(Question, question)) is not None and asked.run == self._run:
+        if end and (asked := AgentLine.read(question)) is not None and asked.run == self._run:
             self.asked_at = self._clock.monotonic()
             with contextlib.suppress(OSError):
                 client.send(self._answer)  # cannot block: the send buffer is empty
@@ -464,7 +455,7 @@ class Asker:
 
     def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
         self._run, self._clock = run, clock
-        self._question: Final = Question(run=run, node=node).encode()
+        self._question: Final = AgentLine(run=run, node=node).encode()
         self._selector = selectors.DefaultSelector()
         self._open: dict[str, _Open] = {}
 
@@ -529,7 +520,7 @@ class Asker:
         each.said += received
         if received and b"\n" not in received and len(each.said) <= LONGEST_ANSWER:
             return None
-        answer = read(SignOfLife, each.said)
+        answer = AgentLine.read(each.said)
         known = answer is not None and answer.run == self._run  # else it supports no questions, or is not in this run
         return self._heard(each, dead=known and answer is not None and answer.node != each.node)
 

@@ -184,8 +184,9 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         for item in items:
             with suppress(DocumentError):
                 present.append((item, Attendance.decode(item.value, item.key)))
-        if (meeting := found(mine.neighbor.node, [each for _, each in present])) is not None:
-            return meeting
+        for _, each in present:
+            if mine.neighbor.node in {member.node for member in each.members}:
+                return Meeting(each.members, each.nonce)
         taken = {member.node for _, each in present for member in each.members}
         waiting = [each for _, each in present if each.neighbor.node not in taken]  # who is in no meeting yet
         for other in waiting:
@@ -214,9 +215,3 @@ def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> Absen
     names = ", ".join(each.neighbor.node for each in waiting)
     text = f"{len(waiting)} of {counted(count, 'node')} joined within {waited_s:.3g} s: {names}"
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
-
-
-def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
-    """The decided meeting that has ``node`` as a member, if any. Pure."""
-    decided = (Meeting(each.members, each.nonce) for each in present)
-    return next((each for each in decided if node in {member.node for member in each.members}), None)

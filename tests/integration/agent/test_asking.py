@@ -11,19 +11,17 @@ import pytest
 
 from elastic_trainer.agent.suspicion import (
     MOST_AT_ONCE,
+    AgentLine,
     AgentPort,
     Asker,
     PeerReply,
-    Question,
-    SignOfLife,
-    read,
 )
 from elastic_trainer.checkpoint.neighbours import COPIES
 from elastic_trainer.clock import Deadline, pause
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
-QUESTION = Question(run="run", node="me").encode()
+QUESTION = AgentLine(run="run", node="me").encode()
 
 
 @pytest.fixture
@@ -112,9 +110,9 @@ def test_garbage_gets_no_answer_and_keeps_nobody_out(garbage: bytes) -> None:
         visitor.sendall(garbage)
         assert answered(visitor) == b""
         other.sendall(QUESTION)
-        assert read(SignOfLife, answered(other)) is not None
+        assert AgentLine.read(answered(other)) is not None
         slow.sendall(QUESTION[9:])
-        assert read(SignOfLife, answered(slow)) is not None
+        assert AgentLine.read(answered(slow)) is not None
 
 
 def test_visitors_that_say_nothing_keep_nobody_out() -> None:
@@ -122,7 +120,7 @@ def test_visitors_that_say_nothing_keep_nobody_out() -> None:
         idle = [held.enter_context(connected(port)) for _ in range(2 * MOST_AT_ONCE)]
         with connected(port) as visitor:
             visitor.sendall(QUESTION)
-            assert read(SignOfLife, answered(visitor)) is not None
+            assert AgentLine.read(answered(visitor)) is not None
         assert answered(idle[0]) == b""
 
 
