@@ -17,7 +17,6 @@ from elastic_trainer.preflight.examination import understood
 from elastic_trainer.preflight.judge import (
     MOST_TURNS,
     Anchor,
-    Dated,
     Finding,
     FitLimits,
     Measured,
@@ -130,18 +129,18 @@ LAST = Anchor(revision=200, before=1010.0, after=1010.1)
 )
 def test_the_least_error_that_is_proved(revision: int, wall: float, offset: float) -> None:
     """Nothing is concluded where a right clock could have told the same."""
-    assert least_offset(Dated("b", revision, wall), FIRST, LAST) == pytest.approx(offset)
+    assert least_offset(revision, wall, FIRST, LAST) == pytest.approx(offset)
 
 
 def test_the_worst_clock_is_a_warning() -> None:
     """Never more: nothing in the protocol relies on clocks."""
-    documents = [Dated("b", 150, 1005.0), Dated("c", 150, 950.0), Dated("d", 150, 1012.0)]
-    found = clock_finding(documents, FIRST, LAST, FitLimits())
+    told = {"b": (150, 1005.0), "c": (150, 950.0), "d": (150, 1012.0)}
+    found = clock_finding(told, FIRST, LAST, FitLimits())
     assert found.status is Status.WARN
     assert found.text == "the clock of c is at least 50 s behind this node's"
 
-    assert clock_finding([Dated("b", 150, 1010.9)], FIRST, LAST, FitLimits()).status is Status.OK
-    assert clock_finding([], FIRST, LAST, FitLimits()).status is Status.SKIPPED
+    assert clock_finding({"b": (150, 1010.9)}, FIRST, LAST, FitLimits()).status is Status.OK
+    assert clock_finding({}, FIRST, LAST, FitLimits()).status is Status.SKIPPED
 
 
 LIMITS = FitLimits()
