@@ -160,45 +160,28 @@ FOLLOWING = RoundDocument(number=5, nonce="y", state=RoundState.ACTIVE, members=
 
 
 @pytest.mark.parametrize(
-    "observation",
+    ("observation", "shown", "gives_up"),
     [
-        NOTHING,
-        seen(RoundState.BROKEN),
-        seen(RoundState.DRAINING, next=None),
-        seen(RoundState.ACTIVE, lives=False),
-    ],
-    ids=["no round", "broken", "too few left", "all members dead"],
-)
-def test_a_ready_node_without_a_round_gives_up_in_time(observation: Observation) -> None:
-    onlooker = Onlooker(observation)
-    assert not onlooker.after(LIMIT_S)
-    assert onlooker.after(1.0)
-
-
-@pytest.mark.parametrize(
-    ("observation", "shown"),
-    [
-        (seen(RoundState.ACTIVE), READY),
-        (seen(RoundState.DRAINING, next=FOLLOWING), READY),
-        (seen(RoundState.CLOSED), READY),
-        (replace(seen(RoundState.BROKEN), connected=False), READY),
-        (seen(RoundState.BROKEN, record=READY.model_copy(update={"busy": "in checkpoint"})), READY),
-        (NOTHING, BASE),
-        (NOTHING, None),
-    ],
-    ids=[
-        "others train",
-        "a planned change",
-        "closed",
-        "no store",
-        "a member saves",
-        "own workers warm up",
-        "not shown",
+        (NOTHING, READY, True),
+        (seen(RoundState.BROKEN), READY, True),
+        (seen(RoundState.DRAINING, next=None), READY, True),  # too few are left
+        (seen(RoundState.ACTIVE, lives=False), READY, True),  # all members are dead
+        (seen(RoundState.ACTIVE), READY, False),  # others train
+        (seen(RoundState.DRAINING, next=FOLLOWING), READY, False),
+        (seen(RoundState.CLOSED), READY, False),
+        (replace(seen(RoundState.BROKEN), connected=False), READY, False),
+        (seen(RoundState.BROKEN, record=READY.model_copy(update={"busy": "in checkpoint"})), READY, False),
+        (NOTHING, BASE, False),  # its own workers warm up
+        (NOTHING, None, False),  # it is not shown yet
     ],
 )
-def test_other_waits_do_not_count(observation: Observation, shown: NodeRecord | None) -> None:
+def test_a_ready_node_without_a_round_gives_up_in_time(
+    observation: Observation, shown: NodeRecord | None, gives_up: bool
+) -> None:
     """Spares wait as long as others train; an outage of the store, and slow workers of its own, end no node."""
-    assert not Onlooker(observation, shown).after(4 * LIMIT_S)
+    onlooker = Onlooker(observation, shown)
+    assert not onlooker.after(LIMIT_S)
+    assert onlooker.after(1.0 if gives_up else 3 * LIMIT_S) is gives_up
 
 
 def test_the_count_begins_anew_with_each_round() -> None:
