@@ -30,7 +30,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer import torch_internals
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
-    from elastic_trainer.agent.workers import orphan_reaper, warm_starts
+    from elastic_trainer.agent.workers import orphan_reaper
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
@@ -45,7 +45,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         options = rendezvous_options(parameters.config)
         if in_place:
             torch_internals.survive_nccl_errors()
-        await_imports = warm_starts.install(options.preload)
+        await_imports = launcher.start_workers_warm(options.preload)
         handler = kind.from_parameters(parameters, options, await_imports)
         orphan_reaper.install(options.stop_grace)
     except ElasticTrainerError as error:

@@ -29,7 +29,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -63,9 +63,9 @@ class Suspicion(PeriodicThread):
     """The thread ``suspicion``; see the module."""
 
     def __init__(
-        self, conductor: ConductorShell, pages: Pages, answers: Answers, peers: Peers, clock: Clock = SYSTEM
+        self, conductor: ConductorShell, pages: Pages, port: AgentPort, peers: Peers, clock: Clock = SYSTEM
     ) -> None:
-        self._conductor, self._pages, self._answers, self._peers = conductor, pages, answers, peers
+        self._conductor, self._pages, self._port, self._peers = conductor, pages, port, peers
         super().__init__("suspicion", self._listen, clock)
         self._document: RoundDocument | None = None
         self._since: dict[int, Waiting] = {}
@@ -74,8 +74,8 @@ class Suspicion(PeriodicThread):
         """The state of each worker's process at the last check."""
         self._counts_from = self._looked_at = clock.monotonic()
         """Nothing before this time counts: this agent was frozen, or in another round."""
-        self._asked_at = self._accused_at = self._pinged_at = -math.inf
-        self._told_of = -1
+        self._asked_at = self._suspected_at = self._pinged_at = -math.inf
+        self._logged_round = -1
         """The round in which the last suspicion was logged."""
         self._pause_s = IDLE_S
 
@@ -102,7 +102,7 @@ class Suspicion(PeriodicThread):
         self._pause_s = IDLE_S if document is None else TURN_S
         if document is None:
             return
-        if not hang_rules.needed(document) or now - self._answers.asked_at < LOOKED_AT_S:
+        if not hang_rules.needed(document) or now - self._port.asked_at < LOOKED_AT_S:
             self._look_at(document, workers, readings, now)
         left_s = min(
             (hang_rules.patience_s(readings[pid].pulse.step_s) - waits[pid] for pid in waits), default=math.inf
@@ -123,22 +123,22 @@ class Suspicion(PeriodicThread):
 
     def _find_out(self, document: RoundDocument, now: float) -> None:
         """Ask the neighbours: this node's workers have waited for others for too long."""
-        if self._accused_at >= self._counts_from:
-            if now - self._accused_at < SUSPECTED_S:
+        if self._suspected_at >= self._counts_from:
+            if now - self._suspected_at < SUSPECTED_S:
                 return  # the last suspicion may still be in progress
             self._peers.forget()  # it had no effect: start over
-            self._accused_at = self._asked_at = -math.inf
+            self._suspected_at = self._asked_at = -math.inf
         if now - self._asked_at >= ASKED_EVERY_S:
             self._asked_at = now
             self._peers.ask(document)
         suspects = self._peers.suspects(now, self._counts_from)
         if suspects is not None:
-            self._accused_at = now
-            names = [each.node for each in suspects.ghosts]
-            again, self._told_of = self._told_of == document.number, document.number
+            self._suspected_at = now
+            names = [each.node for each in suspects.nodes]
+            again, self._logged_round = self._logged_round == document.number, document.number
             log = logger().debug if again else logger().warning  # a node that is itself cut off suspects all others
             log("node.suspected", nodes=names, round=document.number, reason=suspects.reason)
-            self._conductor.accuse(document, suspects.ghosts, suspects.reason)
+            self._conductor.suspect(document, suspects.nodes, suspects.reason)
 
     # ---- this node
 
@@ -180,7 +180,7 @@ Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
 class Suspects:
     """Keys of nodes that do not answer, and the evidence."""
 
-    ghosts: tuple[Ghost, ...]
+    nodes: tuple[Ghost, ...]
     reason: str
 
 
@@ -260,8 +260,8 @@ class Peers:
         }
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
         reasons |= {name: f"the agent of node {name} is dead" for name in self._dead}
-        accused = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
-        keys = self._read(accused) if accused else {}
+        found = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
+        keys = self._read(found) if found else {}
         if not keys:
             return None
         return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(reasons[name] for name in keys))
@@ -299,57 +299,31 @@ LONGEST_ANSWER: Final = 1 << 16
 Word = Annotated[str, Field(max_length=256)]
 
 
-class _Line(BaseModel):
+class AgentLine(BaseModel):
+    """What agents say to each other: the question whether another one lives, and the answer that it does."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: Literal[1] = 1
     run: Word
     node: Word
     """The sending node."""
+    round: int = 0
+    """Agents of before expect one in an answer."""
 
     def encode(self) -> bytes:
         return as_json(self) + b"\n"
 
-
-class Question(_Line):
-    """Do you live?"""
-
-
-class SignOfLife(_Line):
-    """It does. Agents of before expect a ``round``, and could say what their workers did."""
-
-    round: int = 0
-
-
-LineT = TypeVar("LineT", bound=_Line)
-
-
-def read(kind: type[LineT], line: bytes) -> LineT | None:
-    """``line`` parsed as a question or an answer of this version; None if it is neither."""
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError:
-        return None
+    @classmethod
+    def read(cls, line: bytes) -> Self | None:
+        """``line``; None if it is none of this version."""
+        try:
+            return cls.model_validate_json(line)
+        except ValidationError:
+            return None
 
 
 # ---- answering
-
-
-class Answers:
-    """What this node answers, and when it was asked."""
-
-    def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
-        self._answer, self._clock = SignOfLife(run=run, node=node), clock
-        self.asked_at = -float("inf")
-        """Monotonic time of the last question."""
-
-    def answer(self, line: bytes) -> bytes | None:
-        """The answer to the question ``line``; None if that is no question of this run."""
-        question = read(Question, line)
-        if question is None or question.run != self._answer.run:
-            return None
-        self.asked_at = self._clock.monotonic()
-        return self._answer.encode()
 
 
 LONGEST_QUESTION: Final = 512
@@ -357,23 +331,27 @@ MOST_AT_ONCE: Final = 256
 LOOKS_UP_S: Final = 1.0
 """How late it notices that it is closing, on systems where shutting down the socket does not wake it."""
 _RETRY_S: Final = 0.05
-Answering = Callable[[bytes], bytes | None]
 
 
 class AgentPort:
     """Listens at ``address`` while this process lives.
 
-    Who asks a ``question`` is sent the line ``answer(question)``, unless that is None. Who begins with ``COPIES`` is
-    handed to ``lend``, which must not block and owns the socket from then on.
+    Who asks in this ``run`` is sent a sign of life; others get no answer. Who begins with ``COPIES`` is handed to
+    ``lend``, which must not block and owns the socket from then on.
     """
 
-    def __init__(self, address: str, answer: Answering, lend: Callable[[socket.socket], None]) -> None:
-        self._listening, self._answer, self._lend = listen(address), answer, lend
+    def __init__(
+        self, address: str, run: str, node: str, lend: Callable[[socket.socket], None], clock: Clock = SYSTEM
+    ) -> None:
+        self._run, self._answer, self._clock = run, AgentLine(run=run, node=node).encode(), clock
+        self._listening, self._lend = listen(address), lend
         self.port: int = self._listening.getsockname()[1]
+        self.asked_at = -math.inf
+        """Monotonic time of the last question."""
         self._closing = False
         self._said: dict[socket.socket, bytes] = {}
         """The bytes received from each client, oldest client first."""
-        self._thread = threading.Thread(target=self._run, name="agent-port", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="agent-port", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -382,7 +360,7 @@ class AgentPort:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         with self._listening, selectors.DefaultSelector() as self._selector:
             self._listening.setblocking(False)
             self._selector.register(self._listening, selectors.EVENT_READ)
@@ -432,9 +410,10 @@ class AgentPort:
             self._let_go(client)
             self._lend(client)
             return
-        if end and (line := self._answer(question)) is not None:
+        if end and (asked := AgentLine.read(question)) is not None and asked.run == self._run:
+            self.asked_at = self._clock.monotonic()
             with contextlib.suppress(OSError):
-                client.send(line)  # cannot block: the send buffer is empty
+                client.send(self._answer)  # cannot block: the send buffer is empty
         self._close_client(client)
 
     def _close_client(self, client: socket.socket) -> None:
@@ -476,7 +455,7 @@ class Asker:
 
     def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
         self._run, self._clock = run, clock
-        self._question: Final = Question(run=run, node=node).encode()
+        self._question: Final = AgentLine(run=run, node=node).encode()
         self._selector = selectors.DefaultSelector()
         self._open: dict[str, _Open] = {}
 
@@ -541,7 +520,7 @@ class Asker:
         each.said += received
         if received and b"\n" not in received and len(each.said) <= LONGEST_ANSWER:
             return None
-        answer = read(SignOfLife, each.said)
+        answer = AgentLine.read(each.said)
         known = answer is not None and answer.run == self._run  # else it supports no questions, or is not in this run
         return self._heard(each, dead=known and answer is not None and answer.node != each.node)
 

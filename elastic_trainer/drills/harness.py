@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic_trainer.agent.health.health_store import told_by_all
+from elastic_trainer.agent.health.node_health import told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster

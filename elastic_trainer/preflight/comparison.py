@@ -20,7 +20,6 @@ from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.preflight.examination import MOST_ASKED, Neighbor, reaching
 from elastic_trainer.preflight.judge import (
     Anchor,
-    Dated,
     Finding,
     FitLimits,
     NodeReport,
@@ -63,8 +62,8 @@ class PeerComparison:
         found = [reaching("run.connect", self._neighbors(), self._soon())]
         last = self._anchor()
         if self._first is not None and last is not None:
-            dated = [Dated(peer.report.node, peer.revision, peer.report.wall) for peer in peers]
-            found.append(clock_finding(dated, self._first, last, self._limits))
+            told = {peer.report.node: (peer.revision, peer.report.wall) for peer in peers}
+            found.append(clock_finding(told, self._first, last, self._limits))
         if mine is None:
             return found
         found += judge(mine, peers, self._limits)

@@ -276,7 +276,7 @@ def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Fi
     asked = neighbors[:MOST_ASKED]
     limit_s = deadline.at_most(CONNECT_S).remaining_s()
     with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="preflight-connect") as pool:
-        answers = list(pool.map(lambda each: _answers(each, limit_s), asked))
+        answers = list(pool.map(lambda each: answers_at(each.address, each.port, limit_s), asked))
     silent = [each for each, answer in zip(asked, answers, strict=True) if not answer]
     answered = len(asked) - len(silent)
     text = f"{answered} of {counted(len(asked), 'node answers', 'nodes answer')}"
@@ -291,9 +291,11 @@ def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Fi
     return found.but(status, "check network, firewall and network policies", text)
 
 
-def _answers(neighbor: Neighbor, limit_s: float) -> bool:
+def answers_at(host: str, port: int, limit_s: float) -> bool:
+    """Whether ``host`` answers within ``limit_s`` seconds. A refused connection is an answer too: only the process that
+    listened there has ended."""
     try:
-        with socket.create_connection((neighbor.address, neighbor.port), max(0.1, limit_s)):
+        with socket.create_connection((host, port), max(0.1, limit_s)):
             return True
     except ConnectionRefusedError:
         return True

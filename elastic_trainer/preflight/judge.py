@@ -140,27 +140,21 @@ class Anchor:
     after: float
 
 
-@dataclass(frozen=True, slots=True)
-class Dated:
-    """A document of another node: the revision of its last write, and the time that it published."""
+def least_offset(revision: int, wall: float, first: Anchor, last: Anchor) -> float:
+    """Lower bound of a writer's clock offset in seconds (negative: behind); 0 if its clock may be right.
 
-    node: str
-    revision: int
-    wall: float
-
-
-def least_offset(document: Dated, first: Anchor, last: Anchor) -> float:
-    """Lower bound of the writer's clock offset in seconds (negative: behind); 0 if the clock may be right."""
-    if document.revision <= first.revision:
-        return max(0.0, document.wall - first.after)
-    if document.revision > last.revision:
-        return min(0.0, document.wall - last.before)
-    return max(0.0, document.wall - last.after) + min(0.0, document.wall - first.before)
+    ``revision`` is that of the last write of its document, ``wall`` the time that this document tells.
+    """
+    if revision <= first.revision:
+        return max(0.0, wall - first.after)
+    if revision > last.revision:
+        return min(0.0, wall - last.before)
+    return max(0.0, wall - last.after) + min(0.0, wall - first.before)
 
 
-def clock_finding(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: FitLimits) -> Finding:
-    """The finding for the largest offset."""
-    offsets = {document.node: least_offset(document, first, last) for document in documents}
+def clock_finding(told: Mapping[str, tuple[int, float]], first: Anchor, last: Anchor, limits: FitLimits) -> Finding:
+    """The finding for the largest offset. ``told``: revision and time of each other node's document."""
+    offsets = {node: least_offset(revision, wall, first, last) for node, (revision, wall) in told.items()}
     if not offsets:
         return Finding("run.clock", Status.SKIPPED, "no other node has published its time")
     return judged_clocks("run.clock", offsets, limits, "at least ")

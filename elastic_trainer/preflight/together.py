@@ -15,7 +15,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.clock import Deadline, pause
@@ -76,7 +75,7 @@ def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
 
 
 def _measured(
-    child: Child, meeting: Meeting, node: str, limits: FitLimits, deadline: Deadline, doing: Doing
+    child: Child, meeting: Attendance, node: str, limits: FitLimits, deadline: Deadline, doing: Doing
 ) -> list[Finding]:
     names, first = [member.node for member in meeting.members], meeting.members[0]
     me = names.index(node)
@@ -136,7 +135,10 @@ class AbsentError(PermanentError):
 
 
 class Attendance(Document):
-    """One node's key, with the address of its TCP store. The first node writes ``members``, in rank order."""
+    """One node's key, with the address of its TCP store.
+
+    The first node writes ``members``, in rank order: they use its store, with keys that begin with ``nonce``.
+    """
 
     neighbor: Neighbor
     count: int
@@ -144,18 +146,10 @@ class Attendance(Document):
     nonce: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The members. They use the first member's store, with keys that begin with ``nonce``."""
-
-    members: tuple[Neighbor, ...]
-    nonce: str
-
-
 @contextmanager
 def attended(
     store: Store, keys: RunKeys, own: Neighbor, count: int, deadline: Deadline, doing: Doing
-) -> Iterator[Meeting]:
+) -> Iterator[Attendance]:
     """Take part until the context ends; yields the meeting once ``count`` nodes are present."""
     session = LeaseSession(store, TTL_S, deadline=deadline)
     try:
@@ -169,7 +163,7 @@ def attended(
         session.close()
 
 
-def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing) -> Meeting:
+def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing) -> Attendance:
     waited_s = deadline.remaining_s()
     look_s = LOOK_S * max(1.0, mine.count / _FEW)  # every node reads all keys
     waiting: list[Attendance] = []
@@ -184,8 +178,9 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         for item in items:
             with suppress(DocumentError):
                 present.append((item, Attendance.decode(item.value, item.key)))
-        if (meeting := found(mine.neighbor.node, [each for _, each in present])) is not None:
-            return meeting
+        for _, each in present:
+            if mine.neighbor.node in {member.node for member in each.members}:
+                return each
         taken = {member.node for _, each in present for member in each.members}
         waiting = [each for _, each in present if each.neighbor.node not in taken]  # who is in no meeting yet
         for other in waiting:
@@ -202,7 +197,7 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
             plan = mine.model_copy(update={"members": chosen, "nonce": secrets.token_hex(8)})
             put = Put(key, plan.encode(), lease)
             if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
-                return Meeting(plan.members, plan.nonce)
+                return plan
             raise LeaseLostError("this node's lease in etcd has expired because it was not refreshed")
         doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are present")
         if deadline.remaining_s() <= look_s:
@@ -214,9 +209,3 @@ def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> Absen
     names = ", ".join(each.neighbor.node for each in waiting)
     text = f"{len(waiting)} of {counted(count, 'node')} joined within {waited_s:.3g} s: {names}"
     return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
-
-
-def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
-    """The decided meeting that has ``node`` as a member, if any. Pure."""
-    decided = (Meeting(each.members, each.nonce) for each in present)
-    return next((each for each in decided if node in {member.node for member in each.members}), None)

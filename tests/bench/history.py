@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
+from elastic_trainer.agent.health.node_health import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.membership.documents import Incident, RoundDocument, RoundMember, RoundState

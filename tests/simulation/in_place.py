@@ -221,7 +221,7 @@ class InPlace(Agent):
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:
         document, _ = self.conductor.at_work()
         if document is not None:
-            self.conductor.accuse(document, suspects, "no answer from " + ", ".join(each.node for each in suspects))
+            self.conductor.suspect(document, suspects, "no answer from " + ", ".join(each.node for each in suspects))
 
     def exclude(self) -> None:
         """Others ask this agent what its workers do."""

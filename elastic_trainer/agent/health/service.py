@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.node_health import (
     Evictions,
     Health,
     HealthPorts,
+    HealthStore,
     HealthSubject,
     SaveRequests,
     StragglerWatch,

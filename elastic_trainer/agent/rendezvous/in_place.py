@@ -20,18 +20,18 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import psutil
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.rendezvous.launcher import RoundStore, failures, local_workers
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
+from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, ArrivedNode, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion import Peers, Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, FalseStart, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import (
@@ -44,9 +44,15 @@ from elastic_trainer.agent.workers.conductor_shell import (
     nodes_of,
     records_of,
 )
-from elastic_trainer.agent.workers.local_sockets import descendants, sockets_of, sockets_to
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
-from elastic_trainer.agent.workers.watchdog import SessionWatch, Watchdog, kill_workers, queued_s, worker_pids
+from elastic_trainer.agent.workers.watchdog import (
+    Watchdog,
+    await_session,
+    children,
+    kill_workers,
+    queued_s,
+    worker_pids,
+)
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, JoinTimeoutError, ReplacedError
 from elastic_trainer.ipc.address import store_at
@@ -231,7 +237,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if options.hang_timeout > 0.0:
             watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
-        suspicion = Suspicion(conductor, health.pages, self._answers, peers, self._clock)
+        suspicion = Suspicion(conductor, health.pages, node.port, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
         slots = ShardSlots(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
@@ -290,13 +296,13 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             return not self._finished and led is not None and led.conductor is conductor and conductor.life == life
 
         workers = partial(worker_pids, self._run_id)
-        limit_s = self._options.session_timeout
-        SessionWatch(conductor.met, awaited, workers, limit_s, self._fatal, self._clock).start()
+        watched = (conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
+        threading.Thread(target=await_session, args=watched, name="session-watch", daemon=True).start()
 
     def _without_session(self) -> Iterator[int]:
         """The workers without a Session, and their children; this process has no other descendants."""
         opened = {each.pid for each in self._led.conductor.workers()} if self._led is not None else set[int]()
-        return descendants(os.getpid(), without=opened)
+        return descendants(os.getpid(), opened)
 
     def _finish(self, outage_limit_s: float) -> None:
         """torchrun's exit barrier: this node's workers have succeeded."""
@@ -543,6 +549,13 @@ class ProgressWriter(PeriodicThread):
         return PROGRESS_EVERY_S
 
 
+def descendants(pid: int, without: Collection[int]) -> Iterator[int]:
+    """The descendants of ``pid``, without the processes in ``without`` and their descendants."""
+    for child in children(pid) - set(without):
+        yield child
+        yield from descendants(child, without)
+
+
 PAUSE_S = 0.1
 """Pause after each check of the open connections."""
 _WAITING = 128
@@ -586,10 +599,13 @@ class PlainScriptGuard:
 
     def _find_suspect(self) -> bool:
         """Whether a suspect is connected, or is waiting to be accepted."""
-        strangers = sockets_to("127.0.0.1", self.port)
-        for pid in self._suspects():
-            if strangers & sockets_of(pid):
-                return True
+        connected = {
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.raddr and each.raddr.port == self.port and each.raddr.ip.endswith("127.0.0.1")
+        }
+        if not connected.isdisjoint(self._suspects()):
+            return True
         if not self._warned:
             self._warned = True
             logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")

@@ -1,30 +1,29 @@
 """Where this package meets torchrun's agent: signals, what it starts and why, the store it gets, how it exits.
 
-*Signals.* torchrun does not handle SIGTERM and SIGHUP correctly before its first workers, a second time, after a
-success, and when the process that started it ignores SIGHUP.
+*Signals.* torchrun mishandles SIGTERM and SIGHUP in four situations.
 Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
-evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
-that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions
-of destructors and callbacks. So it is raised again until the process ends. Where its end itself hangs, it exits at once
-after a while.
-torchrun's own handler raises each time, even while torchrun ends its workers because of the previous signal: the second
-signal then leaves workers behind that no process ends. Two come at once when the process that started torchrun dies
-with several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
-When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: these are
-about to exit with 0, and must still do so.
-SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start: torchrun
-would handle it all the same, and pass it on to workers that ignore it, which are killed then. So it stays ignored.
+evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. Here an
+exception ends the process. Destructors and callbacks may swallow it, so it is raised again until the process ends;
+where that end itself hangs, the process exits at once after a while.
+While torchrun ends its workers because of a first signal, its handler raises for a second one too, and leaves workers
+behind that nobody ends. Two come at once when a terminal and a service manager both send one, or when the process that
+started torchrun dies with several threads (prctl(2), PR_SET_PDEATHSIG).
+After a success, the first pod of a Kubernetes Job to exit makes the controller end the others: these are about to exit
+with 0, and must still do so.
+SIGHUP, the end of a terminal, makes a node leave as SIGTERM does. Under ``nohup`` it is ignored at the start, and stays
+so: torchrun would handle it all the same, and pass it on to workers that ignore it, which are killed then.
 
 *What it starts.* The handler needs the number of workers before it can assign ranks. torchrun's own backends get it
 from a second exchange after the rendezvous, in which any node can block on a dying one; here it is read from the frames
 of torchrun's agent, which passes none on.
 
-*Its store* answers from the round document, without a network. torchrun uses it for two things: the ranks of its
-workers (a role exchange), and a barrier when its workers have finished. Neither needs other nodes here, so no node can
-block or fail on a dying one.
+torchrun starts each worker by one method, which returns a Popen; for warm starts only this method is replaced.
+
+*Its store* answers from the round document: torchrun uses it for the ranks of its workers (a role exchange), and for a
+barrier when they have finished. Neither needs other nodes here, so no node can block or fail on a dying one.
 
 *Runs in* torchrun's main thread. *Owns* the process's handlers for SIGTERM and SIGHUP before and after torchrun's own,
-which it replaces, and after an early signal its real-time timer and SIGALRM.
+which it replaces, after an early signal its real-time timer and SIGALRM, and the template's process.
 *Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is; ConfigError
 when no torchrun agent is calling; KeyError for keys of the store that torchrun 2.13 does not use.
 """
@@ -43,6 +42,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,8 +50,14 @@ from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult, 
 from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from elastic_trainer.clock import Deadline
+from elastic_trainer import torch_internals
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ConfigError, ElasticTrainerError, last_line
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.torch_internals import WorkerStart
+from elastic_trainer.variables import ENV_LEDGER_DIR
+from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
+from elastic_trainer.warm.template import OPTIONS, of_one_worker
 
 if TYPE_CHECKING:
     from elastic_trainer.membership.documents import RoundDocument
@@ -199,6 +205,65 @@ def _split(words: Sequence[str]) -> Iterator[str]:
         if word.startswith("--") and "=" not in word and left and not left[0].startswith("-"):
             word += f"={left.pop(0)}"
         yield word
+
+
+# ---- how it starts them warm
+
+OFF, AUTOMATIC = "off", "auto"
+"""Special values of ``--rdzv-conf preload``; any other value names modules."""
+_FIRST = ("torch",)
+"""The modules that every worker imports; preloaded before the first worker has shown which others it needs."""
+Await = Callable[[float], object]
+"""Waits that many seconds at most until workers would start at once."""
+
+
+def at_once(limit_s: float) -> None:
+    """Workers start cold: there is nothing to wait for."""
+
+
+def start_workers_warm(preload: str) -> Await:
+    """From now on start this process's workers as forks of a template that has imported their modules, if this torchrun
+    supports it and ``preload`` enables it.
+
+    A worker that cannot be forked is started by torchrun's own method, and one event says why. Output redirection, log
+    prefixes, signals and exit codes remain torch's.
+    """
+    if preload == OFF:
+        return at_once
+    lacking = torch_internals.lacking([torch_internals.WARM_STARTS])
+    if lacking or sys.platform != "linux":
+        reason = lacking[0] if lacking else f"there is no template of processes on {sys.platform}"
+        logger().warning("template.refused", reason=reason)
+        return at_once
+    names = _FIRST if preload == AUTOMATIC else tuple(preload.split(":"))
+    marks = (ENV_LEDGER_DIR,)  # of all processes of a local cluster
+    environment = {name: value for name, value in os.environ.items() if name in marks or not of_one_worker(name)}
+    try:
+        starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)
+    except OSError as error:  # out of processes, descriptors or memory, or no access to /dev/null
+        logger().warning("template.refused", reason=str(error))
+        return at_once
+    atexit.register(starter.close)
+    torch_internals.replace_worker_start(warm_start(starter, torch_internals.worker_start()))
+    return starter.await_imports
+
+
+def warm_start(starter: Starter, cold: WorkerStart, clock: Clock = SYSTEM) -> WorkerStart:
+    """Wraps torch's method ``cold``."""
+
+    def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
+        began = clock.monotonic()
+        stdout, stderr = torch_internals.output_of(self)
+        try:
+            worker = starter.start(StartRequest([str(word) for word in args], env, 0, stdout, stderr))
+        except (ColdStart, OSError) as reason:
+            logger().info("worker.started", warm=False, local_rank=self.local_rank_id, reason=str(reason))
+            return cold(self, args, env)
+        took_s = round(clock.monotonic() - began, 3)
+        logger().info("worker.started", warm=True, local_rank=self.local_rank_id, pid=worker.pid, took_s=took_s)
+        return worker
+
+    return popen
 
 
 # ---- the store it gets

@@ -4,19 +4,20 @@
 *Owns* the member, its port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
 process (then the lease expires).
 *Fails by* SystemExit with one sentence: 0 for a node that joins after the run has succeeded, 78 for a wrong
-configuration.
-*Invariant*: ``num_nodes_waiting`` does no I/O and never raises.
+configuration, that of UnfitError for a node that is refused.
+*Invariant*: ``num_nodes_waiting`` does no I/O and never raises. A refused node never had a node key.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
@@ -24,9 +25,12 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from elastic_trainer.agent.health.node_health import HealthStore
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous.launcher import (
+    Await,
     RoundStore,
+    at_once,
     exit_code_after,
     exit_reason_of,
     failures,
@@ -34,11 +38,9 @@ from elastic_trainer.agent.rendezvous.launcher import (
     job,
     local_workers,
 )
-from elastic_trainer.agent.rendezvous.node import ArrivedNode, NodeCandidate, allowed_sizes, ensure_fit, reserve_port
-from elastic_trainer.agent.suspicion import AgentPort, Answers
+from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
-from elastic_trainer.agent.workers.warm_starts import Await, at_once
 from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
@@ -48,12 +50,15 @@ from elastic_trainer.errors import (
     PermanentError,
     ReplacedError,
     RunClosedError,
+    TransientError,
+    UnfitError,
 )
 from elastic_trainer.ipc.address import default_node_id, own_address
 from elastic_trainer.membership.admission import admit, confirm
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
     Departure,
+    Incident,
     NodeRecord,
     NodeState,
     RoundDocument,
@@ -65,13 +70,26 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison, report_of, round_trip
+from elastic_trainer.preflight.examination import Subject, examine
+from elastic_trainer.preflight.judge import NODE_CHECKS_S, PEERS_WAIT_S, Finding, FitLimits, Status, bad, sentence
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints
 from elastic_trainer.store import connect_patiently
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry import logs
-from elastic_trainer.variables import ENV_NODE, ENV_RECOVERY, ENV_ROUND, ENV_ROUND_REASON, ENV_SHARD_NODES
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.variables import (
+    ENV_ADDRESS,
+    ENV_COPIES_HERE,
+    ENV_MEMORY,
+    ENV_NODE,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    ENV_ROUND_REASON,
+    ENV_SHARD_NODES,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
@@ -89,7 +107,41 @@ _SHORTEST_WAIT_S, OTHERS_START_S = 5.0, 30.0
 """Bounds on the wait for other nodes whose workers may fail at startup too; between them, as long as these lived."""
 _NO_NAME = "none"
 """torchrun's default for ``--rdzv-id``."""
+KEEP_S = 7 * 24 * 3600.0
+"""How long a report stays for comparison with newcomers; it outlives its node, for the node's successor."""
 _WRONG = "a worker reported a wrong configuration; a retry cannot help"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedNode:
+    """A node that the run has admitted, with all its parts, until it leaves."""
+
+    member: Member
+    port: AgentPort
+    supervisor: Supervisor
+    health: HealthService
+    rescue: Rescue
+    copies: NeighbourCopies
+
+    def lend_memory(self, address: str) -> None:
+        """Name the memory files to the workers that start next, and the ``address`` at which others reach this node."""
+        os.environ[ENV_ADDRESS] = address
+        os.environ[ENV_MEMORY] = self.rescue.paths
+        os.environ[ENV_COPIES_HERE] = f"{address} {self.port.port} {self.copies.key}"
+
+    def leave(self, departure: Departure | None = None) -> None:
+        """Leave the run: delete this node's key. ``departure``: why, unless the run has ended."""
+        try:
+            self.health.close()
+        except Exception:  # noqa: BLE001 - a failing health report must not keep the key that others wait for
+            logger().exception("health.failed")
+        last = self.member.observation().round
+        self.member.leave(departure)
+        self.copies.stop()
+        self.rescue.close(last)
+        self.copies.close()
+        self.supervisor.close()
+        self.port.close()
 
 
 class Etcd3RendezvousHandler(RendezvousHandler):
@@ -119,7 +171,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
-        self._answers = Answers(run_id, self.node_id, clock)
         self._node: ArrivedNode | None = None
         """None before the first rendezvous, and after the end."""
         self._port: socket.socket | None = None
@@ -184,12 +235,12 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it forms."""
         if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._is_misconfigured():
-            logs.logger().error("node.given_up", reason=_WRONG)
+            logger().error("node.given_up", reason=_WRONG)
             raise SystemExit(EXIT_CONFIG)
         try:
             return self._join()
         except RunClosedError as error:
-            logs.logger().info("run.already_closed", succeeded=error.succeeded)
+            logger().info("run.already_closed", succeeded=error.succeeded)
             if not error.succeeded:
                 end(error)
             if failures() and self._has_passed():
@@ -244,7 +295,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             # The exception that torchrun handles now, or that the interpreter reported.
             return self._leave(sys.exc_info()[1] or getattr(sys, "last_value", None))
         except Exception as error:  # noqa: BLE001 - the edge of the process; the key ends with its lease
-            logs.logger().warning("departure.failed", error=f"{type(error).__name__}: {error}")
+            logger().warning("departure.failed", error=f"{type(error).__name__}: {error}")
             return False
 
     def _leave(self, error: BaseException | None) -> bool:
@@ -332,8 +383,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             watched=sys.stderr is not None and sys.stderr.isatty(),
         )
         if self._options.preflight is not PreflightMode.OFF:
-            candidate = NodeCandidate(self.node_id, self._address, workers.local_world_size, self._spec.min_nodes)
-            ensure_fit(self._store, self._keys, self._options, candidate, self._clock)
+            limits = FitLimits(ratio=self._options.preflight_ratio)
+            subject = Subject(self._address, self._options.preflight_dir, workers.local_world_size, limits=limits)
+            least = self._spec.min_nodes
+            ensure_fit(self._store, self._keys, self._options, subject, self.node_id, least, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         member = Member(self._store, self._keys, self.node_id, session, self._limits(), self._replaced, self._clock)
@@ -341,7 +394,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         with ExitStack() as undo:
             copies = NeighbourCopies(workers.local_world_size)
             undo.callback(copies.close)
-            port = AgentPort(self._address, self._answers.answer, copies.serve)
+            port = AgentPort(self._address, self._run_id, self.node_id, copies.serve, self._clock)
             undo.callback(port.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)
@@ -371,7 +424,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return ""
         failed = by_rank(found, node.health.pages.ranks())
         told = self._died = self._deaths.describe(failed, node.health.pages.said())
-        logs.logger().warning("worker.died", reason=told)
+        logger().warning("worker.died", reason=told)
         number = self._current.number if self._current is not None else 0
         node.health.health.add_note("worker_died", told, tuple(sorted(failed)), number)
         return told
@@ -471,10 +524,99 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return
         if ended.is_first(self.node_id):
             node.health.tell_goodput()
-        logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
+        logger().info("run.ended", result=ended.result, reason=ended.reason)
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))
         ignore_sigterm()
+
+
+# ---- before it joins: sizes of the run, and the optional check of the machine
+
+
+def allowed_sizes(options: RendezvousOptions, low: int, high: int) -> tuple[int, ...]:
+    """Counts from ``low`` to ``high`` that ``sizes``, ``multiple_of``, ``shard_nodes`` allow, ascending; empty: all."""
+    named = {int(size) for size in options.sizes.split(":")} if options.sizes else None
+    group = options.shard_nodes
+    for given, counts in ((f"--nnodes {low}:{high}", {low, high}), (f"sizes={options.sizes}", named or ())):
+        if any(count % group for count in counts):
+            raise ConfigError(
+                f"{given} does not divide into shard groups of {group} nodes (--rdzv-conf shard_nodes={group})",
+                hint=f"these numbers count nodes, not groups: use multiples of {group}",
+            )
+    if named is None and options.multiple_of == group == 1:
+        return ()
+    step = math.lcm(options.multiple_of, group)
+    allowed = tuple(size for size in sorted(named or range(low, high + 1)) if low <= size <= high and size % step == 0)
+    if not allowed:
+        given = f"sizes={options.sizes}" if options.sizes else f"multiple_of={options.multiple_of}"
+        raise ConfigError(
+            f"--rdzv-conf {given} allows no node count within --nnodes {low}:{high}", hint="change one of them"
+        )
+    return allowed
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Binds a free port, which the kernel assigns to no other process while a worker of this node may need it.
+
+    The socket stays bound without listening until it is closed. Both sides set SO_REUSEADDR: then Linux lets a second
+    socket bind and listen, but skips the port in its automatic choice.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
+
+
+def ensure_fit(
+    store: Store, keys: RunKeys, options: RendezvousOptions, subject: Subject, node: str, least: int, clock: Clock
+) -> None:
+    """Check this node, which wants to join a job of at least ``least`` nodes, before it writes its key.
+
+    Bad findings become an incident, and refuse the node if the options say so (UnfitError). A store that does not
+    answer never makes a node unfit.
+    """
+    begun = clock.monotonic()
+    logger().info("preflight.started", limit_s=NODE_CHECKS_S)
+    findings = _examined(store, keys, subject, node, least, clock)
+    for finding in findings:
+        if finding.status is Status.WARN:
+            logger().warning("preflight.warned", check=finding.name, text=finding.text, hint=finding.hint)
+    unfit = bad(findings)
+    took_s = round(clock.monotonic() - begun, 3)
+    logger().info("preflight.finished", fit=not unfit, checks=len(findings), duration_s=took_s)
+    if not unfit:
+        return
+    for finding in unfit:
+        logger().warning("node.unfit", check=finding.name, text=finding.text, hint=finding.hint)
+    text, refused = f"node {node} is not fit: {sentence(unfit)}", options.preflight is PreflightMode.REFUSE
+    reason = f"{text} ({'it does not join' if refused else 'it joins anyway'})"
+    incident = Incident(wall=clock.wall(), by=node, kind="node_unfit", reason=reason, nodes=(node,))
+    try:
+        HealthStore(store, keys, node).write_incident(incident)
+    except ElasticTrainerError as error:
+        logger().warning("incident.not_written", error=str(error))
+    if refused:
+        raise UnfitError(text, hint=unfit[0].hint or "run the job on another machine")
+
+
+def _examined(store: Store, keys: RunKeys, subject: Subject, node: str, least: int, clock: Clock) -> list[Finding]:
+    """Run the checks of this node, then compare it with the others."""
+    limits, comparison = subject.limits, PeerComparison(store, keys, node, subject.limits, clock)
+    own = examine(subject, Deadline.after(NODE_CHECKS_S, clock))
+    report = report_of(node, subject.address, own.findings, own.versions, clock.wall())
+    found = [*own.findings]
+    try:
+        found.append(round_trip(store, keys.round, limits, Deadline.after(STORE_S, clock), clock))
+        comparison.publish(report, KEEP_S)
+        # A job cannot start without its minimum of nodes, so waiting for their results costs little.
+        others = least - 1 if least > limits.peers else 0
+        found += comparison.findings(others=others, wait_s=PEERS_WAIT_S, keep_s=KEEP_S)
+    except TransientError as error:
+        found.append(Finding("peers", Status.SKIPPED, f"the other nodes' results are unknown: {error}"))
+    return found
+
+
+# ---- a round, from the record that asks for it to its end
 
 
 def fields_behind(mine: RoundDocument | None) -> dict[str, Any]:

@@ -938,7 +938,7 @@ class Conductor:
             return None, []
         return current, self._at_work()
 
-    def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
+    def suspect(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
         """Break the round of ``document`` because ``suspects`` do not answer, unless it is over."""
         if self._life.ended or document is not self._document:
             return

@@ -13,12 +13,11 @@ refused write is logged; every question whom this node reaches gets its answer, 
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -56,6 +55,7 @@ from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.writes import RoundFailure
+from elastic_trainer.preflight.examination import answers_at
 from elastic_trainer.store.api import RunKeys, Store
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
@@ -131,7 +131,7 @@ class ConductorShell:
     workers = _event(Conductor.workers)
     watched = _event(Conductor.watched)
     at_work = _event(Conductor.at_work)
-    accuse = _event(Conductor.accuse)
+    suspect = _event(Conductor.suspect)
     exclude = _event(Conductor.exclude)
 
     def play(
@@ -312,17 +312,8 @@ LIMIT_S = 3.0
 """Nodes not tried by then do not count as missing. The worker's next messages wait for this check, and other nodes for
 those: after a longer check they would continue without this node, as without a slow one, and add it again later."""
 Reaches = Callable[[str, int], bool]
-
-
-def reaches(host: str, port: int) -> bool:
-    """Whether ``host`` answers at ``port``; a refused connection is an answer too: only the agent is dead."""
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return True
+reaches: Reaches = partial(answers_at, limit_s=CONNECT_S)
+"""Whether ``host`` answers at ``port``."""
 
 
 def ask_in_thread(

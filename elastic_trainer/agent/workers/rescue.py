@@ -12,7 +12,7 @@ all parts from the agents that have them. There are two copies of each worker's 
 overwritten.
 
 *Runs in* the agent: a thread each time this node's workers die, torchrun's main thread when the node leaves; a thread
-for each connection of another node, which the agent's port hands over.
+``neighbours`` that takes connections of other nodes from the agent's port, and one for each of them.
 *Owns* the memory files (those of copies are empty at first: workers that start before learn their paths).
 *Fails by* nothing: a failed commit is logged, and new workers still resume from memory; a client that breaks the
 protocol, is silent for long or lacks the key is hung up on.
@@ -28,6 +28,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
@@ -192,9 +193,11 @@ class NeighbourCopies:
         self._copies = {number: _memory(number) for number in range(workers)}
         self._lock = threading.Lock()
         self._permits = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._clients: SimpleQueue[socket.socket | None] = SimpleQueue()
         self._closing = False
         self.key = secrets.token_hex(16)
         """What a client has to know."""
+        threading.Thread(target=self._run, name="neighbours", daemon=True).start()
 
     @property
     def files(self) -> list[int]:
@@ -205,6 +208,7 @@ class NeighbourCopies:
     def stop(self) -> None:
         """Stop serving."""
         self._closing = True
+        self._clients.put(None)
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
@@ -216,7 +220,14 @@ class NeighbourCopies:
                 os.close(descriptor)
 
     def serve(self, client: socket.socket) -> None:
-        """Serve the client that connects there, in a thread of its own."""
+        """Have the client that connects there served. The caller answers other agents, and waits for no thread."""
+        self._clients.put(client)
+
+    def _run(self) -> None:
+        while (client := self._clients.get()) is not None:
+            self._start(client)
+
+    def _start(self, client: socket.socket) -> None:
         if self._closing or not self._permits.acquire(blocking=False):
             client.close()
             return

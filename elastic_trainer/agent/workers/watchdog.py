@@ -4,11 +4,10 @@
 or holds the interpreter lock: it cannot learn that a round is over either, and all others wait for it. Its death is
 noticed at once, torchrun restarts it, and the others continue. The heartbeat page reveals a worker that answers but
 makes no progress (:mod:`elastic_trainer.agent.health.node_health`). ``Supervisor`` (restart): kills workers that
-outlive their round. ``SessionWatch``: gives up on workers that never open a Session.
+outlive their round. :func:`await_session` gives up on workers that never open a Session.
 
 *Runs in* the agent: threads named ``watchdog``, ``supervisor`` and ``session-watch``. *Owns* no process; torchrun
-starts and reaps them. *Fails by* nothing: a process that has already ended needs no kill; ``SessionWatch`` by calling
-``give_up`` once with the SessionTimeoutError.
+starts and reaps them. *Fails by* nothing: a process that has already ended needs no kill.
 *Invariant*: time in which the agent itself was frozen does not count against a worker. Only children of this process
 that carry the run's id in their environment, or are connected to it, are ever signalled.
 """
@@ -151,24 +150,23 @@ class HungWorkers:
 AGAIN_S = 0.5
 
 
-def worker_pids(run_id: str, proc: Path = Path("/proc")) -> list[int]:
-    """Process ids of this process's workers of ``run_id`` (empty without /proc)."""
-    wanted = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    found = []
-    for task in (proc / "self" / "task").glob("*/children"):
-        try:
-            children = [int(pid) for pid in task.read_text().split()]
-        except OSError:
-            continue
-        found += [pid for pid in children if _has_variable(proc / str(pid) / "environ", wanted)]
-    return sorted(set(found))
+def children(pid: int) -> set[int]:
+    """The children of the process ``pid``; empty if it has ended."""
+    found = set[int]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found |= set(map(int, task.read_text().split()))
+    return found
 
 
-def _has_variable(environ: Path, wanted: bytes) -> bool:
-    try:
-        return wanted in environ.read_bytes().split(b"\0")
-    except OSError:
-        return False
+def worker_pids(run_id: str) -> list[int]:
+    """Process ids of this process's workers of ``run_id``."""
+    wanted, found = f"TORCHELASTIC_RUN_ID={run_id}".encode(), []
+    for pid in sorted(children(os.getpid())):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def kill_workers(run_id: str, reason: str) -> None:
@@ -225,42 +223,29 @@ _CPU_FIELDS: Final = slice(11, 13)
 """Fields of ``/proc/PID/stat`` after the name: the time in user mode and in the kernel, in ticks."""
 
 
-class SessionWatch:
-    """See the module. ``met`` is set with the first Session; ``awaited()`` says whether this life still counts."""
+def await_session(
+    met: threading.Event,
+    awaited: Callable[[], bool],
+    workers: Callable[[], Iterable[int]],
+    limit_s: float,
+    give_up: Callable[[SessionTimeoutError], None],
+    clock: Clock = SYSTEM,
+) -> None:
+    """Wait until a worker opens a Session, which sets ``met``; ``give_up`` on workers that have opened none in time.
 
-    def __init__(
-        self,
-        met: threading.Event,
-        awaited: Callable[[], bool],
-        workers: Callable[[], Iterable[int]],
-        limit_s: float,
-        give_up: Callable[[SessionTimeoutError], None],
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._met, self._awaited, self._workers = met, awaited, workers
-        self._limit_s, self._give_up, self._clock = limit_s, give_up, clock
-
-    def start(self) -> None:
-        threading.Thread(target=self.watch, name="session-watch", daemon=True).start()
-
-    def watch(self) -> None:
-        """Run until a Session is opened or the limit is over."""
-        limit, note_s = Deadline.after(self._limit_s, self._clock), FIRST_NOTE_S
-        while not self._clock.wait(self._met, min(note_s, limit.remaining_s())) and self._awaited():
-            found = doing(list(self._workers()))
-            if limit.expired:
-                self._give_up(_error(self._limit_s, found))
-                return
-            waited_s = self._limit_s - limit.remaining_s()
-            logger().info("session.awaited", seconds=round(waited_s), limit_s=self._limit_s, workers=found)
-            note_s = waited_s
-
-
-def _error(limit_s: float, found: str) -> SessionTimeoutError:
-    return SessionTimeoutError(
-        f"no worker has opened an elastic_trainer.Session within {limit_s:g} s, as recovery=in_place needs ({found})",
-        hint="open it earlier, or raise --rdzv-conf session_timeout; a script without one needs recovery=restart",
-    )
+    ``awaited()`` says whether this life still counts.
+    """
+    limit, note_s = Deadline.after(limit_s, clock), FIRST_NOTE_S
+    while not clock.wait(met, min(note_s, limit.remaining_s())) and awaited():
+        found = doing(list(workers()))
+        if limit.expired:
+            text = f"no worker has opened an elastic_trainer.Session within {limit_s:g} s, as recovery=in_place needs"
+            hint = "open it earlier, or raise --rdzv-conf session_timeout; a script without one needs recovery=restart"
+            give_up(SessionTimeoutError(f"{text} ({found})", hint=hint))
+            return
+        waited_s = limit_s - limit.remaining_s()
+        logger().info("session.awaited", seconds=round(waited_s), limit_s=limit_s, workers=found)
+        note_s = waited_s
 
 
 def doing(pids: Sequence[int], proc: Path = Path("/proc")) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health.health_store import told_by_all
+from elastic_trainer.agent.health.node_health import told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.drills.job import STUCK, Wedge, ask
 from elastic_trainer.drills.run import DRILLS, conclusions

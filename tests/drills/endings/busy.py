@@ -32,7 +32,6 @@ class Work:
         self._slow = False
 
     def asked(self, name: str) -> bool:
-        """Whether the test asks for it."""
         return (self._directory / name).exists()
 
     def save_slowly(self, session: Session) -> None:
@@ -48,7 +47,6 @@ class Work:
             self._until("free")
 
     def evaluate(self, session: Session) -> None:
-        """On all ranks."""
         stick = self.asked(f"stick-{session.environment.node}")
         self._begin()
         self._until("marked")

@@ -70,7 +70,6 @@ def terminated() -> list[int]:
 
 
 def inherited() -> dict[str, Any]:
-    """What a child finds."""
     read, write = os.pipe()
     status = _forked(lambda: os.write(write, json.dumps(_found()).encode()))
     os.close(write)
@@ -105,7 +104,6 @@ def _has_terminated() -> None:
 
 
 def loader() -> int:
-    """torch's own, with processes of its own."""
     rows = torch.utils.data.TensorDataset(torch.arange(8))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2, multiprocessing_context="fork")
     return sum(int(batch[0].sum()) for batch in loader)

@@ -29,8 +29,6 @@ LASTING = {"ttl": "20"}
 
 
 class Job(Running):
-    """The nodes of one run."""
-
     def __init__(
         self,
         directory: Path,
@@ -67,7 +65,6 @@ class Job(Running):
     # ---- what the workers wrote
 
     def lines(self) -> list[Line]:
-        """All lines of all workers so far."""
         self._lines += self._ledger.read()
         return self._lines
 
@@ -77,7 +74,6 @@ class Job(Running):
         return sorted(mine, key=lambda line: line.t)
 
     def newest(self) -> int:
-        """The highest step recorded."""
         return max((line.step for line in self.lines() if line.event is LineKind.STEP), default=0)
 
     def await_world(self, *nodes: str, after: int = 0, count: int = 3) -> int:
@@ -121,7 +117,6 @@ class Job(Running):
     # ---- what the store and the disk hold
 
     def closed(self) -> RoundDocument:
-        """The document of the closed run."""
         document = self.document()
         assert document.state is RoundState.CLOSED, document
         return document

@@ -23,13 +23,11 @@ HELD_S = 11.0
 
 
 def busy_job(directory: Path, endpoint: str, run: str, **options: str) -> Job:
-    """Its nodes run the script beside this file."""
     entry = ["-m", "tests.drills.endings.busy", str(directory)]
     return Job(directory, endpoint, run, least=1, options=QUICK | options, entry=entry)
 
 
 def pids(job: Job, names: Sequence[str]) -> dict[str, int]:
-    """The processes of their workers."""
     workers = {name: job.node(name).worker() for name in names}
     return {name: worker.pid for name, worker in workers.items() if worker is not None}
 
@@ -54,7 +52,6 @@ def hold(job: Job, nodes: Sequence[str], doing: str, seconds: float) -> None:
 
 
 def broken(job: Job) -> list[str]:
-    """Why rounds were broken."""
     return [entry.reason for entry in job.journal() if entry.state is RoundState.BROKEN]
 
 

@@ -23,7 +23,6 @@ JUNK_BYTES = 400 << 10
 
 @pytest.fixture(scope="module")
 def tools() -> Tools:
-    """etcd and etcdctl."""
     return etcd_tools()
 
 

@@ -13,39 +13,28 @@ from tests.drills.endings.job import LASTING, SCRIPT, Job
 from tests.drills.endings.train import BATCH, SAMPLES
 
 
-@pytest.mark.timeout(300)
-def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """One sample kills whoever computes it. After three failures at that step the run is closed as failed everywhere,
-    and the reason names the step and the samples."""
-    plan = EpochPlan(SAMPLES, BATCH)
-    poison = int(plan.order(0)[3 * BATCH + 5])
-    with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison)) as job:
-        job.start(3)
-        assert job.exit_codes() == {"n0": 1, "n1": 1, "n2": 1}
-        closed = job.closed()
-        assert closed.result is RunResult.FAILED
-        place = f"3 worker failures after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
-        assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
-        for name in ("n0", "n1", "n2"):
-            assert any(place in sentence for sentence in job.sentences(name)), job.log(name)
-            assert "Traceback" not in job.log(name)
-        assert job.newest() == 3
-
-
 @pytest.mark.timeout(500)
-def test_in_restart_mode_too(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """Each life of the workers begins anew (here from the first step, as nothing is saved) and dies at the same one."""
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
+def test_a_poison_batch_ends_the_run_and_is_named(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, recovery: str
+) -> None:
+    """One sample kills whoever computes it. After three failures at that step the run is closed as failed everywhere,
+    and the reason names the step and the samples. In restart mode each life of the workers dies at the same step."""
     poison = int(EpochPlan(SAMPLES, BATCH).order(0)[3 * BATCH + 5])
-    options = {"recovery": "restart"} | LASTING
-    with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison), most=2, options=options) as job:
-        job.start(2)
-        assert job.exit_codes(limit_s=400) == {"n0": 1, "n1": 1}
+    count = 3 if recovery == "in_place" else 2
+    options = {"recovery": "restart"} | LASTING if recovery == "restart" else None
+    with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison), most=count, options=options) as job:
+        job.start(count)
+        assert job.exit_codes(limit_s=400) == {node.name: 1 for node in job.nodes}
         closed = job.closed()
         assert closed.result is RunResult.FAILED
         place = f"3 worker failures after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
         assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
-        assert closed.number == 3
-        assert all(any(place in sentence for sentence in job.sentences(node.name)) for node in job.nodes)
+        for node in job.nodes:
+            assert any(place in sentence for sentence in job.sentences(node.name)), job.log(node.name)
+            if recovery == "in_place":
+                assert "Traceback" not in job.log(node.name)
+        assert job.newest() == 3
 
 
 @pytest.mark.timeout(300)

@@ -85,6 +85,5 @@ def test_a_node_that_was_replaced_while_it_stood_still_ends(tmp_path: Path, etcd
 
 
 def _workers(job: Job) -> list[int]:
-    """The process ids of all nodes' workers."""
     found = [node.worker() for node in job.nodes]
     return [worker.pid for worker in found if worker is not None]

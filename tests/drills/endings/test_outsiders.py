@@ -47,7 +47,6 @@ def job(tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer) -> Iterator[
 
 
 def worker_of(job: Job, name: str) -> psutil.Process:
-    """The node's worker."""
     worker = job.node(name).worker()
     assert worker is not None, job.describe()
     return worker

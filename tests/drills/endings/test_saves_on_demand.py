@@ -21,23 +21,19 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def ask(endpoint: str, run: str, *words: str) -> int:
-    """The exit code of the command."""
     return main(["checkpoints", "save", run, "--endpoint", endpoint, *words])
 
 
 def saved(directory: Path) -> list[str]:
-    """The checkpoints that there are, oldest first."""
     return [entry.name for entry in reversed(CheckpointManager(directory / "checkpoints").entries())]
 
 
 def noted(job: Job) -> list[dict[str, Any]]:
-    """The checkpoints that workers wrote down."""
     lines = [text for path in job.spec.ledger.glob("*.jsonl") for text in path.read_text().splitlines()]
     return [line for line in map(json.loads, lines) if line["event"] == "checkpoint"]
 
 
 def requested(job: Job, count: int) -> bool:
-    """Whether ``count`` requests have come to the worker of n0."""
     return job.log("n0").count("save.requested") == count
 
 

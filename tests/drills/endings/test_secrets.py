@@ -37,7 +37,6 @@ TOKEN_S = 1
 
 @pytest.fixture
 def forgetful(etcd_binary: str, tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd whose tokens end soon."""
     with EtcdServer(tmp_path / "etcd", binary=etcd_binary, arguments=[f"--auth-token-ttl={TOKEN_S}"]) as server:
         yield server
 
@@ -59,11 +58,9 @@ class Safe:
         return self._directory / name.replace(" ", "-")
 
     def note(self, where: str, text: bytes) -> None:
-        """Something that was written."""
         self.found[where] = text
 
     def leaks(self) -> list[str]:
-        """Which secret is found where."""
         return [
             f"{name} in {where}"
             for where, text in self.found.items()
@@ -103,7 +100,6 @@ def nodes_endpoint(job: Job, node: str) -> int:
 
 
 def note_processes(job: Job, safe: Safe) -> None:
-    """Command lines and environments of all that runs."""
     for node in job.nodes:
         for process in node.family():
             for what in ("cmdline", "environ"):
@@ -128,7 +124,6 @@ def note_commands(server: EtcdServer, run: str, safe: Safe, environment: Mapping
 
 
 def note_pages(port: int, run: str, safe: Safe) -> None:
-    """All that the monitor answers."""
     for path in ("/", f"/runs/{run}", "/api/runs", f"/api/runs/{run}", "/metrics", "/sd/nodes"):
         safe.note(f"monitor {path}", ask(port, path, SECRETS["page token"]))
 

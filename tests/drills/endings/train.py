@@ -31,7 +31,6 @@ def begun() -> torch.utils.data.TensorDataset:
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Their model and its optimizer."""
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 

@@ -24,7 +24,6 @@ STEP_S = 0.02
 
 
 def main(directory: Path, flags: list[str]) -> int:
-    """Step until told to end."""
     node, pause = os.environ["ELASTIC_TRAINER_NODE"], threading.Event()
     told = threading.Event()
     if "--handler" in flags:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from elastic_trainer.agent.rendezvous.node import reserve_port
+from elastic_trainer.agent.rendezvous.restart import reserve_port
 from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.ipc.address import listen, store_at
 from elastic_trainer.membership.member import refuses
@@ -30,14 +30,13 @@ TRIES = 3000
 LISTEN = """
 import sys
 from elastic_trainer.agent.suspicion import AgentPort
-print(AgentPort(sys.argv[1], lambda question: None, print).port, flush=True)
+print(AgentPort(sys.argv[1], "run", "node", print).port, flush=True)
 input()
 """
 
 
 @pytest.fixture
 def reserved() -> Iterator[set[int]]:
-    """Many reserved ports."""
     with ExitStack() as held:
         yield {held.enter_context(reserve_port(LOCAL)).getsockname()[1] for _ in range(RESERVED)}
 
@@ -54,26 +53,21 @@ def test_a_store_listens_on_a_reserved_port_and_serves_clients() -> None:
             del client, server
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: set[int], reuse: bool) -> None:
-    for _ in range(0, TRIES, HELD):
-        with ExitStack() as held:
-            for _ in range(HELD):
-                other = held.enter_context(closing(socket.socket()))
-                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-                other.bind((LOCAL if reuse else "", 0))
-                assert other.getsockname()[1] not in reserved
-
-
-def test_a_reserved_port_is_never_a_client_s_own(reserved: set[int]) -> None:
+@pytest.mark.parametrize("how", ["bound", "bound with SO_REUSEADDR", "a client's own"])
+def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: set[int], how: str) -> None:
     with closing(socket.create_server((LOCAL, 0), backlog=128)) as server:
         for _ in range(0, TRIES, HELD):
             with ExitStack() as held:
                 for _ in range(HELD):
-                    client = socket.create_connection(server.getsockname(), timeout=LIMIT_S)
-                    held.enter_context(closing(client))
-                    held.enter_context(closing(server.accept()[0]))
-                    assert client.getsockname()[1] not in reserved
+                    if how == "a client's own":
+                        other = socket.create_connection(server.getsockname(), timeout=LIMIT_S)
+                        held.enter_context(closing(server.accept()[0]))
+                    else:
+                        other = socket.socket()
+                        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(how != "bound"))
+                        other.bind(("" if how == "bound" else LOCAL, 0))
+                    held.enter_context(closing(other))
+                    assert other.getsockname()[1] not in reserved
 
 
 def test_a_killed_process_refuses_and_a_frozen_one_does_not() -> None:
@@ -107,7 +101,7 @@ def test_ports_of_both_address_families(family: str) -> None:
     if family == "::1" and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
     with (
-        closing(AgentPort(family, lambda question: None, socket.socket.close)) as alive,
+        closing(AgentPort(family, "run", "node", socket.socket.close)) as alive,
         reserve_port(family) as reserved,
     ):
         assert not refuses(family, alive.port, timeout_s=LIMIT_S)
@@ -115,18 +109,20 @@ def test_ports_of_both_address_families(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "bound"), [("127.0.0.2", "127.0.0.2"), ("localhost", LOCAL), ("::1", "::1"), ("192.0.2.1", "0.0.0.0")]
+    ("address", "bound"),
+    [
+        ("127.0.0.2", "127.0.0.2"),
+        ("localhost", LOCAL),
+        ("::1", "::1"),
+        ("192.0.2.1", "0.0.0.0"),
+        ("some-host", "0.0.0.0"),  # as on machines that call themselves 127.0.1.1
+    ],
 )
 def test_a_port_is_opened_at_the_announced_address_alone(address: str, bound: str) -> None:
-    """On all addresses only where it is none of this machine's, which a translation of addresses may explain."""
+    """On all addresses only where it is none of this machine's, which a translation of addresses may explain, or a
+    name, which may lead elsewhere for others."""
     with closing(listen(address)) as listener:
         assert listener.getsockname()[0] == bound
-
-
-def test_a_name_may_lead_elsewhere_for_others() -> None:
-    """As on machines that call themselves 127.0.1.1: such a port would be reached by nobody else."""
-    with closing(listen("some-host")) as listener:
-        assert listener.getsockname()[0] == "0.0.0.0"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"])
@@ -138,17 +134,14 @@ def test_the_store_of_rounds_is_opened_there_too(address: str) -> None:
     assert refuses(LOCAL, store.port, LIMIT_S) is (address == "127.0.0.2")
 
 
-def test_a_process_that_is_being_ended_is_found_dead_by_a_probe_that_its_kernel_accepted() -> None:
-    """Its sockets close last, and of a container nothing answers a moment later."""
+def test_a_probe_that_the_kernel_has_accepted_proves_a_death_only_if_the_next_is_refused() -> None:
+    """The sockets of a process that is being ended close last, and of a container nothing answers a moment later. An
+    agent closes the connection of a probe when it has too many."""
     with socket.create_server((LOCAL, 0)) as listening:
         ending = threading.Timer(0.03, listening.close)
         ending.start()
         assert refuses(LOCAL, listening.getsockname()[1], timeout_s=LIMIT_S)
         ending.join()
-
-
-def test_a_process_that_closes_the_connection_of_a_probe_is_not_found_dead() -> None:
-    """An agent does so when it has too many; only a refused connection proves anything."""
     with socket.create_server((LOCAL, 0)) as listening:
         accepting = threading.Thread(target=lambda: listening.accept()[0].close())
         accepting.start()

@@ -11,34 +11,29 @@ import pytest
 
 from elastic_trainer.agent.suspicion import (
     MOST_AT_ONCE,
+    AgentLine,
     AgentPort,
-    Answers,
     Asker,
     PeerReply,
-    Question,
-    SignOfLife,
-    read,
 )
 from elastic_trainer.checkpoint.neighbours import COPIES
 from elastic_trainer.clock import Deadline, pause
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
-QUESTION = Question(run="run", node="me").encode()
+QUESTION = AgentLine(run="run", node="me").encode()
 
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    """One of run ``run``."""
     asker = Asker("run", "me")
     yield asker
     asker.close()
 
 
 @contextmanager
-def agent(answers: Answers | None = None) -> Iterator[AgentPort]:
-    """The port of one that answers."""
-    with closing(AgentPort(LOCAL, (answers or Answers("run", "other")).answer, socket.socket.close)) as port:
+def agent(run: str = "run", node: str = "other") -> Iterator[AgentPort]:
+    with closing(AgentPort(LOCAL, run, node, socket.socket.close)) as port:
         yield port
 
 
@@ -60,22 +55,18 @@ def heard(asker: Asker, port: int) -> PeerReply:
 
 
 def test_an_agent_answers_that_it_lives(asker: Asker) -> None:
-    """And knows that it was asked. Also one of an older version, which hangs up at once, and one of another run, which
-    answers nothing, live."""
-    answers = Answers("run", "other")
-    with agent(answers) as port, agent(Answers("another", "other")) as foreign:
+    """And knows that it was asked. One of another run, or of an older version, hangs up: it lives too."""
+    with agent() as port, agent("another") as foreign:
         for each in (port, foreign):
             assert not heard(asker, each.port).dead
-    assert asker.open == {}
-    assert answers.asked_at > 0
-    with closing(AgentPort(LOCAL, lambda question: None, socket.socket.close)) as old:
-        assert not heard(asker, old.port).dead
+        assert asker.open == {}
+        assert port.asked_at > 0 > foreign.asked_at
 
 
 def test_who_wants_copies_is_handed_over_and_the_port_answers_the_next(asker: Asker) -> None:
     """However its first line arrives."""
     lent: SimpleQueue[socket.socket] = SimpleQueue()
-    with closing(AgentPort(LOCAL, Answers("run", "other").answer, lent.put)) as port:
+    with closing(AgentPort(LOCAL, "run", "other", lent.put)) as port:
         for pieces in ([COPIES], [COPIES[:3], COPIES[3:]]):
             with connected(port) as client:
                 for piece in pieces:
@@ -91,7 +82,7 @@ def test_a_refused_connection_is_a_dead_agent_and_so_is_another_node_at_its_addr
     with socket.socket() as unused:
         unused.bind((LOCAL, 0))
         assert heard(asker, unused.getsockname()[1]).dead
-    with agent(Answers("run", "somebody")) as port:
+    with agent(node="somebody") as port:
         assert heard(asker, port.port).dead
 
 
@@ -112,22 +103,16 @@ def test_silence_stays_an_open_question(asker: Asker) -> None:
     "garbage",
     [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 5000, b'{"version": 2, "run": "run", "node": "x"}\n', b"\xff\n"],
 )
-def test_garbage_gets_no_answer(garbage: bytes) -> None:
-    with agent() as port, connected(port) as visitor:
+def test_garbage_gets_no_answer_and_keeps_nobody_out(garbage: bytes) -> None:
+    """A question may come in pieces, between those of others."""
+    with agent() as port, connected(port) as visitor, connected(port) as slow, connected(port) as other:
+        slow.sendall(QUESTION[:9])
         visitor.sendall(garbage)
         assert answered(visitor) == b""
-        with connected(port) as other:
-            other.sendall(QUESTION)
-            assert read(SignOfLife, answered(other)) is not None
-
-
-def test_a_question_in_pieces_is_answered() -> None:
-    with agent() as port, connected(port) as visitor, connected(port) as other:
-        visitor.sendall(QUESTION[:9])
         other.sendall(QUESTION)
-        assert read(SignOfLife, answered(other)) is not None
-        visitor.sendall(QUESTION[9:])
-        assert read(SignOfLife, answered(visitor)) is not None
+        assert AgentLine.read(answered(other)) is not None
+        slow.sendall(QUESTION[9:])
+        assert AgentLine.read(answered(slow)) is not None
 
 
 def test_visitors_that_say_nothing_keep_nobody_out() -> None:
@@ -135,7 +120,7 @@ def test_visitors_that_say_nothing_keep_nobody_out() -> None:
         idle = [held.enter_context(connected(port)) for _ in range(2 * MOST_AT_ONCE)]
         with connected(port) as visitor:
             visitor.sendall(QUESTION)
-            assert read(SignOfLife, answered(visitor)) is not None
+            assert AgentLine.read(answered(visitor)) is not None
         assert answered(idle[0]) == b""
 
 

@@ -26,7 +26,6 @@ def segment() -> Segment:
 
 
 def announced(job: Job) -> dict[str, str]:
-    """The addresses that the nodes announce."""
     records = {node.name: job.record(node.name) for node in job.nodes}
     return {name: record.address for name, record in records.items() if record is not None}
 

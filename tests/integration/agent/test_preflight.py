@@ -16,7 +16,6 @@ UNUSABLE = "/proc/checkpoints"
 
 
 def checked(job: PlainJob, directory: str) -> dict[str, str]:
-    """The options of ``job`` with this directory."""
     return {**job.spec.options, "preflight_dir": directory}
 
 

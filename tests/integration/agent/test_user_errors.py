@@ -37,6 +37,7 @@ MISTAKES = [
     Mistake("too small a value", "--rdzv-conf: 'ttl' is '1'", options="ttl=1"),
     Mistake("run id", "run id (--rdzv-id) 'my/run' is not valid (use 1 to 128 letters", run="my/run"),
     Mistake("no run id", "the run has no name: without --rdzv-id torchrun calls every run 'none'", run="none"),
+    Mistake("no endpoint", "no store address was given (add --rdzv-endpoint host:2379)", endpoint=""),
     Mistake("no etcd there", "cannot use the store: nothing listens at 127.0.0.1:{nobody}", EXIT_UNAVAILABLE),
     Mistake("not etcd", "127.0.0.1:{web} is a web server", endpoint="127.0.0.1:{web}"),
     Mistake(

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from elastic_trainer.local import agents, processes
-from tests.support.plainjob import LIMIT_S, PlainJob
-from tests.support.waiting import eventually
+from tests.support.plainjob import PlainJob
 
 
 def starts(job: PlainJob, node: str) -> list[dict[str, Any]]:
-    """The starts of workers in a node's log."""
     lines = [line for line in job.log(node).splitlines() if '"worker.started"' in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
 
@@ -69,20 +67,6 @@ def test_output_goes_where_torchrun_sends_it(tmp_path: Path, etcd_endpoint: str,
         assert "exitcode  : 7" in job.log(node.name)
         assert [path.read_text() for path in logs.rglob("stdout.log")] == ["said\n"]
         assert [path.read_text() for path in logs.rglob("stderr.log")] == ["erred\n"]
-
-
-@pytest.mark.timeout(300)
-def test_a_node_that_is_asked_to_leave_ends_its_forked_workers(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """SIGTERM to torchrun reaches a handler in the worker; nothing of the node stays."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, least=1, most=1, flags=["--alone", "--handler"],
-                  options={"preload": "json", "last_call": "0"}) as job:  # fmt: skip
-        (node,) = job.start(1)
-        job.await_steps(node.name, 3)
-        family = node.family()
-        assert len(family) == 4  # torchrun, its template, the worker, and the process that ends orphaned workers
-        node.terminate()
-        assert job.exit_code(node) == 143
-        eventually(lambda: not any(map(processes.alive, family)), "something of the node stays", LIMIT_S)
 
 
 @pytest.mark.timeout(300)

@@ -127,13 +127,6 @@ def _stalled(job: Watched) -> str:
     return job.watch.wait_alert("ElasticTrainerStalled", run=job.run).annotations["description"]
 
 
-def _steps(job: Watched) -> int:
-    """The steps that all have made in the present round."""
-    standing = job.stage.observe()
-    assert standing is not None
-    return standing.least_steps()
-
-
 def _kill_two(job: Watched, before: Standing) -> None:
     """SIGKILL a worker, and another one when the rest has gone on: two rounds that end by a fault."""
     victim, *others = reversed(before.nodes)

@@ -40,7 +40,6 @@ SETTING = Setting(
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """Three nodes that train."""
     directory = tmp_path_factory.mktemp("planned")
     (directory / "job").mkdir()
     pace(directory / "job", PACE_S)

@@ -30,7 +30,6 @@ class Watched:
 
     @property
     def run(self) -> str:
-        """Its name."""
         return self.stage.run
 
     def query(self, expression: str) -> list[Sample]:
@@ -38,7 +37,6 @@ class Watched:
         return self.watch.query(self._of_run(expression))
 
     def value(self, expression: str) -> float | None:
-        """The one value of it."""
         return self.watch.value(self._of_run(expression))
 
     def wait_value(self, expression: str) -> list[Sample]:
@@ -53,7 +51,6 @@ class Watched:
         return standing
 
     def critical(self) -> set[str]:
-        """The critical alerts that fire now."""
         return {each.name for each in self.watch.alerts() if each.labels["severity"] == "critical"}
 
     def _of_run(self, expression: str) -> str:

@@ -45,7 +45,6 @@ def round_of(
 
 
 def told_by(node: str, *ranks: RankHealth, number: int = 1, **more: Any) -> NodeHealth:
-    """What ``node`` publishes in round ``number``."""
     return NodeHealth(node=node, wall=1.0, round=number, ranks=ranks, **more)
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
-from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
@@ -55,13 +54,6 @@ class Notebook:
         self.breaks.append(Break(failure, record))
 
 
-class NoThread:
-    """A periodic thread that never runs."""
-
-    def __init__(self, name: str, turn: Callable[[], float], clock: ManualClock) -> None:
-        self.wake = self.start = self.close = lambda: None
-
-
 class Line:
     """The agent's end of a connection to process ``pid``: keeps what is sent."""
 
@@ -82,8 +74,6 @@ class Line:
 
 
 class Worker:
-    """A worker that has connected to the conductor."""
-
     def __init__(self, stage: Stage, local_rank: int = 0) -> None:
         self._conductor, self._line = stage.conductor, Line(PID + local_rank)
         self.seat = stage.conductor.admit(cast("Connection", self._line), self._line.pid, local_rank)
@@ -118,11 +108,9 @@ class Worker:
         self._conductor.gone(self.seat)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """All messages of this kind so far."""
         return [message for message in self.heard if isinstance(message, kind)]
 
     def one(self, kind: type[Kind]) -> Kind:
-        """The only message of this kind."""
         (found,) = self.of(kind)
         return found
 
@@ -150,8 +138,7 @@ class Stage:
         writer = cast("RecordWriter", self.notebook)
         ports = ConductorPorts(writer, self.progress.append, ask, lambda pid, reason: self.killed.append(pid))
         self.core = Conductor(ConductorConfig("run", "me", BASE, sever_s), facts)
-        periodic = cast("type[PeriodicThread]", NoThread)
-        self.conductor = ConductorShell(self.core, ports, self.clock, periodic)
+        self.conductor = ConductorShell(self.core, ports, self.clock)  # its thread is never started
 
     def run_for(self, seconds: float) -> None:
         """Let time pass, and what is due happen."""
@@ -162,7 +149,6 @@ class Stage:
         self.clock.advance(max(0.0, end - self.clock.monotonic()))
 
     def record(self) -> NodeRecord:
-        """The newest."""
         return self.notebook.records[-1]
 
     @property
@@ -171,7 +157,6 @@ class Stage:
         return found
 
     def begin(self, size: int = 1) -> None:
-        """torchrun starts workers."""
         self.notebook.announce(self.conductor.begin(size))
 
     def working(self, number: int = 1, **more: Any) -> Worker:

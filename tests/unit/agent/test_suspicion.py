@@ -14,7 +14,6 @@ from elastic_trainer.agent.suspicion import (
     LATE_S,
     TURN_S,
     Address,
-    Answers,
     PeerReply,
     Peers,
     Suspects,
@@ -48,19 +47,20 @@ class Room:
     """How long the worker has waited for a CPU since it was asked."""
     suspects_now: Suspects | None = None
     asked: int = 0
-    accused: list[tuple[Ghost, ...]] = field(default_factory=list)
+    suspected: list[tuple[Ghost, ...]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     pings: int = 0
     forgotten: int = 0
+    asked_at: float = -float("inf")
+    """When another agent has asked this one."""
 
     def __post_init__(self) -> None:
         connection = cast("Any", SimpleNamespace(send=self._pinged))
         self.worker = Worker(connection, PID, 0, life=1)
-        self.notice = Answers("run", "a", self.clock)
         here = cast("Any", self)
-        self.suspicion = Suspicion(here, here, self.notice, here, self.clock)
+        self.suspicion = Suspicion(here, here, here, here, self.clock)
 
-    # what the thread asks of its conductor, pages and peers
+    # what the thread asks of its conductor, pages, port and peers
 
     def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
         return self.document, [self.worker]
@@ -78,8 +78,8 @@ class Room:
     def forget(self, but: Sequence[str] = ()) -> None:
         self.forgotten += not but
 
-    def accuse(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
-        self.accused.append(ghosts)
+    def suspect(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
+        self.suspected.append(ghosts)
 
     def exclude(self, worker: Worker, why: str) -> None:
         worker.stuck = True
@@ -97,11 +97,10 @@ class Room:
             self.suspicion.turn()
 
     def waits(self) -> None:
-        """The worker waits for others from now on."""
         self.page = replace(self.page, waits=True)
 
     def asked_by_others(self) -> None:
-        assert self.notice.answer(b'{"version": 1, "run": "run", "node": "b"}\n') is not None
+        self.asked_at = self.clock.monotonic()
 
 
 @pytest.fixture
@@ -125,13 +124,13 @@ def test_who_waits_for_too_long_asks_and_the_silent_are_suspected_once(room: Roo
     """When that had no effect, they are asked anew before they are suspected again."""
     room.waits()
     room.turns(2 * hang_rules.LEAST_WAIT_S)
-    assert (room.asked, room.accused) == (1, [])
+    assert (room.asked, room.suspected) == (1, [])
     room.suspects_now = Suspects((Ghost(node="b", mod_revision=2),), "b is silent")
     room.turns(0.9)
-    assert room.accused == [room.suspects_now.ghosts]
+    assert room.suspected == [room.suspects_now.nodes]
     assert room.forgotten == 0
     room.turns(0.5)
-    assert (len(room.accused), room.forgotten, room.asked) == (2, 1, 2)
+    assert (len(room.suspected), room.forgotten, room.asked) == (2, 1, 2)
 
 
 def test_steps_of_long_are_given_longer(room: Room) -> None:
@@ -242,7 +241,6 @@ class Line:
         self.asked.pop(node, None)
 
     def answer(self, *nodes: str, dead: bool = False) -> None:
-        """Those answer now."""
         now = self.clock.monotonic()
         self.heard += [PeerReply(name, now - self.asked.pop(name), dead=dead) for name in nodes]
 
@@ -272,18 +270,19 @@ class Around:
         self.line.answer(*answering, dead=dead)
         self.peers.receive(0.0)
         found = self.peers.suspects(self.clock.monotonic(), awake_at=0.0)
-        return [each.node for each in found.ghosts] if found is not None else []
+        return [each.node for each in found.nodes] if found is not None else []
 
 
 def test_who_answers_too_late_is_suspected() -> None:
-    """By the key that it has now, so that whatever it writes next withdraws it."""
+    """By the key that it has now, so that whatever it writes next withdraws it. A dead agent is suspected at once."""
     around = Around()
     assert around.after(0.01, "a", "b") == []
     assert around.after(hang_rules.ANSWER_S) == ["c"]
     found = around.peers.suspects(around.clock.monotonic(), 0.0)
     assert found is not None
-    assert found.ghosts == (node("c", ord("c"), mod=7).ghost,)
+    assert found.nodes == (node("c", ord("c"), mod=7).ghost,)
     assert found.reason.startswith("node c does not answer its peer a at 127.0.0.1:1 (0.2")
+    assert Around().after(0.01, "c", dead=True) == ["c"]
 
 
 def test_a_node_behind_a_loopback_address_is_not_asked_from_another_host() -> None:
@@ -294,18 +293,17 @@ def test_a_node_behind_a_loopback_address_is_not_asked_from_another_host() -> No
     assert around.after(hang_rules.ANSWER_S) == []
 
 
-def test_a_node_that_does_not_answer_itself_suspects_nobody() -> None:
+def test_a_node_without_the_store_or_that_does_not_answer_itself_suspects_nobody() -> None:
+    around = Around()
+    around.after(0.01, "a", "b")
+    around.store = False
+    assert around.after(1.0) == []
     around = Around()
     assert around.after(60.0) == []
     around = Around()
     assert around.after(0.2, "a") == []
     assert around.after(0.5) == []
     assert sorted(around.after(0.2)) == ["b", "c"]
-
-
-def test_a_dead_agent_is_suspected_at_once() -> None:
-    around = Around()
-    assert around.after(0.01, "c", dead=True) == ["c"]
 
 
 def test_who_was_late_before_is_given_longer() -> None:
@@ -331,19 +329,13 @@ def test_who_was_left_out_teaches_nothing() -> None:
 
 
 def test_answers_that_this_agent_could_not_hear_teach_nothing() -> None:
-    """It was frozen itself: neither its own answer nor those of others had been late."""
+    """It was frozen itself: neither its own answer nor those of others had been late, and none counts as silent."""
     around = Around()
     around.line.frozen_s = 0.9
     around.after(0.0, "a", "b", "c")
     around.peers.ask(ROUND)
     assert around.after(0.01, "a", "b") == []
     assert around.after(0.25) == ["c"]
-
-
-def test_time_before_this_agent_was_awake_does_not_count() -> None:
-    around = Around()
-    around.after(0.01, "a", "b")
-    around.clock.advance(10.0)
     now = around.clock.monotonic()
     assert around.peers.suspects(now, awake_at=now - 0.1) is None
 
@@ -357,10 +349,3 @@ def test_in_another_round_all_are_asked_anew() -> None:
     assert around.after(0.1, "a") == []
     assert around.after(0.05, "b", "c") == []
     assert around.line.open == {}
-
-
-def test_without_the_store_nobody_is_suspected() -> None:
-    around = Around()
-    around.after(0.01, "a", "b")
-    around.store = False
-    assert around.after(1.0) == []

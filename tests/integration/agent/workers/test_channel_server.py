@@ -20,7 +20,6 @@ from elastic_trainer.ipc.channel import (
     Connection,
     Exit,
     Hello,
-    Leaving,
     Message,
     connect,
     read_from_agent,
@@ -50,15 +49,13 @@ class WorkerHandler:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
-        self.messages: list[Message] = []
         self.left = threading.Event()
 
     def admit(self, connection: Connection, pid: int, local_rank: int) -> Worker | None:
         self.workers.append(Worker(connection, pid, local_rank, life=1))
         return self.workers[-1]
 
-    def receive(self, worker: Worker, message: Message) -> None:
-        self.messages.append(message)
+    def receive(self, worker: Worker, message: Message) -> None: ...
 
     def gone(self, worker: Worker) -> None:
         self.left.set()
@@ -85,20 +82,6 @@ def test_a_worker_of_another_version_is_sent_away(server: ChannelServer, handler
     reason = f"the worker speaks channel version {CHANNEL_VERSION + 1}, its agent {CHANNEL_VERSION}"
     assert answer == Exit(code=EXIT_CONFIG, reason=reason)
     assert handler.workers == []
-    connection.close()
-
-
-def test_a_worker_is_known_by_its_process_and_its_last_word_is_taken(
-    server: ChannelServer, handler: WorkerHandler
-) -> None:
-    """Hanging up confirms that the last word has been taken, so the worker may end."""
-    connection = connect(server.path)
-    connection.send(Hello(pid=1, local_rank=3))
-    connection.send(Leaving(status="done", step=5))
-    assert list(connection.lines()) == []
-    assert handler.left.wait(LIMIT_S)
-    assert [(each.pid, each.local_rank) for each in handler.workers] == [(os.getpid(), 3)]
-    assert handler.messages == [Leaving(status="done", step=5)]
     connection.close()
 
 

@@ -51,7 +51,7 @@ class Node:
     def __init__(self, index: int, count: int, directory: Path) -> None:
         self.index, self.count = index, count
         self.agent = NeighbourCopies(1)
-        self.port = AgentPort("127.0.0.1", lambda question: None, self.agent.serve)
+        self.port = AgentPort("127.0.0.1", "run", "node", self.agent.serve)
         self.own = [os.memfd_create(f"elastic-trainer-test-{slot}") for slot in range(SLOTS)]
         self.manager = CheckpointManager(directory, owner=OWNER)
 

@@ -40,7 +40,6 @@ def agents(tmp_path: Path) -> Iterator[list[Rescue]]:
 
 
 def rescued_from(directory: Path) -> list[int]:
-    """The nodes whose buffers are in storage."""
     manager = CheckpointManager(directory)
     return [int(manager.load(each).state["model"]["running_mean"][0]) for each in manager.entries()]
 

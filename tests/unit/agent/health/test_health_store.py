@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health import health_store as module
-from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
+from elastic_trainer.agent.health import node_health as module
+from elastic_trainer.agent.health.node_health import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.membership.documents import GONE, Incident, added_up

@@ -41,7 +41,6 @@ class Run:
 
     @property
     def only(self) -> tuple[str, Incident]:
-        """What was reported, by whom: one record."""
         (one,) = self.told
         return one
 
@@ -51,13 +50,11 @@ def run_of(*names: str) -> Run:
 
 
 def stepping(round_: int, step: int, now: float, *, fresh: int = 1, **more: object) -> Reading:
-    """A worker that has just made ``step``."""
     values: dict[str, Any] = {"first_at": now, "moved_at": now, "stepped_at": now} | more
     return reading(round=round_, step=step, fresh=fresh, **values)
 
 
 def trained(*names: str, step: int = 10) -> Run:
-    """Nodes in round 1 that have come to ``step``."""
     run = run_of(*names).see(round_of(1, *names))
     return run.look(stepping(1, step, run.now, fresh=step), after_s=5.0)
 
@@ -124,23 +121,17 @@ def test_a_worker_that_is_killed_is_one_incident() -> None:
     assert len(run.told) == 1
 
 
-def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
+@pytest.mark.parametrize(("killed", "rank", "teller"), [("b", 1, "a"), ("a", 0, "b")])
+def test_a_node_that_is_killed_is_named_with_its_ranks(killed: str, rank: int, teller: str) -> None:
+    """The end of rank 0's node is reported by the next rank 0's."""
     run = trained("a", "b", "c")
+    del run.nodes[killed]
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST), 1.0)
-    run.see(round_of(2, "a", "c", cause=Cause.NODE_LOST, reason="node b was lost"), 1.0)
+    run.see(round_of(2, *run.nodes, cause=Cause.NODE_LOST, reason=f"node {killed} was lost"), 1.0)
     run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
-    teller, incident = run.only
-    assert (teller, incident.cause, incident.nodes, incident.ranks) == ("a", Cause.NODE_LOST, ("b",), (1,))
+    by, incident = run.only
+    assert (by, incident.cause, incident.nodes, incident.ranks) == (teller, Cause.NODE_LOST, (killed,), (rank,))
     assert (incident.world_before, incident.world_after) == (3, 2)
-
-
-def test_the_end_of_rank_0s_node_is_reported_by_the_next_rank_0s() -> None:
-    run = trained("a", "b", "c")
-    del run.nodes["a"]
-    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
-    run.see(round_of(2, "b", "c", cause=Cause.NODE_LOST), 1.0).look(stepping(2, 11, run.now))
-    teller, incident = run.only
-    assert (teller, incident.nodes, incident.ranks) == ("b", ("a",), (0,))
 
 
 @pytest.mark.parametrize(
@@ -230,22 +221,15 @@ def test_a_run_that_failed_with_rank_0s_node_is_reported_by_another() -> None:
     assert run.only[0] == "b"
 
 
-def test_a_run_that_failed_while_it_recovered_has_two_incidents() -> None:
+def test_a_run_that_failed_while_it_recovered_has_two_incidents_and_one_that_succeeded_none() -> None:
+    """One that goes on after it was closed begins anew."""
     run = trained("a", "b")
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     run.see(round_of(2, "a", "b!2"), 1.0)
     run.see(round_of(2, "a", "b!2", state=CLOSED, result=RunResult.FAILED), 1.0).look()
     assert [(incident.round, incident.next_round) for _, incident in run.told] == [(1, 2), (2, None)]
-
-
-def test_a_run_that_succeeded_is_no_incident() -> None:
     run = trained("a", "b").see(round_of(1, "a", "b", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
     run.look().see(round_of(1, "a", "b", state=CLOSED, result=RunResult.FAILED)).look()
-    assert run.told == []
-
-
-def test_a_run_that_goes_on_after_it_was_closed_begins_anew() -> None:
-    run = trained("a").see(round_of(1, "a", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
     run.see(round_of(2, "a!2"), 60.0).look(stepping(2, 11, run.now))
     assert run.told == []
 

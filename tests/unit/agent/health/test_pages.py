@@ -27,7 +27,6 @@ Process = subprocess.Popen[bytes]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[], Process]]:
-    """StartupWatch processes that stay until they are killed."""
     started: list[Process] = []
 
     def one() -> Process:
@@ -52,7 +51,6 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def pages(clock: ManualClock, tmp_path: Path) -> Iterator[Pages]:
-    """Those of a node, in a place of the test's own."""
     pages = Pages(clock, tmp_path)
     yield pages
     pages.close()
@@ -64,7 +62,6 @@ def directory_of(pages: Pages) -> Path:
 
 
 def page_of(pages: Pages, process: Process, slot: int = 0, **pulse: object) -> PageWriter:
-    """The page that the worker ``process`` might write."""
     writer = PageWriter.create(directory_of(pages) / f"{slot}-{process.pid}.page")
     now = pages._clock.monotonic()
     writer.beat(Heartbeat(**{"phase": Phase.TRAINING, "phase_at": now, "rank": slot} | pulse))  # type: ignore[arg-type]
@@ -76,29 +73,22 @@ def notes_of(process: Process, slot: int, born_at: float) -> dict[str, object]:
     return {"pid": process.pid, "start": start_of(process.pid), "local_rank": slot, "born_at": born_at}
 
 
-def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
+def test_step_and_rank_of_a_worker_are_known_of_the_last_one_that_died_too(
     pages: Pages, start: Callable[[], Process]
 ) -> None:
     living, dead, new = start(), start(), start()
-    page_of(pages, living, 0, round=2, step=7)
-    page_of(pages, dead, 1, round=2, step=6)
+    page_of(pages, living, 0, round=2, step=7, rank=4)
+    page_of(pages, dead, 1, round=2, step=6, rank=5)
     page_of(pages, new, 2, round=2)
     kill(dead)
+    for _ in range(2):
+        assert pages.ranks() == {living.pid: 4, dead.pid: 5, new.pid: 2}
     assert [pages.position_of(each.pid) for each in (living, dead, new)] == [(2, 7), (2, 6), None]
     assert [each.pid for each in pages.living()] == [living.pid, new.pid]
     next_one = start()
     page_of(pages, next_one, 1, round=3, step=8)
     kill(next_one)
     assert [pages.position_of(each.pid) for each in (next_one, dead)] == [(3, 8), None]
-
-
-def test_the_rank_of_a_worker_that_nobody_has_missed_yet_is_known(pages: Pages, start: Callable[[], Process]) -> None:
-    living, dead = start(), start()
-    page_of(pages, living, 0, rank=4)
-    page_of(pages, dead, 1, rank=5)
-    kill(dead)
-    assert pages.ranks() == {living.pid: 4, dead.pid: 5}
-    assert pages.ranks() == {living.pid: 4, dead.pid: 5}
 
 
 def test_living_workers_are_read_by_local_rank(pages: Pages, start: Callable[[], Process]) -> None:
@@ -273,20 +263,6 @@ def test_a_slot_that_stays_empty_is_that_of_a_script_that_reports_nothing() -> N
     assert told(accounts, [], BEGAN + HELD_BACK_S + 40.0) == {"waiting": 30.0, "training": 10.0}
     accounts.close(BEGAN + HELD_BACK_S + 50.0)
     assert sum(told(accounts, [], BEGAN + 500.0).values()) >= HELD_BACK_S + 50.0
-
-
-def test_a_worker_that_reports_late_is_not_booked_twice() -> None:
-    """Its imports took minutes: what was given to its slot meanwhile is not given to it again, neither at its death."""
-    accounts = TimeAccounting(BEGAN)
-    accounts.employ(1)
-    accounts.mode(Phase.STARTING, BEGAN)
-    told(accounts, [], BEGAN + 200.0)
-    worker = reading(Phase.STARTING, born_at=BEGAN, phase_at=BEGAN)
-    assert told(accounts, [worker], BEGAN + 210.0) == {"training": 140.0, "starting": 70.0}
-    worker = reading(Phase.HEALING, born_at=BEGAN, phase_at=BEGAN + 220.0, seconds={Phase.STARTING: 220.0})
-    assert sum(told(accounts, [worker], BEGAN + 230.0).values()) == 230.0
-    accounts.bury(worker, BEGAN + 240.0)
-    assert sum(told(accounts, [], BEGAN + 240.0).values()) == 240.0
 
 
 def test_a_page_that_is_a_moment_behind_takes_nothing_back() -> None:

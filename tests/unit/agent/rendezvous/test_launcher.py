@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import signal
+import sys
 from datetime import timedelta
+from subprocess import Popen
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.utils.store import barrier
 
+from elastic_trainer.agent.rendezvous import launcher
 from elastic_trainer.agent.rendezvous.launcher import (
     ExitReason,
     RoundStore,
@@ -27,6 +32,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
 )
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, JoinTimeoutError
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
 
 # ---- signals; tests/integration/agent/test_signals.py plays them in processes
 
@@ -62,7 +68,6 @@ def test_a_signal_raises_while_another_error_is_handled(other: BaseException) ->
 
 
 def typed(*words: str) -> dict[str, str]:
-    """The job of ``python -u WORDS``, as torchrun starts it."""
     return job_of("/usr/bin/python3", ("-u", *words))
 
 
@@ -90,8 +95,6 @@ def test_the_checkpoint_directory_is_a_field_of_its_own(words: tuple[str, ...]) 
 
 
 class Launcher(LocalElasticAgent):
-    """torchrun's agent, which calls its rendezvous handler."""
-
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec, DefaultLogsSpecs())
 
@@ -228,3 +231,64 @@ def test_exit_codes_say_what_torchruns_own_would_not(
 ) -> None:
     """143 for an eviction; 78 for a wrong configuration, unless workers have made steps: other nodes may go on then."""
     assert [exit_code_after(error, made_steps=made) for made in (False, True)] == [before, after]
+
+
+# ---- how it starts workers warm: torch's method is replaced where it is the one we know
+
+
+class WorkerHandler:
+    """What torch's method sees of its object."""
+
+    _stdout = None
+    _stderr = sys.__stderr__
+    local_rank_id = 1
+
+
+class Reluctant(Starter):
+    def __init__(self) -> None:
+        self.wishes: list[StartRequest] = []
+
+    def start(self, request: StartRequest) -> Any:
+        self.wishes.append(request)
+        raise ColdStart("it is Monday")
+
+
+def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged() -> None:
+    starter, began = Reluctant(), cast("Popen[bytes]", object())
+    calls: list[tuple[Any, ...]] = []
+
+    def cold(*arguments: Any) -> Popen[bytes]:
+        calls.append(arguments)
+        return began
+
+    handler = WorkerHandler()
+    with capture_logs() as logs:
+        assert launcher.warm_start(starter, cold)(handler, ("python", "-u", "x.py"), {"RANK": "1"}) is began
+    assert calls == [(handler, ("python", "-u", "x.py"), {"RANK": "1"})]
+    (request,) = starter.wishes
+    assert (request.words, request.stdin, request.stdout) == (["python", "-u", "x.py"], 0, 1)
+    assert logs == [
+        {"event": "worker.started", "log_level": "info", "warm": False, "local_rank": 1, "reason": "it is Monday"}
+    ]
+
+
+@pytest.mark.parametrize("why", ["off", "another torch", "no template"])
+def test_torch_is_left_alone_where_warm_starts_are_off_or_impossible(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start all the same, and the log says why they start cold."""
+
+    def other(self: Any, command: Any) -> None:
+        raise AssertionError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/dev/null")
+
+    if why == "another torch":
+        monkeypatch.setattr(SubprocessHandler, "_popen", other)
+    elif why == "no template":
+        monkeypatch.setattr(launcher, "Starter", refuse)
+    before = SubprocessHandler.__dict__["_popen"]
+    with capture_logs() as logs:
+        launcher.start_workers_warm("off" if why == "off" else "auto")
+    assert SubprocessHandler.__dict__["_popen"] is before
+    assert [each["event"] for each in logs] == ([] if why == "off" else ["template.refused"])
+    assert ("/dev/null" in str(logs)) is (why == "no template")

@@ -8,57 +8,48 @@ from typing import Any
 import pytest
 import structlog
 
-from elastic_trainer.agent.rendezvous import node as node_module
-from elastic_trainer.agent.rendezvous.node import NodeCandidate, allowed_sizes, ensure_fit
+from elastic_trainer.agent.rendezvous import restart as node_module
+from elastic_trainer.agent.rendezvous.restart import allowed_sizes, ensure_fit
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_UNFIT, ConfigError, UnfitError
 from elastic_trainer.membership.documents import Incident
 from elastic_trainer.model import PreflightMode
 from elastic_trainer.preflight.comparison import published
 from elastic_trainer.preflight.examination import Examination, Subject
-from elastic_trainer.preflight.judge import Finding, Status
+from elastic_trainer.preflight.judge import Finding, FitLimits, Status
 from elastic_trainer.settings import RendezvousOptions, rendezvous_options
 from elastic_trainer.store.api import RunKeys
 from tests.support.memory_store import MemoryBackend, MemoryStore
 
 
 @pytest.mark.parametrize(
-    ("options", "allowed"),
+    ("options", "low", "allowed"),
     [
-        ({}, ()),
-        ({"sizes": "4:1:2:16"}, (1, 2, 4)),
-        ({"multiple_of": "3"}, (3, 6)),
-        ({"sizes": "1:2:4", "multiple_of": "2"}, (2, 4)),
+        ({}, 1, ()),
+        ({"sizes": "4:1:2:16"}, 1, (1, 2, 4)),
+        ({"multiple_of": "3"}, 1, (3, 6)),
+        ({"sizes": "1:2:4", "multiple_of": "2"}, 1, (2, 4)),
+        ({"shard_nodes": "2"}, 2, (2, 4, 6, 8)),  # --nnodes counts nodes: these are one to four groups
+        ({"shard_nodes": "2", "multiple_of": "4"}, 2, (4, 8)),
+        ({"shard_nodes": "2", "sizes": "2:8"}, 2, (2, 8)),
     ],
 )
-def test_sizes_are_those_between_min_and_max(options: dict[str, str], allowed: tuple[int, ...]) -> None:
-    assert allowed_sizes(rendezvous_options(options), 1, 8) == allowed
+def test_sizes_are_those_between_min_and_max(options: dict[str, str], low: int, allowed: tuple[int, ...]) -> None:
+    assert allowed_sizes(rendezvous_options(options), low, 8) == allowed
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
-    [({"sizes": "9:10"}, "sizes=9:10"), ({"multiple_of": "16"}, "multiple_of=16")],
+    ("options", "low", "high", "said"),
+    [
+        ({"sizes": "9:10"}, 1, 8, "sizes=9:10 allows no node count within --nnodes 1:8"),
+        ({"multiple_of": "16"}, 1, 8, "multiple_of=16 allows no node count within --nnodes 1:8"),
+        ({"shard_nodes": "2"}, 2, 7, "--nnodes 2:7 does not divide into shard groups of 2 nodes"),
+        ({"shard_nodes": "2", "sizes": "2:3:8"}, 2, 8, "sizes=2:3:8 does not divide into shard groups of 2 nodes"),
+    ],
 )
-def test_sizes_of_which_none_is_between_min_and_max_are_an_error(options: dict[str, str], given: str) -> None:
-    with pytest.raises(ConfigError, match=f"{given} allows no node count within --nnodes 1:8"):
-        allowed_sizes(rendezvous_options(options), 1, 8)
-
-
-def test_with_shard_groups_sizes_are_multiples_of_their_nodes() -> None:
-    """--nnodes counts nodes, as torchrun means it: 2:8 with groups of two are one to four groups."""
-    assert allowed_sizes(rendezvous_options({"shard_nodes": "2"}), 2, 8) == (2, 4, 6, 8)
-    assert allowed_sizes(rendezvous_options({"shard_nodes": "2", "multiple_of": "4"}), 2, 8) == (4, 8)
-    assert allowed_sizes(rendezvous_options({"shard_nodes": "2", "sizes": "2:8"}), 2, 8) == (2, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "high", "given"), [({}, 7, "--nnodes 2:7"), ({"sizes": "2:3:8"}, 8, "sizes=2:3:8")]
-)
-def test_numbers_that_do_not_divide_into_shard_groups_are_an_error(
-    options: dict[str, str], high: int, given: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"{given} does not divide into shard groups of 2 nodes"):
-        allowed_sizes(rendezvous_options({"shard_nodes": "2", **options}), 2, high)
+def test_sizes_that_no_round_could_have_are_an_error(options: dict[str, str], low: int, high: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        allowed_sizes(rendezvous_options(options), low, high)
 
 
 KEYS = RunKeys("/p", "run")
@@ -72,19 +63,18 @@ class Cluster:
         self.backend = MemoryBackend()
         self.store = MemoryStore(self.backend)
         self._monkeypatch = monkeypatch
-        self.subjects: list[Subject] = []
 
     def check(self, node: str, *findings: Finding, mode: str = "refuse", speed: float = 100.0, **options: Any) -> None:
         measured = Finding("matmul.cpu.fp32", Status.OK, f"{speed}", speed, "GFLOP/s")
 
         def examine(subject: Subject, deadline: Deadline) -> Examination:
-            self.subjects.append(subject)
             return Examination((measured, *findings), VERSIONS)
 
         self._monkeypatch.setattr(node_module, "examine", examine)
         self._monkeypatch.setattr(node_module, "PEERS_WAIT_S", 0.0)
         given = RendezvousOptions(preflight=PreflightMode(mode), **options)
-        ensure_fit(self.store, KEYS, given, NodeCandidate(node, "127.0.0.1", 2, 3), SYSTEM)
+        subject = Subject("127.0.0.1", given.preflight_dir, 2, limits=FitLimits(ratio=given.preflight_ratio))
+        ensure_fit(self.store, KEYS, given, subject, node, 3, SYSTEM)
 
     def incidents(self) -> list[Incident]:
         items = self.store.range(KEYS.incidents, Deadline.after(5.0)).items
@@ -145,12 +135,6 @@ def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster, log: list[Any]) -
     cluster.backend.outage(True)
     cluster.check("a")
     (done,) = [entry for entry in log if entry["event"] == "preflight.finished"]
-    assert (done["fit"], len(cluster.subjects)) == (True, 1)
+    assert done["fit"]
     with pytest.raises(UnfitError, match="/checkpoints cannot be written"):
         cluster.check("b", SICK)
-
-
-def test_the_options_reach_the_checks(cluster: Cluster) -> None:
-    cluster.check("a", preflight_dir="/checkpoints", preflight_ratio=0.25)
-    (subject,) = cluster.subjects
-    assert (str(subject.directory), subject.workers, subject.limits.ratio) == ("/checkpoints", 2, 0.25)

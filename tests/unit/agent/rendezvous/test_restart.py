@@ -7,20 +7,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
-from elastic_trainer.agent.rendezvous import launcher
-from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.restart import (
-    Etcd3RendezvousHandler,
-    round_is_over,
-)
-from elastic_trainer.agent.workers import warm_starts
-from elastic_trainer.agent.workers.warm_starts import at_once
+from elastic_trainer.agent.rendezvous.restart import ArrivedNode, Etcd3RendezvousHandler, round_is_over
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc.address import default_node_id
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.writes import RoundFailure
@@ -55,18 +46,10 @@ class Node(SimpleNamespace):
 
 
 def handler_of(node: Node | None) -> Etcd3RendezvousHandler:
-    """A handler that is in round 5."""
     options = RendezvousOptions(node_id="a")
     handler = Etcd3RendezvousHandler(MemoryStore(), "run", options, min_nodes=1, max_nodes=2, address="127.0.0.1")
     handler._node, handler._current = cast("ArrivedNode | None", node), MINE
     return handler
-
-
-def test_torchruns_default_id_names_no_run() -> None:
-    parameters = RendezvousParameters("etcd3", "127.0.0.1:2379", "none", 1, 2)
-    with pytest.raises(ConfigError) as raised:
-        Etcd3RendezvousHandler.from_parameters(parameters, RendezvousOptions(), at_once)
-    assert "--rdzv-id" in raised.value.message
 
 
 def test_polling_for_changes_does_no_io() -> None:
@@ -137,41 +120,6 @@ def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.M
     assert service._endpoint(RendezvousOptions(), nothing, nothing) is None
     with pytest.raises(ConfigError):
         service._endpoint(RendezvousOptions(metrics_port=9400), nothing, nothing)
-
-
-@pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plugin changes in torchrun's process stays as it is in this one, and no template is started."""
-    monkeypatch.setattr(launcher, "listen_for_sigterm", lambda: None)
-    monkeypatch.setattr(warm_starts, "install", lambda preload: warm_starts.at_once)
-
-
-@pytest.mark.usefixtures("torchrun")
-@pytest.mark.parametrize(
-    ("run_id", "endpoint", "limits", "config", "sentence"),
-    [
-        ("a/b", "h:1", (1, 1), {}, "run id (--rdzv-id) 'a/b' is not valid"),
-        ("run", "", (1, 1), {}, "no store address was given (add --rdzv-endpoint host:2379)"),
-        ("run", "h:port", (1, 1), {}, "store endpoint 'h:port' is not host:port"),
-        ("run", "h:1", (1, 1), {"tttl": "3"}, "--rdzv-conf: unknown key 'tttl'"),
-    ],
-)
-def test_wrong_parameters_end_in_one_sentence(
-    run_id: str,
-    endpoint: str,
-    limits: tuple[int, int],
-    config: dict[str, Any],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    parameters = RendezvousParameters("etcd3", endpoint, run_id, *limits, **config)
-    with pytest.raises(SystemExit) as raised:
-        plugin.handler()(parameters)
-    assert raised.value.code == EXIT_CONFIG
-    said = capsys.readouterr().err
-    assert said.startswith("elastic-trainer: ")
-    assert sentence in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.workers.conductor import ENOUGH_STEPS, LONGEST_S, Backoff, FalseStart
 from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
-from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
+from elastic_trainer.membership.documents import Identity, NodeState, RoundState
 from elastic_trainer.model import Cause
 from tests.unit.agent.stage import OTHER, Stage, Worker
 from tests.unit.membership.scenes import node
@@ -35,14 +35,9 @@ def test_a_worker_is_welcomed_and_the_node_is_ready_when_all_are(stage: Stage) -
     second.ready(1, step=9, epoch=1, samples=64, batch=32)
     assert (stage.record().state, stage.record().reported, stage.record().acknowledged) == (NodeState.READY, 1, 1)
     assert stage.record().identity == Identity(round=0, step=9, epoch=1, samples=64, batch=32)
-
-
-def test_a_second_worker_of_one_rank_is_sent_away(stage: Stage) -> None:
-    stage.begin()
-    Worker(stage)
-    refused = Worker(stage)
-    assert refused.seat is None
-    assert refused.one(Exit).code != 0
+    again = Worker(stage, 1)  # a second worker of one rank is sent away
+    assert again.seat is None
+    assert again.one(Exit).code != 0
 
 
 def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None:
@@ -91,20 +86,12 @@ def test_a_planned_change_is_sent_with_the_place_behind_it(stage: Stage) -> None
     assert [len(worker.of(kind)) for kind in (Formation, Drain)] == [1, 1]
 
 
-@pytest.mark.parametrize(("result", "code"), [(RunResult.SUCCEEDED, 0), (RunResult.FAILED, 1)])
-def test_a_closed_run_ends_the_workers(stage: Stage, result: RunResult, code: int) -> None:
-    """With status 0 after a success, else with that of a failed job, and the reason."""
-    stage.begin()
-    worker = Worker(stage)
-    stage.see(3, RoundState.CLOSED, result=result, reason="over")
-    assert worker.one(Exit) == Exit(code=code, reason="over")
-
-
 # ---- failures
 
 
 def test_a_failed_collective_breaks_the_round_if_it_is_still_on(stage: Stage) -> None:
-    """Named with what failed, in one write with the acknowledgement; old news are none."""
+    """Named with what failed, in one write with the acknowledgement; old news are none. A step that is given up is no
+    lost contact."""
     worker = stage.working(3)
     worker.say(Failed(number=2, error="late"))
     worker.say(Failed(number=3, error="Connection closed by peer"))
@@ -115,11 +102,9 @@ def test_a_failed_collective_breaks_the_round_if_it_is_still_on(stage: Stage) ->
     stage.see(3, RoundState.BROKEN)
     worker.say(Failed(number=3, error="again"))
     assert len(stage.notebook.breaks) == 1
-
-
-def test_a_step_that_is_given_up_is_no_lost_contact(stage: Stage) -> None:
-    stage.working().say(Failed(number=1, error="rank 1 ran out of memory in step 5", given_up=True))
-    failure = stage.only_break.failure
+    stage.see(4)
+    worker.say(Failed(number=4, error="rank 1 ran out of memory in step 5", given_up=True))
+    failure = stage.notebook.breaks[-1].failure
     assert (failure.cause, failure.reason) == (Cause.STEP_GIVEN_UP, "rank 1 ran out of memory in step 5")
 
 
@@ -235,6 +220,19 @@ def test_a_node_whose_workers_get_nowhere_joins_later_each_time(stage: Stage) ->
     assert stage.record().state is NodeState.READY
 
 
+def test_the_pause_of_such_a_node_doubles_up_to_a_limit_until_it_gets_somewhere() -> None:
+    def after(*lives: int) -> Backoff:
+        backoff = Backoff()
+        for steps in lives:
+            backoff = backoff.after(steps)
+        return backoff
+
+    assert [after(*[0] * count).back_off_s() for count in range(8)] == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert after(*[0] * 5000).back_off_s() == LONGEST_S
+    assert after(0, ENOUGH_STEPS - 1).count == 2
+    assert after(0, 0, ENOUGH_STEPS) == Backoff()
+
+
 # ---- leaving, progress, the end
 
 
@@ -303,7 +301,7 @@ def test_a_suspicion_breaks_the_round_and_names_whom_this_node_does_not_reach(st
     document, workers = stage.conductor.at_work()
     assert document is not None
     assert len(workers) == 1
-    stage.conductor.accuse(document, SUSPECTS, "node other does not answer")
+    stage.conductor.suspect(document, SUSPECTS, "node other does not answer")
     failure, record = stage.only_break
     assert (failure.number, failure.suspects, failure.cause) == (1, SUSPECTS, Cause.CONTACT_LOST)
     assert (record.unreachable, record.acknowledged) == (("other",), 1)

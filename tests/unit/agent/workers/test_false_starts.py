@@ -1,15 +1,17 @@
-"""Which lives count as ended at their start."""
+"""Which lives count as ended at their start, and who listens."""
 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic_trainer.agent.workers import deaths
 from elastic_trainer.agent.workers.conductor import FalseStart
-from elastic_trainer.agent.workers.deaths import AT_START_S, StartupWatch, described
+from elastic_trainer.agent.workers.deaths import AT_START_S, StartupWatch, described, listened_at
 from tests.support.memory_store import ManualClock
 
 PORT = 0x1234
@@ -55,3 +57,24 @@ def test_what_a_recorded_script_says_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": {"message": "ImportError: no x\nmore", "extraInfo": {"timestamp": "1"}}}))
     assert described({0: ProcessFailure(0, 1, 1, str(path))}) == "exit code 1: ImportError: no x"
+
+
+@pytest.mark.parametrize(
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
+)
+@pytest.mark.parametrize("netlink", [True, False], ids=["netlink", "tables"])
+def test_a_port_is_listened_at_from_listen_to_close(
+    netlink: bool, family: socket.AddressFamily, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound socket does not listen yet; nor does the one that connects to it."""
+    if not netlink:
+        monkeypatch.setattr(deaths, "_SOCK_DIAG", 31)  # there is no such protocol
+    with socket.socket(family) as server, socket.socket(family) as client:
+        server.bind((address, 0))
+        port = server.getsockname()[1]
+        assert not listened_at(port)
+        server.listen()
+        assert listened_at(port)
+        client.connect((address, port))
+        assert not listened_at(client.getsockname()[1])
+    assert not listened_at(port)

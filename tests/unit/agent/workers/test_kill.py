@@ -16,7 +16,6 @@ from tests.support.waiting import LIMIT_S
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """Something that stays."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic_trainer.agent.workers.periodic import PeriodicThread
-from elastic_trainer.agent.workers.watchdog import SessionWatch, doing
+from elastic_trainer.agent.workers.watchdog import await_session, doing
 from elastic_trainer.errors import EXIT_FAILURE, SessionTimeoutError
 from tests.unit.agent.stage import Jumping
 
@@ -47,9 +47,8 @@ def test_a_script_that_prepares_for_long_is_left_alone_until_the_limit(comes: bo
             met.set()
         return [os.getpid()]
 
-    arrival = SessionWatch(met, lambda: True, workers, 3600.0, errors.append, clock)
     with capture_logs() as logs:
-        arrival.watch()
+        await_session(met, lambda: True, workers, 3600.0, errors.append, clock)
     assert [each["seconds"] for each in logs][:5] == [60, 120, 240, 480, 960]
     assert logs[0]["workers"].startswith(f"worker {os.getpid()} is running, after ")
     if comes:
@@ -64,5 +63,5 @@ def test_a_script_that_prepares_for_long_is_left_alone_until_the_limit(comes: bo
 
 def test_a_life_that_is_over_is_not_waited_for() -> None:
     errors = list[SessionTimeoutError]()
-    SessionWatch(threading.Event(), lambda: False, list, 3600.0, errors.append, Jumping()).watch()
+    await_session(threading.Event(), lambda: False, list, 3600.0, errors.append, Jumping())
     assert errors == []

@@ -12,7 +12,6 @@ import pytest
 from elastic_trainer.agent.workers import conductor_shell as contacts
 from elastic_trainer.agent.workers.conductor import Reached
 from elastic_trainer.agent.workers.conductor_shell import ask_in_thread, missing_of, reaches, records_of
-from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.channel import Failed, Leaving
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundState
 from elastic_trainer.membership.rules import UNFORMED_ROUNDS
@@ -39,29 +38,25 @@ def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
     assert not reaches("a-host-of-this-name.invalid", port)
 
 
-def test_those_that_do_not_answer_are_missing() -> None:
-    """In the order asked for; a node without a key, or without a port, is not missing."""
+def test_those_that_do_not_answer_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order asked for; a node without a key, or without a port, is not missing. What the own machine answers at
+    a loopback address says nothing about a node, unless this one announces such an address too. A node that reaches
+    nobody of a thousand says so soon, by those it could try."""
     records = {"a": record("10.0.0.1"), "b": record("10.0.0.2"), "c": record("10.0.0.3"), "d": record("10.0.0.4", 0)}
     assert missing_of("cbadx", records, try_one=lambda host, port: host == "10.0.0.2") == ("c", "a")
     assert missing_of((), records) == ()
-
-
-def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that reaches nobody of a thousand says so soon, by those it could try; the rest is not accused."""
+    behind = {"a": record("127.0.0.1")}
+    assert missing_of("a", behind, own="10.0.0.2", try_one=lambda host, port: True) == ("a",)
+    assert missing_of("a", behind, try_one=lambda host, port: True) == ()
     monkeypatch.setattr(contacts, "LIMIT_S", 0.0)
-    names = [f"n{number}" for number in range(1000)]
-    records = {name: record("10.0.0.1") for name in names}
-    assert missing_of(names, records, try_one=lambda host, port: False) == ()
+    crowd = {f"n{number}": record("10.0.0.1") for number in range(1000)}
+    assert missing_of(crowd, crowd, try_one=lambda host, port: False) == ()
 
 
-def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(MemoryBackend())
-
-    def away(*_: object, **__: object) -> None:
-        raise StoreUnavailableError("no store")
-
-    monkeypatch.setattr(store, "range", away)
-    assert missing_of("a", records_of(store, KEYS)) is None
+def test_without_the_store_nobody_is_missing() -> None:
+    backend = MemoryBackend()
+    backend.outage(True)
+    assert missing_of("a", records_of(MemoryStore(backend), KEYS)) is None
 
 
 @pytest.mark.parametrize("threads", [True, False])
@@ -264,10 +259,3 @@ def test_a_node_that_came_back_and_trained_keeps_out_for_the_usual_time(stage: S
     stage.see(6, members=(OTHER,), left_out="me")
     stage.run_for(2.0)
     assert stage.record().state is NodeState.READY
-
-
-def test_a_host_behind_a_loopback_address_is_missing() -> None:
-    """What the own machine answers there says nothing about it, unless this node announces such an address too."""
-    records = {"a": record("127.0.0.1")}
-    assert missing_of("a", records, own="10.0.0.2", try_one=lambda host, port: True) == ("a",)
-    assert missing_of("a", records, try_one=lambda host, port: True) == ()

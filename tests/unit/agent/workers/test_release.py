@@ -13,7 +13,6 @@ LIMIT_S = 8.0
 
 
 def stage_of(step_time_s: float = 0.0) -> Stage:
-    """A stage with one worker that is to leave round 3."""
     stage = Stage(sever_s=LIMIT_S)
     worker = stage.working(3)
     worker.say(Ready(number=3, step_time_s=step_time_s))

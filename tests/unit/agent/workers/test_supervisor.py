@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -65,17 +64,8 @@ def test_workers_are_found_by_parent_and_run_and_killed(spawn: Spawn) -> None:
     os.kill(grandchild, signal.SIGKILL)
 
 
-def test_nothing_is_found_where_proc_does_not_tell(tmp_path: Path) -> None:
-    assert worker_pids(RUN, tmp_path) == []
-    task = tmp_path / "self" / "task" / "1"
-    task.mkdir(parents=True)
-    (task / "children").write_text("12345 67890 ")
-    assert worker_pids(RUN, tmp_path) == []
-
-
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs whose workers were killed."""
     found: list[str] = []
     monkeypatch.setattr(module, "kill_workers", lambda run, reason: found.append(run))
     return found

@@ -21,8 +21,6 @@ LIMIT = 8.0
 
 
 class NoKills:
-    """Notes whom it would have killed."""
-
     def __init__(self) -> None:
         self.ended: list[int] = []
 
