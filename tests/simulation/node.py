@@ -28,7 +28,7 @@ from elastic_trainer.store.api import (
 )
 from elastic_trainer.store.session import REFRESHES_PER_TTL, LeaseSession
 from tests.simulation.etcd import Etcd, Link, SimWatch
-from tests.simulation.loop import Changed, Host, Lock, Process, Signal, sleep, straight, wait_for
+from tests.simulation.loop import Changed, Host, Lock, Signal, sleep
 
 KEYS = RunKeys("/e", "r")
 TTL_S = 2.0
@@ -74,7 +74,7 @@ class SimStore:
     ) -> TransactionResult:
         write = any(not isinstance(each, Read) for each in (*success, *failure))
         call = lambda: self._etcd.transact(guards, success, failure)  # noqa: E731 - keep-alives are partials
-        return wait_for(self._etcd.request(self._link, call, deadline.remaining_s(), write=write))
+        return self._etcd.request(self._link, call, deadline.remaining_s(), write=write)
 
     def range(self, prefix: str, deadline: Deadline) -> Snapshot:
         return self.transact([], [Read(prefix, prefix_end(prefix))], deadline=deadline).reads[0]
@@ -112,8 +112,7 @@ class SimMember(Member):
         if not isinstance(effect, Probe):
             return super()._do(effect)
         for each in effect.nodes:
-            ended = partial(self._ended, each)
-            self._host.loop.after(self._chance.uniform(0.001, 0.02), partial(self._host.deliver, ended))
+            self._host.after(self._chance.uniform(0.001, 0.02), self._ended, each)
         return True
 
     def _ended(self, other: NodeView) -> None:
@@ -144,7 +143,7 @@ class SimNode:
     def start(self, arrived: Callable[[], None]) -> None:
         """Follow the run, hold a lease, decide; ``arrived()`` is called when the agent may show itself."""
         self.view.start(self.store)
-        self.host.start(straight(partial(self._begin, arrived)))
+        self.host.start(self._begin, arrived)
 
     def _begin(self, arrived: Callable[[], None]) -> None:
         while not self.lease.lease_id:
@@ -153,9 +152,9 @@ class SimNode:
             except TransientError:
                 sleep(0.3)
         self.changed.fire()
-        self.host.start(self._keep_lease())
+        self.host.start(self._keep_lease)
         self.view.wait_loaded(float("inf"))
-        self.host.start(straight(self.member._run))
+        self.host.start(self.member._run)
         arrived()
 
     def leave(self) -> None:
@@ -170,21 +169,21 @@ class SimNode:
             watch.close()
 
     def _granted(self, limit_s: float) -> int:
-        return wait_for(self.etcd.request(self.link, lambda: self.etcd.grant(TTL_S), limit_s, write=True)).id
+        return self.etcd.request(self.link, lambda: self.etcd.grant(TTL_S), limit_s, write=True).id
 
-    def _keep_lease(self) -> Process:
+    def _keep_lease(self) -> None:
         while True:
-            yield TTL_S / REFRESHES_PER_TTL * self.chance.uniform(0.8, 1.0)
+            sleep(TTL_S / REFRESHES_PER_TTL * self.chance.uniform(0.8, 1.0))
             lease = self.lease.lease_id
             if self.lease.lost.is_set():
                 continue
             try:
-                yield from self.etcd.request(self.link, partial(self._refresh, lease), 0.66, write=False)
+                self.etcd.request(self.link, partial(self._refresh, lease), 0.66, write=False)
             except LeaseLostError:
                 if lease == self.lease.lease_id:
                     self.lease.lost.set()
             except TransientError:
-                yield 0.1
+                sleep(0.1)
 
     def _refresh(self, lease: int) -> None:
         self.etcd.expire()

@@ -104,7 +104,7 @@ class Restart(Agent):
         if not self._failed and not round_is_over(current, view.observation().round):
             self._begin(current)
         while not self._failed and not self.done and not round_is_over(current, view.observation().round):
-            sleep((self.node.changed, 1.0))
+            sleep(1.0, self.node.changed)
         if self.done and not self._failed:
             limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
             ended = finish(self.node.member, current.number, limit, JOIN_TIMEOUT_S, passed=False)

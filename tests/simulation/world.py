@@ -397,7 +397,6 @@ class World:
         if isinstance(agent, InPlace):
             agent.reaches = lambda other: self.reaches(name, other)
         self.agents[name] = agent
-        self.loop.after(0.0, lambda: None)
         return True
 
     def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
@@ -630,3 +629,4 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     finally:
         for agent in world.agents.values():
             agent.die(silently=True)
+            agent.host.end()
