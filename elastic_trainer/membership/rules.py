@@ -20,12 +20,10 @@ from elastic_trainer.membership.cluster_view import (
     Limits,
     NodeView,
     accused,
-    by_seniority,
     has_slots,
     in_call,
     in_groups,
     is_ghost,
-    living,
     lost_members,
     newcomers,
     newest_groups,
@@ -90,8 +88,7 @@ def decide(view: ClusterView, now: float) -> Decision:
 
 def _turn(view: ClusterView, now: float) -> float | None:
     """Seconds until this node may act: 0 for the most senior, more for its deputies; None if it is not present."""
-    present = by_seniority(living(view))
-    position = next((i for i, node in enumerate(present) if node.id == view.me), None)
+    position = next((i for i, node in enumerate(view.living) if node.id == view.me), None)
     if position is None:
         return None
     changed = max(view.sightings.candidates_since, view.sightings.round_since, view.sightings.failing_since or 0.0)
@@ -129,7 +126,7 @@ def _first_round(view: ClusterView, now: float) -> Decision:
 
 def _cannot_begin(view: ClusterView) -> Decision | None:
     """As :func:`_cannot_start`, for nodes in place: their workers join no round before they open a Session."""
-    records = [node.record for node in living(view)]
+    records = [node.record for node in view.living]
     what, times = _false_start(records, view.limits.min_nodes)
     if times < FALSE_STARTS:
         return None

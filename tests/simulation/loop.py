@@ -199,11 +199,17 @@ class Changed(threading.Condition):
         super().__init__()
         self._loop, self._signal = loop, signal
 
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def notify_all(self) -> None:
         self._signal.fire()
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         end = self._loop.now + max(LEAST_S, timeout if timeout is not None else float("inf"))
-        while not predicate() and self._loop.now < end:
+        while not (holds := predicate()) and self._loop.now < end:
             sleep(end - self._loop.now, self._signal)
-        return predicate()
+        return holds

@@ -621,6 +621,7 @@ def _shortened() -> Iterator[None]:
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
+    gc.disable()  # what a schedule leaves goes at once after it
     try:
         with _logged(world.say if tell is not None else None), _shortened():
             return world.play()
@@ -630,3 +631,4 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
         for agent in world.agents.values():
             agent.die(silently=True)
             agent.host.end()
+        gc.enable()
