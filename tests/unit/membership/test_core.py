@@ -251,10 +251,12 @@ def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     """And nobody is known to be dead who has changed its key since: that is another life."""
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
     scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
-    probe, _ = probes.is_due(scene.view(), 1.0)
+    probe, _ = probes.is_due(unconfirmed(scene.view()), 1.0)
     assert probe is not None
     assert [each.id for each in probe.nodes] == ["b", "c"]
-    assert probes.is_due(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    assert probes.is_due(unconfirmed(scene.view()), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), (
+        "asked again too soon"
+    )
     probes.on_probed(Probed("b", 2, dead=True))
     probes.on_probed(Probed("c", 3, dead=False))
     assert probes.dead(scene.nodes) == {"b"}
@@ -268,7 +270,7 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
     member = Member(MemoryStore(), RunKeys("/p", "run"), "a", lease, scene.limits, lambda error: None)
     probes = AgentProbes()
     for _ in range(40):
-        probe, _ = probes.is_due(scene.view(), now)
+        probe, _ = probes.is_due(unconfirmed(scene.view()), now)
         assert probe is not None
         with no_new_threads():
             member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
