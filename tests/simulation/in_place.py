@@ -100,9 +100,9 @@ class InPlace(Agent):
         formation = message.next if isinstance(message, Drain) else message
         if isinstance(formation, Formation):
             own = Incarnation(self.node.key.create_revision, self.conductor.life)
-            self.world.assigned(self.name, own, worker.local_rank, formation)
+            self.world.invariants.assigned(self.name, own, worker.local_rank, formation)
         elif isinstance(message, Over):
-            self.world.told_over(self.name, message.number)
+            self.world.invariants.told_over(self.name, message.number)
 
     # ---- what torchrun does
 

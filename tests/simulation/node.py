@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,19 +37,6 @@ TURN_S = 0.002
 CONNECT_LIMIT_S = 60.0
 
 
-class Flag:
-    """Whether a lease is gone."""
-
-    def __init__(self) -> None:
-        self._on = False
-
-    def is_set(self) -> bool:
-        return self._on
-
-    def set(self) -> None:
-        self._on = True
-
-
 @dataclass(slots=True)
 class SimLease:
     """The lease of one node."""
@@ -56,10 +44,10 @@ class SimLease:
     grant: Callable[[float], int]
     lease_id: int = 0
     ttl_s: float = TTL_S
-    lost: Flag = field(default_factory=Flag)
+    lost: threading.Event = field(default_factory=threading.Event)
 
     def renew(self, deadline: Deadline) -> int:
-        self.lease_id, self.lost = self.grant(deadline.remaining_s()), Flag()
+        self.lease_id, self.lost = self.grant(deadline.remaining_s()), threading.Event()
         return self.lease_id
 
 

@@ -71,8 +71,8 @@ class Restart(Agent):
                 record = self.base.model_copy(update=shown)
                 self._current = join_round(member, record, limit, JOIN_TIMEOUT_S, lambda: None)
                 own = Incarnation(self.node.key.create_revision, self.life)
-                self.world.took(self.name, self._entry.incarnation, own)
-                self.world.started(self.name, self.life, self._current.number)
+                self.world.invariants.took(self.name, self._entry.incarnation, own)
+                self.world.invariants.started(self.name, self.life, self._current.number)
                 sleep(self.chance.uniform(0.2, 0.8))
                 self._work(self._current)
                 for worker in self.workers:

@@ -474,13 +474,6 @@ class SimStep:
     committed: bool = False
 
 
-@dataclass(slots=True)
-class Saved:
-    """A whole state in storage."""
-
-    state: dict[str, Any]
-
-
 class SimState:
     """The port to the state. ``shard`` of ``size`` is what this rank holds."""
 
@@ -626,7 +619,7 @@ class SimState:
         else:
             found = candidates[election.sources[0]]
             assert found is not None
-            state, lasts = worker.world.storage[found.round, found.step].state, found.round + 1
+            state, lasts = worker.world.storage[found.round, found.step], found.round + 1
             worker.thread.pause(chance.choice([0.01, 0.01, 0.2]))
         self.take_over({**state, "shard": self.shard})
         generation = max(row[0] for row in control.gather([max(group.formation.round, lasts)]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
@@ -37,7 +38,7 @@ from elastic_trainer.membership.writes import (
 )
 from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Delete, Operation, Put, RunKeys, TransactionResult
-from tests.simulation.node import Flag
+from elastic_trainer.store.session import LeaseSession
 from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
 from tests.support.waiting import soon
 
@@ -54,16 +55,16 @@ class Owner:
     clock: ManualClock = field(default_factory=ManualClock)
     lease_id: int = 0
     ttl_s: float = TTL_S
-    lost: Flag = field(default_factory=Flag)
+    lost: threading.Event = field(default_factory=threading.Event)
     others_live: bool = True
 
     def __post_init__(self) -> None:
         self.store = LateStore(MemoryBackend(self.clock))
-        self.key = OwnKey(KEYS, "a", self, self.clock)
+        self.key = OwnKey(KEYS, "a", cast("LeaseSession", self), self.clock)
         self.renew()
 
     def renew(self) -> None:
-        self.lease_id, self.lost = self.store.grant(TTL_S, self.limit()).id, Flag()
+        self.lease_id, self.lost = self.store.grant(TTL_S, self.limit()).id, threading.Event()
 
     def lose(self) -> None:
         """The lease ends, and the owner learns of it."""
