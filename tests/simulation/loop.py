@@ -9,7 +9,6 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -61,15 +60,15 @@ class Signal:
     """Wakes whoever waits; what was signalled before the wait does not count."""
 
     def __init__(self) -> None:
-        self._waiters: list[Callable[[], None]] = []
+        self._waiters: list[tuple[Host, list[greenlet]]] = []
 
-    def wait(self, call: Callable[[], None]) -> None:
-        self._waiters.append(call)
+    def wait(self, host: Host, waiting: list[greenlet]) -> None:
+        self._waiters.append((host, waiting))
 
     def fire(self) -> None:
         waiters, self._waiters = self._waiters, []
-        for call in waiters:
-            call()
+        for host, waiting in waiters:
+            host.wake(waiting)
 
 
 class Host:
@@ -128,13 +127,12 @@ class Host:
             self.after(seconds, self._resume, thread)
             return
         waiting = [thread]
-        wake = partial(self._wake, waiting)
-        signal.wait(wake)
+        signal.wait(self, waiting)
         if seconds != float("inf"):
-            self.loop.after(seconds, wake)
+            self.loop.after(seconds, self.wake, waiting)
 
-    def _wake(self, waiting: list[greenlet]) -> None:
-        """By the signal or at the end of the wait, whichever comes first."""
+    def wake(self, waiting: list[greenlet]) -> None:
+        """By a signal or at the end of the wait, whichever comes first."""
         if waiting:
             self.deliver(self._resume, waiting.pop())
 
