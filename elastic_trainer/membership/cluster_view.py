@@ -191,15 +191,14 @@ def accused(view: ClusterView) -> list[NodeView]:
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
-    """Whether this life of the node is not a member of the present round, or its workers have left it."""
-    return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
+    """Whether this life of the node is not a member of the present round, or its workers have left it.
 
-
-def is_behind(view: ClusterView, node: NodeView) -> bool:
-    """Whether its key holds an earlier life than the round document names: the store was rolled back, and the node will
-    write its present record again."""
+    A key with an earlier life than the round names is from before a rollback of the store: the node will write again.
+    """
     member = view.members.get(node.id)
-    return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
+    if member is None or member.create_revision != node.create_revision or node.record.life > member.life:
+        return True
+    return node.record.reported > number_of(view)
 
 
 def same_life(view: ClusterView, node: NodeView) -> bool:

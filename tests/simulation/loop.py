@@ -6,7 +6,6 @@ The product's own loops run as greenlets: one at a time, and another one goes on
 from __future__ import annotations
 
 import heapq
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +27,12 @@ class Loop:
     def __init__(self) -> None:
         self.now = 1000.0
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._order = itertools.count()
+        self._asked = 0
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
         """Make the call in ``seconds``."""
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), call, arguments))
+        self._asked += 1
+        heapq.heappush(self._queue, (self.now + seconds, self._asked, call, arguments))
 
     def run(self, until: float) -> None:
         """Let time pass."""
