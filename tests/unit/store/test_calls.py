@@ -14,9 +14,9 @@ from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, Permanen
 from elastic_trainer.store import retry
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
 from elastic_trainer.store.metered import MeteredStore
-from tests.integration.store.support import soon
 from tests.support.listeners import Recorder
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.waiting import soon
 from tests.unit.agent.stage import Jumping
 
 
