@@ -89,7 +89,7 @@ class SimMember(Member):
         lease = cast("LeaseSession", node.lease)
         super().__init__(node.store, KEYS, node.name, lease, node.limits, lambda error: None, node.loop)
         self.key, self._key_lock = self._key, Lock()  # type: ignore[assignment]
-        self.name, self._host, self._chance, self._probe = node.name, node.host, node.chance, probe
+        self.name, self._host, self._chance, self._is_gone = node.name, node.host, node.chance, probe
         self.view = self._view = RunView(KEYS, Changed(node.loop, node.changed))
         self._core = SlowCore(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
 
@@ -104,7 +104,7 @@ class SimMember(Member):
         return True
 
     def _ended(self, other: NodeView) -> None:
-        self._probed(Probed(other.id, other.mod_revision, bool(self._probe(self.name, other.id))))
+        self._probed(Probed(other.id, other.mod_revision, bool(self._is_gone(self.name, other.id))))
 
 
 class SimNode:
