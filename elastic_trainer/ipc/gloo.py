@@ -77,39 +77,30 @@ def group(store: Store, rank: int, size: int, timeout: timedelta, at: Sequence[s
     return make(store, rank, size, _options(timeout, at))
 
 
+_led: list[tuple[str, ...]] = []
+"""The addresses of the newest :func:`lead`."""
+
+
 def lead(at: Sequence[str]) -> None:
     """From now on, groups that torch forms in this process use the first of the addresses ``at``."""
-    _led.addresses = tuple(at)
-    _led.begin()
+    import torch.distributed as dist
 
+    replaced = bool(_led)
+    _led[:] = [tuple(at)]
+    if replaced:
+        return
+    torchs = dist.ProcessGroupGloo.__init__
 
-class _Led:
-    """The groups that torch forms."""
+    def construct(made: ProcessGroupGloo, store: Store, rank: int, size: int, *more: Any, **named: Any) -> None:
+        timeout = more[0] if more else named.get("timeout", _TORCHS_TIMEOUT)
+        options = _options(timeout, _led[0]) if isinstance(timeout, timedelta) else timeout
+        if options is not timeout and "options" not in named:
+            if named.get("enable_reconfigure"):  # torch 2.14 and newer
+                options.enable_reconfigure = True
+            more, named = (options,), {}
+        torchs(made, store, rank, size, *more, **named)
 
-    def __init__(self) -> None:
-        self.addresses: tuple[str, ...] = ()
-        self._torchs: Callable[..., None] | None = None
-
-    def begin(self) -> None:
-        import torch.distributed as dist
-
-        if self._torchs is not None:
-            return
-        torchs = self._torchs = dist.ProcessGroupGloo.__init__
-
-        def construct(made: ProcessGroupGloo, store: Store, rank: int, size: int, *more: Any, **named: Any) -> None:
-            timeout = more[0] if more else named.get("timeout", _TORCHS_TIMEOUT)
-            options = _options(timeout, self.addresses) if isinstance(timeout, timedelta) else timeout
-            if options is not timeout and "options" not in named:
-                if named.get("enable_reconfigure"):  # torch 2.14 and newer
-                    options.enable_reconfigure = True
-                more, named = (options,), {}
-            torchs(made, store, rank, size, *more, **named)
-
-        dist.ProcessGroupGloo.__init__ = construct  # type: ignore[method-assign, assignment]
-
-
-_led = _Led()
+    dist.ProcessGroupGloo.__init__ = construct  # type: ignore[method-assign, assignment]
 
 
 def _options(timeout: timedelta, at: Sequence[str]) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
@@ -132,8 +132,8 @@ class ClusterView:
 
     def since(self, sightings: Sightings) -> ClusterView:
         """The same with other ``sightings``; keeps what was worked out."""
-        other = copy(self)
-        object.__setattr__(other, "sightings", sightings)
+        other = object.__new__(ClusterView)
+        other.__dict__.update(self.__dict__, sightings=sightings)
         return other
 
     @cached_property
@@ -161,34 +161,24 @@ class ClusterView:
         ]
 
     @cached_property
+    def living(self) -> list[NodeView]:
+        """The nodes, oldest key first, without those that were found dead, by this node or by who formed the round:
+        their leases may stand."""
+        found = [node for node in self.nodes.values() if node.id not in self.suspects and not is_ghost(self, node)]
+        return sorted(found, key=attrgetter("create_revision"))
+
+    @cached_property
     def candidates(self) -> list[NodeView]:
         """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
-        willing = [
-            node
-            for node in by_seniority(self.nodes.values())
-            if node.record.state is NodeState.READY
-            and is_free(self, node)
-            and not node.record.stuck
-            and node.id not in self.suspects
-            and not is_ghost(self, node)
-        ]
+        ready = NodeState.READY
+        willing = [n for n in self.living if n.record.state is ready and is_free(self, n) and not n.record.stuck]
         order = {member.node: rank for rank, (member, _) in enumerate(self.living_members)}
         return sorted(willing, key=lambda node: order.get(node.id, len(order)))
-
-
-def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
-    """Oldest key first."""
-    return sorted(nodes, key=lambda node: node.create_revision)
 
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether the round excludes this node and its key has not changed since."""
     return (node.id, node.create_revision, node.mod_revision, node.record.life) in view.ghosts
-
-
-def living(view: ClusterView) -> list[NodeView]:
-    """The nodes but for those that were found dead, by this node or by who formed the round: their leases may stand."""
-    return [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
 
 
 def accused(view: ClusterView) -> list[NodeView]:
@@ -201,15 +191,14 @@ def accused(view: ClusterView) -> list[NodeView]:
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
-    """Whether this life of the node is not a member of the present round, or its workers have left it."""
-    return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
+    """Whether this life of the node is not a member of the present round, or its workers have left it.
 
-
-def is_behind(view: ClusterView, node: NodeView) -> bool:
-    """Whether its key holds an earlier life than the round document names: the store was rolled back, and the node will
-    write its present record again."""
+    A key with an earlier life than the round names is from before a rollback of the store: the node will write again.
+    """
     member = view.members.get(node.id)
-    return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
+    if member is None or member.create_revision != node.create_revision or node.record.life > member.life:
+        return True
+    return node.record.reported > number_of(view)
 
 
 def same_life(view: ClusterView, node: NodeView) -> bool:
@@ -223,6 +212,8 @@ def in_call(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
 
     They are at one point of the script: they have met in one round there, and that is the one of most survivors.
     """
+    if all(node.record.joinable for node in ready):
+        return []
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     some = survivors or [each for each in ready if not each.record.joinable]
     rounds = Counter(met for node in some for met in node.record.met)
@@ -337,7 +328,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     if not has_slots(limits):
         return None
     stays = (NodeState.WARMING, NodeState.READY)
-    present = [node for node in living(view) if node.record.state in stays]
+    present = [node for node in view.living if node.record.state in stays]
     members = {member.node for member in current.members} if current is not None else set()
     at_work = members if current is not None and current.state is not RoundState.BROKEN else set()
     idle = [node for node in present if node.record.state is NodeState.READY and node.id not in at_work]

@@ -179,6 +179,8 @@ class Core:
         self._decided_on: tuple[int, frozenset[tuple[str, int]]] | None = None
         """The serial of the observation behind ``_view``, and who was known to be dead."""
         self._view: ClusterView | None = None
+        self._silent: list[NodeView] = []
+        """The nodes of that view to probe."""
         self._decides_at = 0.0
         """When the decision on that view is due, monotonic."""
         self._held: tuple[int, float] | None = None
@@ -199,18 +201,19 @@ class Core:
         return TurnOutcome(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
 
     def _take(self, event: Event, now: float) -> None:
-        if isinstance(event, Looked):
+        if isinstance(event, Ended):
+            if event.again_in_s is not None:
+                self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
+            elif isinstance(event.effect, PublishAgain):
+                self._reloads = event.effect.reloads
+        elif isinstance(event, Looked):
             self._look = event
         elif isinstance(event, Probed):
             self._probes.on_probed(event)
-        elif isinstance(event, Oldest):
+        else:
             seniors = self._asked.seniors if self._asked is not None else 0
             if (follow := self._scope.on_oldest(event, seniors, now)) is not None:
                 self._effects.append(follow)
-        elif event.again_in_s is not None:
-            self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
-        elif isinstance(event.effect, PublishAgain):
-            self._reloads = event.effect.reloads
 
     def _turn(self, look: Looked, now: float) -> float:
         """Decide on one observation; returns the seconds until the next look if nothing changes."""
@@ -245,7 +248,7 @@ class Core:
             self._decided_on, self._decides_at = found, now
             fresh = self._view_of(seen)
             self._tracker = self._tracker.advance(fresh, seen.round_revision, now)
-            self._view = fresh.since(self._tracker.sightings)
+            self._view, self._silent = fresh.since(self._tracker.sightings), unconfirmed(fresh)
         view = self._view
         if not seen.decidable:
             return math.inf
@@ -258,7 +261,7 @@ class Core:
                 return self._do(CommitRound(decision, seen))
             again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
             self._decides_at = now + min(LOOK_AGAIN_S, again_s)
-        probe, probing_s = self._probes.is_due(view, now)
+        probe, probing_s = self._probes.is_due(self._silent, now)
         if probe is not None:
             self._effects.append(probe)
         return min(probing_s, self._decides_at - now)
@@ -455,15 +458,16 @@ class AgentProbes:
         if answer.dead:
             self.found |= {(answer.node, answer.mod_revision)}
 
-    def is_due(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
-        """The nodes to probe now, and the seconds until the next look is due."""
-        silent = unconfirmed(view)
+    def is_due(self, silent: list[NodeView], now: float) -> tuple[Probe | None, float]:
+        """Which of the ``silent`` nodes to probe now, and the seconds until the next look is due."""
+        if not silent:
+            return None, math.inf
         before = now - PROBE_INTERVAL_S
         due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
         chosen = tuple(node for asked, _, node in due if asked <= before)[: PROBES_AT_ONCE - self._asking]
         self._asking += len(chosen)
         self._asked.update((node.id, now) for node in chosen)
-        return Probe(chosen) if chosen else None, PROBE_INTERVAL_S if silent else math.inf
+        return Probe(chosen) if chosen else None, PROBE_INTERVAL_S
 
 
 def unconfirmed(view: ClusterView) -> list[NodeView]:
@@ -517,6 +521,8 @@ class RollbackGuard:
 
     def advance(self, seen: RoundDocument | None, now: float) -> RollbackGuard:
         """The guard after ``seen`` was found in the store at ``now`` (monotonic seconds)."""
+        if seen is self.known and not self.behind:
+            return self
         if position(seen) >= position(self.known) and not self._is_another(seen):
             return RollbackGuard(seen)
         return RollbackGuard(self.known, now if self.behind_since is None else self.behind_since)

@@ -572,10 +572,9 @@ class Incident(Document):
 
 def added_up(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sums, by name."""
-    total: dict[str, float] = {}
+    total = dict[str, float]()
     for each in counters:
-        for name, value in each.items():
-            total[name] = total.get(name, 0.0) + value
+        total |= {name: total.get(name, 0.0) + value for name, value in each.items()}
     return total
 
 

@@ -16,7 +16,7 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
@@ -426,8 +426,22 @@ class Member:
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
-            start_probes(effect.nodes, self._address, self._probed)
+            for node in effect.nodes:
+                try:
+                    threading.Thread(target=self._probe, args=(node,), name=f"probe-{node.id}", daemon=True).start()
+                except RuntimeError:  # the limit of processes is reached
+                    self._probed(Probed(node.id, node.mod_revision, dead=False))
         return True
+
+    def _probe(self, node: NodeView) -> None:
+        dead = False
+        try:
+            address = node.record.address
+            dead = refusal_proves(self._address, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
+            if dead:
+                logger().warning("node.found_dead", node=node.id, address=address)
+        finally:
+            self._probed(Probed(node.id, node.mod_revision, dead))
 
     def _oldest(self, effect: AskOldest) -> Oldest:
         wanted = oldest_keys(self._keys, effect.seniors + len(effect.ghosts))
@@ -539,26 +553,6 @@ def refuses(host: str, port: int, timeout_s: float) -> bool:
     except OSError:
         return False
     return False
-
-
-def start_probes(nodes: Iterable[NodeView], own: str, answered: Callable[[Probed], None]) -> None:
-    """Probe each of ``nodes`` in its own thread, which calls ``answered``. ``own``: the address of this node."""
-    for node in nodes:
-        try:
-            threading.Thread(target=_probe, args=(node, own, answered), name=f"probe-{node.id}", daemon=True).start()
-        except RuntimeError:  # the limit of processes is reached
-            answered(Probed(node.id, node.mod_revision, dead=False))
-
-
-def _probe(node: NodeView, own: str, answered: Callable[[Probed], None]) -> None:
-    dead = False
-    try:
-        address = node.record.address
-        dead = refusal_proves(own, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
-        if dead:
-            logger().warning("node.found_dead", node=node.id, address=address)
-    finally:
-        answered(Probed(node.id, node.mod_revision, dead))
 
 
 # ---- who is there

@@ -20,12 +20,10 @@ from elastic_trainer.membership.cluster_view import (
     Limits,
     NodeView,
     accused,
-    by_seniority,
     has_slots,
     in_call,
     in_groups,
     is_ghost,
-    living,
     lost_members,
     newcomers,
     newest_groups,
@@ -90,8 +88,7 @@ def decide(view: ClusterView, now: float) -> Decision:
 
 def _turn(view: ClusterView, now: float) -> float | None:
     """Seconds until this node may act: 0 for the most senior, more for its deputies; None if it is not present."""
-    present = by_seniority(living(view))
-    position = next((i for i, node in enumerate(present) if node.id == view.me), None)
+    position = next((i for i, node in enumerate(view.living) if node.id == view.me), None)
     if position is None:
         return None
     changed = max(view.sightings.candidates_since, view.sightings.round_since, view.sightings.failing_since or 0.0)
@@ -101,7 +98,7 @@ def _turn(view: ClusterView, now: float) -> float | None:
 def _first_round(view: ClusterView, now: float) -> Decision:
     """No member of an earlier round is left: gather min to max nodes, with a last call.
 
-    Those that came back in the middle of a call complete it first, as in :func:`_without_haste`.
+    Those that came back in the middle of a call complete it first, as in :func:`_replacing_lost`.
     """
     limits, seen = view.limits, view.sightings
     if decision := _cannot_begin(view):
@@ -129,7 +126,7 @@ def _first_round(view: ClusterView, now: float) -> Decision:
 
 def _cannot_begin(view: ClusterView) -> Decision | None:
     """As :func:`_cannot_start`, for nodes in place: their workers join no round before they open a Session."""
-    records = [node.record for node in living(view)]
+    records = [node.record for node in view.living]
     what, times = _false_start(records, view.limits.min_nodes)
     if times < FALSE_STARTS:
         return None
@@ -317,7 +314,7 @@ def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView, newest: 
 def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after one that is over, unless the run has failed too often at one step."""
     restarts = view.limits.recovery is RecoveryMode.RESTART
-    usual = ready if restarts else _without_haste(view, current, ready)
+    usual = ready if restarts else _replacing_lost(view, current, ready)
     reason, cause = _what_was_lost(view, current, usual)
     tally = count_lives(view, current) if restarts else count(view, current, usual)
     failed_again = not restarts or tally.failures > current.failures
@@ -337,7 +334,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     if absent is not None:
         ready = [node for node in ready if node is not absent]
         reason = f"{why}: {reason}"
-    ready = _fitting(view, ready if restarts else _without_haste(view, current, ready), most)
+    ready = _fitting(view, ready if restarts else _replacing_lost(view, current, ready), most)
     if not ready:
         return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
     if (pair := apart(ready)) is not None:
@@ -379,7 +376,7 @@ def _lost(names: list[str]) -> str:
     return f"node {names[0]} was lost" if len(names) == 1 else f"nodes {', '.join(names)} were lost"
 
 
-def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
+def _replacing_lost(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
     """In place after a failure: add newcomers only to replace lost nodes, or if too few are left.
 
     Survivors in the middle of the script's call complete it by themselves, however few they are: a newcomer could not
@@ -392,8 +389,8 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
             return staying
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     joinable = in_groups(view, [node for node in ready if node.record.joinable])
-    if not view.limits.fitting(len(joinable)):  # too few without those behind a step: these may be at one point anyhow
-        return in_groups(view, survivors)
+    if not view.limits.fitting(len(joinable)):
+        return in_groups(view, survivors)  # without those in the middle of a step too few are left
     most = max(view.limits.min_nodes, sum(node.record.joinable for node in survivors), len(current.members))
     return joinable[: most - most % view.limits.shard_nodes]
 
@@ -443,7 +440,7 @@ def _without(
 ) -> list[NodeView]:
     """In place: who of ``ready`` would form a round of at most ``most`` nodes without ``absent``."""
     others = [node for node in ready if node is not absent]
-    return _fitting(view, _without_haste(view, current, others), most)
+    return _fitting(view, _replacing_lost(view, current, others), most)
 
 
 def _fitting(view: ClusterView, ready: list[NodeView], most: int) -> list[NodeView]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, ReplacedError, StoreUnavailableError, TransientError
@@ -55,6 +55,9 @@ from elastic_trainer.store.api import (
     prefix_end,
     unchanged,
 )
+
+if TYPE_CHECKING:
+    from elastic_trainer.store.session import LeaseSession
 
 # ---- the steps of a write that takes several requests
 
@@ -132,31 +135,10 @@ KEY_ATTEMPT_S: Final = 3.0
 AGAIN_S: Final = 0.1
 
 
-class LostFlag(Protocol):
-    """Whether a lease is gone."""
-
-    def is_set(self) -> bool: ...
-
-    def set(self) -> None: ...
-
-
-class HeldLease(Protocol):
-    """The lease that the key is bound to."""
-
-    @property
-    def lease_id(self) -> int: ...
-
-    @property
-    def ttl_s(self) -> float: ...
-
-    @property
-    def lost(self) -> LostFlag: ...
-
-
 class OwnKey:
-    """The key of ``node_id``; ``create_revision`` is 0 until the key exists."""
+    """The key of ``node_id``, bound to ``lease``; ``create_revision`` is 0 until the key exists."""
 
-    def __init__(self, keys: RunKeys, node_id: str, lease: HeldLease, clock: Clock) -> None:
+    def __init__(self, keys: RunKeys, node_id: str, lease: LeaseSession, clock: Clock) -> None:
         self._keys, self._lease, self._clock = keys, lease, clock
         self._key = keys.node(node_id)
         self._oldest = oldest_keys(keys, SENIORS)

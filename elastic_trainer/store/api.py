@@ -247,55 +247,38 @@ _EVENT_DIGITS = 12  # so that keys sort by number
 _INCIDENT_DIGITS = 16
 
 
-class _Below:
-    """A key of the run, or with a slash at its end a prefix of keys."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, keys: RunKeys, owner: type[RunKeys]) -> str:
-        return keys.root + self._name
-
-
-@dataclass(frozen=True, slots=True)
 class RunKeys:
-    """The keys of run ``run_id`` below ``prefix``. Raises ConfigError for an invalid name."""
+    """The keys of run ``run_id`` below ``prefix``, and with a slash at their end prefixes of keys.
 
-    prefix: str
-    run_id: str
+    Raises ConfigError for an invalid name.
+    """
 
-    spec = _Below("spec")
-    """What all nodes of the run must agree on."""
-    round = _Below("round")
-    """The one round document."""
-    progress = _Below("progress")
-    """The last progress that rank 0's agent reported."""
-    departure = _Below("departure")
-    """How the last node left; exists only while no node is present."""
-    nodes = _Below("nodes/")
-    """The prefix of all node keys."""
-    health = _Below("health/")
-    """The prefix of the nodes' health documents."""
-    save = _Below("save")
-    """The newest requested save."""
-    incidents = _Below("incidents/")
-    """The prefix of the incidents."""
-    open_incident = _Below("incidents/open")
-    """The incident that ended the newest round, while no other round has followed."""
-    preflight = _Below("preflight/")
-    """The prefix of the nodes' preflight reports."""
-    preflight_meeting = _Below("preflight/_meeting/")  # no node can have this name
-    """The prefix of the nodes that measure their network together."""
-    events = _Below("events/")
-    """The prefix of the journal."""
-
-    def __post_init__(self) -> None:
-        checked_name(self.run_id, "run id")
-
-    @property
-    def root(self) -> str:
+    def __init__(self, prefix: str, run_id: str) -> None:
+        self.prefix, self.run_id = prefix, checked_name(run_id, "run id")
+        root = self.root = f"{prefix}/{run_id}/"
         """The prefix of everything that belongs to the run."""
-        return f"{self.prefix}/{self.run_id}/"
+        self.spec = root + "spec"
+        """What all nodes of the run must agree on."""
+        self.round = root + "round"
+        """The one round document."""
+        self.progress = root + "progress"
+        """The last progress that rank 0's agent reported."""
+        self.departure = root + "departure"
+        """How the last node left; exists only while no node is present."""
+        self.nodes = root + "nodes/"
+        self.health = root + "health/"
+        """The nodes' health documents."""
+        self.save = root + "save"
+        """The newest requested save."""
+        self.incidents = root + "incidents/"
+        self.open_incident = root + "incidents/open"
+        """The incident that ended the newest round, while no other round has followed."""
+        self.preflight = root + "preflight/"
+        """The nodes' preflight reports."""
+        self.preflight_meeting = root + "preflight/_meeting/"  # no node can have this name
+        """The nodes that measure their network together."""
+        self.events = root + "events/"
+        """The journal."""
 
     def node(self, node_id: str) -> str:
         """The leased key of one node."""

@@ -57,15 +57,13 @@ def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.E
 
 @dataclass(slots=True)
 class RetryBackoff:
-    """The pauses of a loop without a deadline: jittered, doubling from ``first_s`` to ``longest_s``."""
+    """The pauses of a loop without a deadline: jittered, doubling from FIRST_PAUSE_S to LONGEST_PAUSE_S."""
 
-    first_s: float = FIRST_PAUSE_S
-    longest_s: float = LONGEST_PAUSE_S
     failures: int = 0
 
     def next_s(self) -> float:
         """The pause after another failure: a random fraction, at least half, of the present step."""
-        step = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 20))
+        step = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.failures, 20))
         self.failures += 1
         return step * random.uniform(0.5, 1.0)
 

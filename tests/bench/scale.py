@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 from elastic_trainer.membership import core
@@ -33,6 +33,7 @@ from tests.bench.report import Report, at_most, emit, note, parse
 from tests.simulation.agents import Agent
 from tests.simulation.etcd import Etcd, Link, SimWatch
 from tests.simulation.in_place import InPlace
+from tests.simulation.invariants import Invariants
 from tests.simulation.loop import sleep
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.world import World
@@ -45,6 +46,13 @@ PART = 100
 AGREE_LIMIT_S, REQUESTS_LIMIT = 1.5, 10.0
 LINK_BYTES_PER_S = 10e9 / 8
 WAIT_S, SETTLE_S = 120.0, 3.0
+
+
+class Unchecked:
+    """In the place of the invariants, whose checks of small runs take time by the square of the nodes."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *what: None
 
 
 class Scale(World):
@@ -64,6 +72,7 @@ class Scale(World):
             stalled_rounds=1000,
         )
         super().__init__(seed=1, limits=limits)
+        self.invariants = cast("Invariants", Unchecked())
         self.evaluates_every = self.saves_every = sys.maxsize
         self.requests: dict[str, int] = {}
         self.sent, self.offered_at = 0, 0.0
@@ -101,19 +110,7 @@ class Scale(World):
         current = self.round
         return current is not None and self.formed_after(0) and len(current.members) == self.living
 
-    # ---- in the place of what checks small runs, by the square of the nodes
-
-    def entered(self, who: str, number: int) -> None:
-        pass
-
-    def took(self, name: str, entry: object, own: object) -> None:
-        pass
-
-    def assigned(self, *what: object) -> None:
-        pass
-
-    def told_over(self, *what: object) -> None:
-        pass
+    # ---- as for the invariants
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:

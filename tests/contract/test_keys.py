@@ -24,7 +24,7 @@ from elastic_trainer.store.api import (
     unchanged,
 )
 from tests.contract.conftest import World
-from tests.integration.store.support import soon
+from tests.support.waiting import soon
 
 
 def write(store: Store, *operations: Operation) -> TransactionResult:

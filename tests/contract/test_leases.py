@@ -11,8 +11,9 @@ from elastic_trainer.errors import LeaseLostError
 from elastic_trainer.store.api import EventKind, Put, Store
 from elastic_trainer.store.session import LeaseSession
 from tests.contract.conftest import World
-from tests.integration.store.support import soon, watching
+from tests.integration.store.support import watching
 from tests.support.listeners import LIMIT_S
+from tests.support.waiting import soon
 
 TTL_S = 4.0
 HELD_S = 6.0

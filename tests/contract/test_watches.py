@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from elastic_trainer.store.api import Delete, EventKind, Put, Snapshot, Store, WatchEvent
 from tests.contract.conftest import World
-from tests.integration.store.support import put, soon, watching
+from tests.integration.store.support import put, watching
 from tests.support.listeners import LIMIT_S, Recorder
+from tests.support.waiting import soon
 
 
 def test_a_watch_begins_with_what_is_there_and_goes_on_with_each_change(store: Store, world: World) -> None:

@@ -142,7 +142,7 @@ MEMBERSHIP = {
     ),
     "a member joins before it has left its last round": Fault(
         CLUSTER_VIEW_PY,
-        "return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)",
+        "return node.record.reported > number_of(view)",
         "return True",
         1916,
     ),

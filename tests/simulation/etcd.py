@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.store.api import Lease, Operation, Snapshot, TransactionResult, WatchEvent, WatchListener
-from tests.simulation.loop import Host, Loop, Signal
+from tests.simulation.loop import Host, Loop, Signal, sleep
 from tests.support.memory_store import MemoryBackend, holds
 
 Answer = TypeVar("Answer")
@@ -113,10 +113,8 @@ class Etcd(MemoryBackend):
 
     # ---- requests
 
-    def request(
-        self, link: Link, call: Callable[[], Answer], limit_s: float, *, write: bool
-    ) -> Generator[Any, Any, Answer]:
-        """``call()`` on the server, within ``limit_s``, as a part of a process."""
+    def request(self, link: Link, call: Callable[[], Answer], limit_s: float, *, write: bool) -> Answer:
+        """In a thread of a host: ``call()`` on the server, within ``limit_s``."""
         answered: list[Answer | Exception] = []
         signal = Signal()
 
@@ -142,7 +140,7 @@ class Etcd(MemoryBackend):
                 self.loop.after(self.delay_s(link), reply)
 
         self.loop.after(self.delay_s(link), arrive)
-        yield signal, max(limit_s, 0.001)
+        sleep(max(limit_s, 0.001), signal)
         if not answered:
             raise OutcomeUnknownError("no answer") if write else StoreUnavailableError("no answer")
         if isinstance(answered[0], Exception):
@@ -225,7 +223,7 @@ class SimWatch:
             self._open = False
             self._queue.clear()
             self._stream += 1
-            self._etcd.loop.after(self._etcd.chance.uniform(0.05, 2.0), lambda: self._host.deliver(self._lost))
+            self._host.after(self._etcd.chance.uniform(0.05, 2.0), self._lost)
 
     def reconnect(self) -> None:
         """Try to open a stream, now and until it works."""
@@ -244,7 +242,7 @@ class SimWatch:
             if stream == self._stream and not self._closed:
                 call()
 
-        loop.after(self._arrival - loop.now, lambda: self._host.deliver(arrive))
+        self._host.after(self._arrival - loop.now, arrive)
 
     def _flush(self) -> None:
         events, self._queue = self._queue, []

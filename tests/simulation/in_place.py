@@ -19,7 +19,7 @@ from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.model import Incarnation
 from tests.simulation.agents import Agent
 from tests.simulation.invariants import NO_HEALTHY_KILLED, Violation
-from tests.simulation.loop import Process, Turns, sleep, straight
+from tests.simulation.loop import Turns, sleep
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.workers import FIRST_PID, SimWorker
 
@@ -65,7 +65,7 @@ class InPlace(Agent):
         for each in (self.conductor, self._writer):
             each.start()
         if has_slots(self.node.limits):
-            self.host.start(self._look_for_slot())
+            self.host.start(self._look_for_slot)
         self._begin()
 
     # ---- the conductor's ports
@@ -76,7 +76,7 @@ class InPlace(Agent):
             missing = tuple(name for name in nodes if name in records and not self.reaches(name))
             answered(Reached(missing if records else None, records))
 
-        self.loop.after(self.chance.choice([0.01, 0.5, CONTACT_S]), lambda: self.host.deliver(look))
+        self.host.after(self.chance.choice([0.01, 0.5, CONTACT_S]), look)
 
     reaches: Callable[[str], bool] = staticmethod(lambda other: True)
 
@@ -100,9 +100,9 @@ class InPlace(Agent):
         formation = message.next if isinstance(message, Drain) else message
         if isinstance(formation, Formation):
             own = Incarnation(self.node.key.create_revision, self.conductor.life)
-            self.world.assigned(self.name, own, worker.local_rank, formation)
+            self.world.invariants.assigned(self.name, own, worker.local_rank, formation)
         elif isinstance(message, Over):
-            self.world.told_over(self.name, message.number)
+            self.world.invariants.told_over(self.name, message.number)
 
     # ---- what torchrun does
 
@@ -110,7 +110,7 @@ class InPlace(Agent):
         """Start workers, again."""
         if not self._begins and self.alive:
             self._begins = True
-            self.host.start(straight(self._start))
+            self.host.start(self._start)
 
     def _start(self) -> None:
         sleep(self.chance.uniform(0.1, 0.5))
@@ -128,8 +128,7 @@ class InPlace(Agent):
             for rank in range(self.team)
         ]
         for worker in self.workers:
-            connect = lambda worker=worker: self._connect(worker)  # noqa: E731
-            self.loop.after(self.chance.uniform(0.1, 0.6), lambda connect=connect: self.host.deliver(connect))  # type: ignore[misc]
+            self.host.after(self.chance.uniform(0.1, 0.6), self._connect, worker)
 
     def _connect(self, worker: SimWorker) -> None:
         if worker.alive:
@@ -148,7 +147,7 @@ class InPlace(Agent):
             self._begin()
         elif all(each.code == 0 for each in self.workers):
             self._done = True
-            self.host.start(straight(self._end))
+            self.host.start(self._end)
 
     def _end(self) -> None:
         """All have ended well: at torchrun's exit barrier, if they have passed the end of the training."""
@@ -177,9 +176,9 @@ class InPlace(Agent):
                     nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
         return nodes
 
-    def _look_for_slot(self) -> Process:
+    def _look_for_slot(self) -> None:
         while True:
-            yield self._slots.turn()
+            sleep(self._slots.turn())
 
     # ---- what happens to it
 
@@ -203,10 +202,10 @@ class InPlace(Agent):
         worker = self.chance.choice(living)
         if worker.groups.in_round and self.chance.random() < 0.5:
             worker.blocked = True
-            self.loop.after(PHASE_LIMIT_S, lambda: self.host.deliver(lambda: self._end_phase(worker)))
+            self.host.after(PHASE_LIMIT_S, self._end_phase, worker)
         else:
             worker.hung = True
-            self.host.start(self._watch())
+            self.host.start(self._watch)
 
     def _end_phase(self, worker: SimWorker) -> None:
         """A supervisor bounds each phase; that of a round that is over, the conductor does."""
@@ -214,9 +213,9 @@ class InPlace(Agent):
             self._hung[worker.pid] = "its phase takes too long"
             worker.end(-9)
 
-    def _watch(self) -> Process:
+    def _watch(self) -> None:
         while any(each.hung and each.alive for each in self.workers):
-            yield self._watchdog.turn()
+            sleep(self._watchdog.turn())
 
     def accuse(self, suspects: tuple[Ghost, ...]) -> None:
         document, _ = self.conductor.at_work()

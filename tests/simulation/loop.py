@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their times, processes that wait for them, and straight code that waits.
+"""Virtual time: calls in the order of their times, and threads of hosts that wait for them.
 
 The product's own loops run as greenlets: one at a time, and another one goes on only where they wait.
 """
@@ -6,64 +6,40 @@ The product's own loops run as greenlets: one at a time, and another one goes on
 from __future__ import annotations
 
 import heapq
-import itertools
 import threading
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-Process = Generator[Any, Any, None]
-"""Yields seconds to sleep, or (signal, seconds): a signal to wait for, and the limit."""
-Answer = TypeVar("Answer")
 LEAST_S = 0.001
 """A real turn takes some time too: what is left of a wait may be too little to move the clock."""
 
 
-def straight(call: Callable[[], Answer]) -> Generator[Any, Any, Answer]:
-    """``call()`` as a process."""
-    task = greenlet(call)
-    wanted = task.switch()
-    while not task.dead:
-        yield wanted
-        task.parent = getcurrent()
-        wanted = task.switch()
-    return wanted  # type: ignore[no-any-return]
-
-
-def wait_for(process: Generator[Any, Any, Answer]) -> Answer:
-    """In straight code: wait until ``process`` has ended; its answer."""
-    while True:
-        try:
-            wanted = next(process)
-        except StopIteration as ended:
-            return ended.value  # type: ignore[no-any-return]
-        getcurrent().parent.switch(wanted)
-
-
-def sleep(wanted: Any) -> None:
-    """In straight code: wait for seconds, or for a signal."""
-    getcurrent().parent.switch(wanted)
+def sleep(seconds: float, signal: Signal | None = None) -> None:
+    """In a thread of a host: wait ``seconds``, at most until ``signal`` is fired."""
+    getcurrent().parent.switch(seconds, signal)
 
 
 class Loop:
-    """Runs callbacks at their virtual times, in the order in which they were asked for where those are equal."""
+    """Makes calls at their virtual times, in the order in which they were asked for where those are equal."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._asked = 0
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Run ``call`` in ``seconds``."""
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), call))
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
+        """Make the call in ``seconds``."""
+        self._asked += 1
+        heapq.heappush(self._queue, (self.now + seconds, self._asked, call, arguments))
 
     def run(self, until: float) -> None:
         """Let time pass."""
         queue = self._queue
         while queue and queue[0][0] <= until:
-            self.now, _, call = heapq.heappop(queue)
-            call()
+            self.now, _, call, arguments = heapq.heappop(queue)
+            call(*arguments)
         self.now = until
 
     # ---- the product's clock
@@ -84,33 +60,38 @@ class Signal:
     """Wakes whoever waits; what was signalled before the wait does not count."""
 
     def __init__(self) -> None:
-        self._waiters: list[Callable[[], None]] = []
+        self._waiters: list[tuple[Host, list[greenlet]]] = []
 
-    def wait(self, call: Callable[[], None]) -> None:
-        self._waiters.append(call)
+    def wait(self, host: Host, waiting: list[greenlet]) -> None:
+        self._waiters.append((host, waiting))
 
     def fire(self) -> None:
         waiters, self._waiters = self._waiters, []
-        for call in waiters:
-            call()
+        for host, waiting in waiters:
+            host.wake(waiting)
 
 
 class Host:
-    """A machine whose processes may stand still, or be gone. What reaches it while it is frozen comes at its thaw."""
+    """A machine whose threads may stand still, or be gone. What reaches it while it is frozen comes at its thaw."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.frozen = self.dead = False
-        self._kept: list[Callable[[], None]] = []
+        self._kept: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._threads: set[greenlet] = set()
 
-    def deliver(self, call: Callable[[], None]) -> None:
-        """Let ``call`` happen on this host."""
+    def deliver(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Let the call happen on this host."""
         if self.dead:
             return
         if self.frozen:
-            self._kept.append(call)
+            self._kept.append((call, arguments))
         else:
-            call()
+            call(*arguments)
+
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
+        """Let it happen in ``seconds``."""
+        self.loop.after(seconds, self.deliver, call, *arguments)
 
     def freeze(self) -> None:
         """Stand still."""
@@ -120,32 +101,40 @@ class Host:
         """Go on, with all that has come meanwhile in its order."""
         self.frozen = False
         kept, self._kept = self._kept, []
-        for call in kept:
-            self.loop.after(0.0, lambda call=call: self.deliver(call))  # type: ignore[misc]
+        for call, arguments in kept:
+            self.after(0.0, call, *arguments)
 
-    def start(self, process: Process) -> None:
-        """Run ``process`` on this host until it ends or the host dies."""
-        self.deliver(lambda: self._resume(process))
+    def start(self, body: Callable[..., object], *arguments: Any) -> None:
+        """Run ``body`` as a thread of this host until it returns or the host dies."""
+        thread = greenlet(body)
+        self._threads.add(thread)
+        self.deliver(self._resume, thread, *arguments)
 
-    def _resume(self, process: Process) -> None:
-        wanted = next(process, None)
-        if wanted is None:
+    def end(self) -> None:
+        """The schedule is over. Collection of garbage does not see the stacks of threads that wait: they end here."""
+        for thread in self._threads:
+            while thread:
+                thread.throw()
+
+    def _resume(self, thread: greenlet, *arguments: Any) -> None:
+        thread.parent = getcurrent()
+        wanted = thread.switch(*arguments)
+        if thread.dead:
+            self._threads.remove(thread)
             return
-        if not isinstance(wanted, tuple):
-            self.loop.after(wanted, lambda: self.start(process))
+        seconds, signal = wanted
+        if signal is None:
+            self.after(seconds, self._resume, thread)
             return
-        signal, seconds = wanted
-        done = False
-
-        def once() -> None:
-            nonlocal done
-            if not done:
-                done = True
-                self.start(process)
-
-        signal.wait(once)
+        waiting = [thread]
+        signal.wait(self, waiting)
         if seconds != float("inf"):
-            self.loop.after(seconds, once)
+            self.loop.after(seconds, self.wake, waiting)
+
+    def wake(self, waiting: list[greenlet]) -> None:
+        """By a signal or at the end of the wait, whichever comes first."""
+        if waiting:
+            self.deliver(self._resume, waiting.pop())
 
 
 class Turns:
@@ -156,7 +145,7 @@ class Turns:
         self._signal, self._awake, self.closing = Signal(), False, False
 
     def start(self, after_s: float = 0.0) -> None:
-        self._host.start(self._run(after_s))
+        self._host.start(self._run, after_s)
 
     def wake(self) -> None:
         if not self._awake:
@@ -166,13 +155,13 @@ class Turns:
     def close(self) -> None:
         self.closing = True
 
-    def _run(self, pause_s: float) -> Process:
+    def _run(self, pause_s: float) -> None:
         while not self.closing:
             if not self._awake:
-                yield self._signal, max(LEAST_S, pause_s)
+                sleep(max(LEAST_S, pause_s), self._signal)
             self._awake = False
             if not self.closing:
-                pause_s = yield from straight(self._turn)
+                pause_s = self._turn()
 
 
 class Lock:
@@ -191,7 +180,7 @@ class Lock:
 
     def acquire(self) -> None:
         while self._owner not in (None, getcurrent()):
-            sleep((self._free, float("inf")))
+            sleep(float("inf"), self._free)
         self._owner, self._times = getcurrent(), self._times + 1
 
     def release(self) -> None:
@@ -208,11 +197,17 @@ class Changed(threading.Condition):
         super().__init__()
         self._loop, self._signal = loop, signal
 
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def notify_all(self) -> None:
         self._signal.fire()
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         end = self._loop.now + max(LEAST_S, timeout if timeout is not None else float("inf"))
-        while not predicate() and self._loop.now < end:
-            sleep((self._signal, end - self._loop.now))
-        return predicate()
+        while not (holds := predicate()) and self._loop.now < end:
+            sleep(end - self._loop.now, self._signal)
+        return holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,25 +29,12 @@ from elastic_trainer.store.api import (
 )
 from elastic_trainer.store.session import REFRESHES_PER_TTL, LeaseSession
 from tests.simulation.etcd import Etcd, Link, SimWatch
-from tests.simulation.loop import Changed, Host, Lock, Process, Signal, sleep, straight, wait_for
+from tests.simulation.loop import Changed, Host, Lock, Signal, sleep
 
 KEYS = RunKeys("/e", "r")
 TTL_S = 2.0
 TURN_S = 0.002
 CONNECT_LIMIT_S = 60.0
-
-
-class Flag:
-    """Whether a lease is gone."""
-
-    def __init__(self) -> None:
-        self._on = False
-
-    def is_set(self) -> bool:
-        return self._on
-
-    def set(self) -> None:
-        self._on = True
 
 
 @dataclass(slots=True)
@@ -56,10 +44,10 @@ class SimLease:
     grant: Callable[[float], int]
     lease_id: int = 0
     ttl_s: float = TTL_S
-    lost: Flag = field(default_factory=Flag)
+    lost: threading.Event = field(default_factory=threading.Event)
 
     def renew(self, deadline: Deadline) -> int:
-        self.lease_id, self.lost = self.grant(deadline.remaining_s()), Flag()
+        self.lease_id, self.lost = self.grant(deadline.remaining_s()), threading.Event()
         return self.lease_id
 
 
@@ -74,7 +62,7 @@ class SimStore:
     ) -> TransactionResult:
         write = any(not isinstance(each, Read) for each in (*success, *failure))
         call = lambda: self._etcd.transact(guards, success, failure)  # noqa: E731 - keep-alives are partials
-        return wait_for(self._etcd.request(self._link, call, deadline.remaining_s(), write=write))
+        return self._etcd.request(self._link, call, deadline.remaining_s(), write=write)
 
     def range(self, prefix: str, deadline: Deadline) -> Snapshot:
         return self.transact([], [Read(prefix, prefix_end(prefix))], deadline=deadline).reads[0]
@@ -101,7 +89,7 @@ class SimMember(Member):
         lease = cast("LeaseSession", node.lease)
         super().__init__(node.store, KEYS, node.name, lease, node.limits, lambda error: None, node.loop)
         self.key, self._key_lock = self._key, Lock()  # type: ignore[assignment]
-        self.name, self._host, self._chance, self._probe = node.name, node.host, node.chance, probe
+        self.name, self._host, self._chance, self._is_gone = node.name, node.host, node.chance, probe
         self.view = self._view = RunView(KEYS, Changed(node.loop, node.changed))
         self._core = SlowCore(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
 
@@ -112,12 +100,11 @@ class SimMember(Member):
         if not isinstance(effect, Probe):
             return super()._do(effect)
         for each in effect.nodes:
-            ended = partial(self._ended, each)
-            self._host.loop.after(self._chance.uniform(0.001, 0.02), partial(self._host.deliver, ended))
+            self._host.after(self._chance.uniform(0.001, 0.02), self._ended, each)
         return True
 
     def _ended(self, other: NodeView) -> None:
-        self._probed(Probed(other.id, other.mod_revision, bool(self._probe(self.name, other.id))))
+        self._probed(Probed(other.id, other.mod_revision, bool(self._is_gone(self.name, other.id))))
 
 
 class SimNode:
@@ -144,7 +131,7 @@ class SimNode:
     def start(self, arrived: Callable[[], None]) -> None:
         """Follow the run, hold a lease, decide; ``arrived()`` is called when the agent may show itself."""
         self.view.start(self.store)
-        self.host.start(straight(partial(self._begin, arrived)))
+        self.host.start(self._begin, arrived)
 
     def _begin(self, arrived: Callable[[], None]) -> None:
         while not self.lease.lease_id:
@@ -153,9 +140,9 @@ class SimNode:
             except TransientError:
                 sleep(0.3)
         self.changed.fire()
-        self.host.start(self._keep_lease())
+        self.host.start(self._keep_lease)
         self.view.wait_loaded(float("inf"))
-        self.host.start(straight(self.member._run))
+        self.host.start(self.member._run)
         arrived()
 
     def leave(self) -> None:
@@ -170,21 +157,21 @@ class SimNode:
             watch.close()
 
     def _granted(self, limit_s: float) -> int:
-        return wait_for(self.etcd.request(self.link, lambda: self.etcd.grant(TTL_S), limit_s, write=True)).id
+        return self.etcd.request(self.link, lambda: self.etcd.grant(TTL_S), limit_s, write=True).id
 
-    def _keep_lease(self) -> Process:
+    def _keep_lease(self) -> None:
         while True:
-            yield TTL_S / REFRESHES_PER_TTL * self.chance.uniform(0.8, 1.0)
+            sleep(TTL_S / REFRESHES_PER_TTL * self.chance.uniform(0.8, 1.0))
             lease = self.lease.lease_id
             if self.lease.lost.is_set():
                 continue
             try:
-                yield from self.etcd.request(self.link, partial(self._refresh, lease), 0.66, write=False)
+                self.etcd.request(self.link, partial(self._refresh, lease), 0.66, write=False)
             except LeaseLostError:
                 if lease == self.lease.lease_id:
                     self.lease.lost.set()
             except TransientError:
-                yield 0.1
+                sleep(0.1)
 
     def _refresh(self, lease: int) -> None:
         self.etcd.expire()

@@ -71,8 +71,8 @@ class Restart(Agent):
                 record = self.base.model_copy(update=shown)
                 self._current = join_round(member, record, limit, JOIN_TIMEOUT_S, lambda: None)
                 own = Incarnation(self.node.key.create_revision, self.life)
-                self.world.took(self.name, self._entry.incarnation, own)
-                self.world.started(self.name, self.life, self._current.number)
+                self.world.invariants.took(self.name, self._entry.incarnation, own)
+                self.world.invariants.started(self.name, self.life, self._current.number)
                 sleep(self.chance.uniform(0.2, 0.8))
                 self._work(self._current)
                 for worker in self.workers:
@@ -104,7 +104,7 @@ class Restart(Agent):
         if not self._failed and not round_is_over(current, view.observation().round):
             self._begin(current)
         while not self._failed and not self.done and not round_is_over(current, view.observation().round):
-            sleep((self.node.changed, 1.0))
+            sleep(1.0, self.node.changed)
         if self.done and not self._failed:
             limit = Deadline.after(JOIN_TIMEOUT_S, self.loop)
             ended = finish(self.node.member, current.number, limit, JOIN_TIMEOUT_S, passed=False)

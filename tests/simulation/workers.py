@@ -70,7 +70,7 @@ class MainThread:
             self._greenlet.switch()
 
     def resume_in(self, seconds: float) -> None:
-        self._loop.after(seconds, lambda: self._agent.host.deliver(self.resume))
+        self._agent.host.after(seconds, self.resume)
 
     def wait(self, holds: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Whether ``holds()`` within ``timeout_s``."""
@@ -182,17 +182,17 @@ class SimGroup:
             late = world.chance.sample(needs, 2)
             operation.sources[late[1]] = late[0]
             seconds = world.chance.uniform(0.01, 0.4)
-            world.loop.after(seconds, lambda: self._arrive(operation, late[:1]))
-            world.loop.after(seconds + ONE_WAY_S, lambda: self._arrive(operation, late[1:]))
+            world.loop.after(seconds, self._arrive, operation, late[:1])
+            world.loop.after(seconds + ONE_WAY_S, self._arrive, operation, late[1:])
             self.passing = [each for each in self.passing if len(each.done) < len(needs)] + [operation]
-        world.loop.after(ONE_WAY_S, lambda: self._arrive(operation, [each for each in needs if each not in late]))
+        world.loop.after(ONE_WAY_S, self._arrive, operation, [each for each in needs if each not in late])
         operation.complete = True
         self.operations.pop(key)
 
     def _arrive(self, operation: Operation, ranks: Sequence[int]) -> None:
         for rank in ranks:
             worker = self.meeting.members[rank]
-            worker.agent.host.deliver(lambda rank=rank, worker=worker: self._done(operation, rank, worker))  # type: ignore[misc]
+            worker.agent.host.deliver(self._done, operation, rank, worker)
 
     def _done(self, operation: Operation, rank: int, worker: SimWorker) -> None:
         if rank not in operation.lost:
@@ -263,8 +263,7 @@ class Meeting:
                 seconds = after_s + (
                     0.0005 if self.world.chance.random() < 0.8 else self.world.chance.uniform(0.0, 0.2)
                 )
-                lost = lambda other=other: self.lose(rank, other)  # noqa: E731
-                self.world.loop.after(seconds, lambda lost=lost, worker=worker: worker.agent.host.deliver(lost))  # type: ignore[misc]
+                worker.agent.host.after(seconds, self.lose, rank, other)
 
     def lose(self, rank: int, other: int) -> None:
         """``other`` notices that ``rank`` has gone."""
@@ -475,13 +474,6 @@ class SimStep:
     committed: bool = False
 
 
-@dataclass(slots=True)
-class Saved:
-    """A whole state in storage."""
-
-    state: dict[str, Any]
-
-
 class SimState:
     """The port to the state. ``shard`` of ``size`` is what this rank holds."""
 
@@ -627,7 +619,7 @@ class SimState:
         else:
             found = candidates[election.sources[0]]
             assert found is not None
-            state, lasts = worker.world.storage[found.round, found.step].state, found.round + 1
+            state, lasts = worker.world.storage[found.round, found.step], found.round + 1
             worker.thread.pause(chance.choice([0.01, 0.01, 0.2]))
         self.take_over({**state, "shard": self.shard})
         generation = max(row[0] for row in control.gather([max(group.formation.round, lasts)]))
@@ -859,7 +851,7 @@ class SimWorker:
             if self.alive:
                 self.world.save(state, shard, size)
 
-        self.agent.loop.after(self.world.chance.choice([0.02, 0.5]), lambda: self.agent.host.deliver(written))
+        self.agent.host.after(self.world.chance.choice([0.02, 0.5]), written)
 
     def progressed(self) -> None:
         if self.state.recovery.led:
@@ -869,7 +861,7 @@ class SimWorker:
 
     def send(self, message: Message) -> None:
         self.agent.sends(self, message)
-        self.agent.loop.after(self._takes_s(1), lambda: self.agent.host.deliver(lambda: self._hear(message)))
+        self.agent.host.after(self._takes_s(1), self._hear, message)
 
     def peer(self) -> tuple[int, int]:
         return self.pid, 0
@@ -888,7 +880,7 @@ class SimWorker:
             if self.seat is not None:
                 self.agent.heard(self, message)
 
-        self.agent.loop.after(self._takes_s(0), lambda: self.agent.host.deliver(arrive))
+        self.agent.host.after(self._takes_s(0), arrive)
 
     def _hear(self, message: Message) -> None:
         """In the link's thread."""
@@ -916,7 +908,7 @@ class SimWorker:
         self.groups.close(0.0)
         self.groups.in_round = False
         gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0
-        self.agent.loop.after(gone_s, lambda: self.agent.host.deliver(lambda: self.agent.ended(self)))
+        self.agent.host.after(gone_s, self.agent.ended, self)
         self.thread.end()
 
     def evict(self) -> None:

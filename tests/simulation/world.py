@@ -16,10 +16,9 @@ from unittest import mock
 import structlog
 
 from elastic_trainer.agent.rendezvous import in_place as rendezvous
-from elastic_trainer.ipc.channel import Formation
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, JournalEntry, NodeRecord, RoundDocument, RoundState, RunResult
-from elastic_trainer.model import Incarnation, Phase, RecoveryMode, StateIdentity
+from elastic_trainer.model import Phase, RecoveryMode, StateIdentity
 from elastic_trainer.store.api import EventKind, WatchEvent
 from elastic_trainer.worker.state.restore import elect
 from elastic_trainer.worker.state.training_state import Position
@@ -39,7 +38,7 @@ from tests.simulation.invariants import (
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
-from tests.simulation.workers import BATCH, Meeting, Saved, SimAssignment, SimWorker, after
+from tests.simulation.workers import BATCH, Meeting, SimAssignment, SimWorker, after
 
 TICK_S = 0.2
 """The duration of a step."""
@@ -106,7 +105,7 @@ class World:
         """Steps after which the script makes these calls of all ranks."""
         self.last_step = 1 << 40
         """Of the script."""
-        self.storage: dict[tuple[int, int], Saved] = {}
+        self.storage: dict[tuple[int, int], dict[str, Any]] = {}
         """By the generation that committed the last step, and the step."""
         self._parts: dict[tuple[int, int], set[int]] = {}
         self._meetings: dict[str, Meeting] = {}
@@ -233,22 +232,6 @@ class World:
         self.say(f"{who} enters round {number}")
         self.invariants.entered(who, number)
 
-    def assigned(self, name: str, own: Incarnation, local_rank: int, formation: Formation) -> None:
-        """The agent of node ``name``, being ``own``, has sent a worker its rank."""
-        self.invariants.assigned(name, own, local_rank, formation)
-
-    def told_over(self, name: str, number: int) -> None:
-        """The agent of node ``name`` has told a worker that round ``number`` is over."""
-        self.invariants.told_over(name, number)
-
-    def started(self, name: str, life: int, number: int) -> None:
-        """Restart mode: the workers of ``life`` of node ``name`` start for round ``number``."""
-        self.invariants.started(name, life, number)
-
-    def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
-        """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
-        self.invariants.took(name, entry, own)
-
     # ---- what the workers do
 
     def meeting(self, assignment: SimAssignment) -> Meeting:
@@ -265,7 +248,7 @@ class World:
         shards = self._parts.setdefault(moment, set())
         shards.add(shard)
         if len(shards) == size:
-            self.storage[moment] = Saved(state)
+            self.storage[moment] = state
 
     def committed(self, worker: SimWorker, position: Position, digest: int) -> None:
         """``worker`` has committed a step."""
@@ -397,7 +380,6 @@ class World:
         if isinstance(agent, InPlace):
             agent.reaches = lambda other: self.reaches(name, other)
         self.agents[name] = agent
-        self.loop.after(0.0, lambda: None)
         return True
 
     def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
@@ -622,6 +604,7 @@ def _shortened() -> Iterator[None]:
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
     world = World(seed, tell)
+    gc.disable()  # what a schedule leaves goes at once after it
     try:
         with _logged(world.say if tell is not None else None), _shortened():
             return world.play()
@@ -630,3 +613,5 @@ def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     finally:
         for agent in world.agents.values():
             agent.die(silently=True)
+            agent.host.end()
+        gc.enable()

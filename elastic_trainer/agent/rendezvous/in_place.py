@@ -63,7 +63,6 @@ from elastic_trainer.membership.cluster_view import (
     Observation,
     Sightings,
     has_slots,
-    living,
     move,
     slot_of,
 )
@@ -462,7 +461,7 @@ class ShardSlots(PeriodicThread):
         slot = None
         for _ in range(SETTLES):
             view = self._view(self._nodes(), self._member.observation().round)
-            found = slot_of(living(view), self._node, view.limits.shard_nodes)
+            found = slot_of(view.living, self._node, view.limits.shard_nodes)
             if found == slot:
                 return
             yield (slot := found)

@@ -23,8 +23,9 @@ from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
 from tests.drills.endings.job import Job
-from tests.integration.store.support import client, put, settings, soon
+from tests.integration.store.support import client, put, settings
 from tests.support.requirements import needs
+from tests.support.waiting import soon
 
 SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
 

@@ -17,7 +17,7 @@ from elastic_trainer.local import etcd as binaries
 from elastic_trainer.local.etcd import EtcdServer, find_binary
 from elastic_trainer.local.hosts import free_ports
 from elastic_trainer.local.processes import wait_gone
-from tests.integration.store.support import soon
+from tests.support.waiting import soon
 
 
 def test_a_temporary_directory_is_removed(etcd_binary: str) -> None:

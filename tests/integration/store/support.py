@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_trainer.clock import Deadline
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, Store
 from tests.support.listeners import Recorder
-
-
-def soon() -> Deadline:
-    """Generous: a slow machine must not fail a test."""
-    return Deadline.after(30.0)
+from tests.support.waiting import soon
 
 
 def put(store: Store, key: str, value: bytes = b"", lease: int = 0) -> int:

@@ -26,9 +26,10 @@ from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.etcd import StoreConnection
-from tests.integration.store.support import client, put, settings, soon, watching
+from tests.integration.store.support import client, put, settings, watching
 from tests.support.certificates import Authority
 from tests.support.guarded import guard
+from tests.support.waiting import soon
 
 
 def checked(endpoint: str, limit_s: float = 30.0, **options: Any) -> None:

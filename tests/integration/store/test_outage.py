@@ -16,10 +16,10 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.store.api import Delete, Put, Store, absent
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.store.watch import WatchLoop
-from tests.integration.store.support import client, put, soon, watching
+from tests.integration.store.support import client, put, watching
 from tests.support.listeners import LIMIT_S, Recorder
 from tests.support.proxy import Proxy
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, soon
 
 WRITE_S = 2.0
 

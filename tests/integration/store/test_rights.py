@@ -27,10 +27,11 @@ from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import Account, Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
 from elastic_trainer.store.etcd import StoreConnection
-from tests.integration.store.support import client, put, settings, soon
+from tests.integration.store.support import client, put, settings
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder
 from tests.support.requirements import missing
+from tests.support.waiting import soon
 
 ROOT_PASSWORD = "the-root-of-all"
 A, B = "/elastic_trainer/a/", "/elastic_trainer/b/"

@@ -119,44 +119,31 @@ def planned(document: RoundDocument | None, seniority: int, asked: int = 0, aske
     return plan(document, NAMES[seniority], 10 + seniority, asked, asked_at_s, PATIENCE_S)
 
 
-@pytest.mark.parametrize("state", [RoundState.ACTIVE, *NOT_ON])
-def test_a_member_with_fewer_than_three_elders_asks_at_once_and_only_once(state: RoundState) -> None:
-    """A round document that makes a node one of the three most senior is enough for it to ask."""
-    for seniority in range(SENIORS):
-        assert planned(run_of(8, state), seniority) == Plan(0.0, SENIORS)
-        assert planned(run_of(8, state), seniority, asked=1).after_s > 0.0
-    assert planned(run_of(8, state), SENIORS).after_s > 0.0
-
-
-@pytest.mark.parametrize("state", NOT_ON)
-def test_the_next_in_line_watch_a_round_that_stays_over(state: RoundState) -> None:
-    for seniority in range(SENIORS, 2 * SENIORS):
-        assert planned(run_of(8, state), seniority) == Plan(DEPUTY_PATIENCE_S, None)
-    assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
-
-
-def test_a_crowd_asks_seldom_while_a_round_is_on() -> None:
-    """A thousand nodes send fewer questions in all than a tenth of their number in each patience, yet all ask."""
-    document = run_of(1024)
-    rate = sum(PATIENCE_S / planned(document, seniority).after_s for seniority in range(SENIORS, 1024))
-    assert rate < 1024 / 7
-    assert all(math.isfinite(planned(document, seniority).after_s) for seniority in range(1024))
-
-
-def test_deciders_that_live_and_do_nothing_are_passed_by() -> None:
-    """While no round is on each fruitless question widens the circle by three, less and less often."""
-    document = run_of(64, RoundState.BROKEN)
-    plans = [planned(document, 40, asked) for asked in range(6)]
-    assert [each.seniors for each in plans] == [3, 6, 9, 12, 15, 18]
-    waits = [each.after_s for each in plans]
-    assert waits == sorted(waits)
-    assert waits[-1] == waits[-2] == 8 * PATIENCE_S
-
-
-def test_before_the_first_round_nodes_wait_for_leases_to_end_and_at_the_end_for_nothing() -> None:
-    """Without a document nothing is known of the others; of a closed run nothing will be decided any more."""
+def test_the_first_members_ask_at_once_and_the_next_in_line_watch_a_round_that_stays_over() -> None:
+    """A round document that makes a node one of the three most senior is enough for it to ask, and only once. Before
+    the first round leases must end; of a closed run nothing will be decided any more."""
+    for state in (RoundState.ACTIVE, *NOT_ON):
+        for seniority in range(SENIORS):
+            assert planned(run_of(8, state), seniority) == Plan(0.0, SENIORS)
+            assert planned(run_of(8, state), seniority, asked=1).after_s > 0.0
+        assert planned(run_of(8, state), SENIORS).after_s > 0.0
+        assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
+    for state in NOT_ON:
+        for seniority in range(SENIORS, 2 * SENIORS):
+            assert planned(run_of(8, state), seniority) == Plan(DEPUTY_PATIENCE_S, None)
     assert planned(None, 5) == Plan(PATIENCE_S, SENIORS)
     assert planned(run_of(4, RoundState.CLOSED), 0).after_s == math.inf
+
+
+def test_a_crowd_asks_seldom_while_a_round_is_on_and_passes_by_deciders_that_do_nothing() -> None:
+    """A thousand nodes send fewer questions in all than a tenth of their number in each patience, yet all ask. While no
+    round is on each fruitless question widens the circle by three, less and less often."""
+    waits = [planned(run_of(1024), seniority).after_s for seniority in range(SENIORS, 1024)]
+    assert sum(PATIENCE_S / after_s for after_s in waits) < 1024 / 7
+    assert all(map(math.isfinite, waits))
+    plans = [planned(run_of(64, RoundState.BROKEN), 40, asked) for asked in range(6)]
+    assert [each.seniors for each in plans] == [3, 6, 9, 12, 15, 18]
+    assert [each.after_s / PATIENCE_S for each in plans] == [1, 2, 4, 8, 8, 8]
 
 
 def test_keys_of_ghosts_take_no_place() -> None:
@@ -222,39 +209,35 @@ def asked(scene: Scene) -> list[str]:
     return [each.id for each in unconfirmed(scene.view())]
 
 
-def scene_of(state: RoundState, *more: NodeView) -> Scene:
+def scene_of(state: RoundState, *more: NodeView, **document: RoundDocument) -> Scene:
     """Three members as ``a`` sees them, and others."""
-    return Scene().show(*TRIO, *more).adopt(round_of(1, TRIO, state))
+    return Scene().show(*TRIO, *more).adopt(round_of(1, TRIO, state, **document))
 
 
-def test_members_of_a_round_that_is_over_are_asked_for_until_they_have_spoken() -> None:
-    """Whoever has acknowledged its end is there; this node need not ask for itself."""
+def test_who_must_be_alive_for_the_next_round_is_asked_for() -> None:
+    """Members of a round that is over, until they have acknowledged its end, but not this node itself; newcomers where
+    there is room, which is for one here, and those of a planned change. Nobody when the run is closed or has not
+    begun."""
     scene = scene_of(RoundState.BROKEN)
     assert asked(scene) == ["b", "c"]
     assert asked(scene.show(node("c", 3, acknowledged=2))) == ["b"]
-
-
-@pytest.mark.parametrize(("newcomers", "expected"), [("x", ["x"]), ("xy", ["x"]), ("", [])])
-def test_newcomers_are_asked_for_where_there_is_room(newcomers: str, expected: list[str]) -> None:
-    """Four nodes at most, three of them are members: one is about to be taken in, the others are spares."""
-    assert asked(scene_of(RoundState.ACTIVE, *(node(name, 50 + at) for at, name in enumerate(newcomers)))) == expected
-
-
-def test_newcomers_of_a_planned_change_are_asked_for() -> None:
+    for newcomers, expected in (("x", ["x"]), ("xy", ["x"]), ("", [])):
+        added = (node(name, 50 + at) for at, name in enumerate(newcomers))
+        assert asked(scene_of(RoundState.ACTIVE, *added)) == expected
     following = round_of(2, [*TRIO, node("x", 50)])
-    scene = Scene().show(*TRIO, node("x", 50), node("y", 51))
-    scene.adopt(round_of(1, TRIO, RoundState.DRAINING, next=following)).show(node("b", 2, acknowledged=2))
-    assert asked(scene) == ["c", "x"]
-
-
-def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
-    """And nobody is known to be dead who has changed its key since: that is another life."""
+    scene = scene_of(RoundState.DRAINING, node("x", 50), node("y", 51), next=following)
+    assert asked(scene.show(node("b", 2, acknowledged=2))) == ["c", "x"]
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
+
+
+def test_nobody_is_known_to_be_dead_who_has_changed_its_key_since() -> None:
+    """That is another life. Nor is anybody asked again too soon."""
     scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
-    probe, _ = probes.is_due(scene.view(), 1.0)
+    silent = unconfirmed(scene.view())
+    probe, _ = probes.is_due(silent, 1.0)
     assert probe is not None
     assert [each.id for each in probe.nodes] == ["b", "c"]
-    assert probes.is_due(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    assert probes.is_due(silent, 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S)
     probes.on_probed(Probed("b", 2, dead=True))
     probes.on_probed(Probed("c", 3, dead=False))
     assert probes.dead(scene.nodes) == {"b"}
@@ -268,7 +251,7 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
     member = Member(MemoryStore(), RunKeys("/p", "run"), "a", lease, scene.limits, lambda error: None)
     probes = AgentProbes()
     for _ in range(40):
-        probe, _ = probes.is_due(scene.view(), now)
+        probe, _ = probes.is_due(unconfirmed(scene.view()), now)
         assert probe is not None
         with no_new_threads():
             member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
@@ -293,44 +276,40 @@ def remembered(known: RoundDocument, seen: RoundDocument | None) -> RollbackGuar
     return RollbackGuard().advance(known, 0.0).advance(seen, 10.0)
 
 
-@pytest.mark.parametrize(
-    ("known", "seen"),
-    [
-        (document(1), document(1)),
-        (document(1), document(1, RoundState.DRAINING)),
-        (document(1, RoundState.DRAINING), document(1, RoundState.BROKEN)),
-        (document(1, RoundState.BROKEN), document(2, nonce="y")),
-        (document(1, RoundState.BROKEN), document(1, RoundState.CLOSED)),
-        (document(5, RoundState.CLOSED), document(5, RoundState.BROKEN, epoch=2)),
-    ],
-)
-def test_a_run_that_goes_on_is_never_behind(known: RoundDocument, seen: RoundDocument) -> None:
-    """What becomes of a round in order, a reopened run among it, is believed and remembered."""
-    after = remembered(known, seen)
-    assert not after.behind
-    assert after.known == seen
-    assert after.decide("a", seen, 100.0).action is Action.WAIT
+DRAINING, BROKEN, CLOSED = RoundState.DRAINING, RoundState.BROKEN, RoundState.CLOSED
 
 
 @pytest.mark.parametrize(
-    ("known", "seen"),
+    ("known", "seen", "behind"),
     [
-        (document(3), document(1)),
-        (document(3), None),
-        (document(3, RoundState.BROKEN), document(3)),
-        (document(3), document(2, RoundState.BROKEN)),
-        (document(3), document(2, RoundState.CLOSED)),
-        (document(3, nonce="x"), document(3, nonce="y")),
+        (document(1), document(1), False),
+        (document(1), document(1, DRAINING), False),
+        (document(1, DRAINING), document(1, BROKEN), False),
+        (document(1, BROKEN), document(2, nonce="y"), False),
+        (document(1, BROKEN), document(1, CLOSED), False),
+        (document(5, CLOSED), document(5, BROKEN, epoch=2), False),
+        (document(3), document(1), True),
+        (document(3), None, True),
+        (document(3, BROKEN), document(3), True),
+        (document(3), document(2, BROKEN), True),
+        (document(3), document(2, CLOSED), True),
+        (document(3, nonce="x"), document(3, nonce="y"), True),
     ],
 )
-def test_an_older_store_is_given_the_end_of_the_newest_round(known: RoundDocument, seen: RoundDocument | None) -> None:
-    """So the next round follows on it, whatever the store held; another round under the same number counts as older."""
+def test_an_older_store_is_given_the_end_of_the_newest_round(
+    known: RoundDocument, seen: RoundDocument | None, behind: bool
+) -> None:
+    """So the next round follows on it, whatever the store held; another round under the same number counts as older.
+    What becomes of a round in order, a reopened run among it, is believed and remembered."""
     after = remembered(known, seen)
-    assert after.behind
     decision = after.decide("a", seen, 10.0)
+    assert after.behind == behind
+    if not behind:
+        assert (after.known, decision.action) == (seen, Action.WAIT)
+        return
     assert decision.action is Action.BREAK
     assert decision.round is not None
-    assert (decision.round.number, decision.round.state, decision.round.nonce) == (3, RoundState.BROKEN, "x")
+    assert (decision.round.number, decision.round.state, decision.round.nonce) == (3, BROKEN, "x")
     assert "the store was rolled back" in decision.reason
     assert not after.advance(decision.round, 11.0).behind
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.membership.cluster_view import NodeView, in_groups, living, move, slot_of
+from elastic_trainer.membership.cluster_view import NodeView, in_groups, move, slot_of
 from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
 from elastic_trainer.membership.rules import (
     FAILED_ROUNDS,
@@ -722,7 +722,7 @@ def test_a_node_whose_workers_died_takes_the_slot_that_is_missing() -> None:
     assert slot_of([at("b0", 3), at("b1", 4), at("c1", 5)], "x", 2) == 0
     scene = training("a0", "a1", ghosts=(at("b1", 3).ghost,)).show(at("b1", 3), at("c0", 4))
     assert slot_of(scene.nodes.values(), "x", 2) == 0
-    assert slot_of(living(scene.view()), "x", 2) == 1
+    assert slot_of(scene.view().living, "x", 2) == 1
 
 
 def test_a_spare_without_state_takes_the_missing_slot_first() -> None:

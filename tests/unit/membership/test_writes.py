@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ElasticTrainerError, ReplacedError, StoreUnavailableError
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ReplacedError, StoreUnavailableError
+from elastic_trainer.membership import member as module
+from elastic_trainer.membership.core import Return
 from elastic_trainer.membership.documents import (
     Departure,
     Document,
@@ -21,25 +23,16 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
+from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.rules import broken
-from elastic_trainer.membership.writes import (
-    Author,
-    OwnKey,
-    Pause,
-    ProbePort,
-    Renew,
-    Steps,
-    Transaction,
-    closing,
-    is_left,
-    parting,
-    round_write,
-)
+from elastic_trainer.membership.writes import Author, closing, is_left, parting, round_write
 from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Delete, Operation, Put, RunKeys, TransactionResult
-from tests.simulation.node import Flag
-from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
+from elastic_trainer.store.session import LeaseSession
+from tests.support.memory_store import LateStore, MemoryBackend, MemoryStore
 from tests.support.waiting import soon
+from tests.unit.agent.stage import Jumping
+from tests.unit.membership.scenes import LIMITS
 
 KEYS = RunKeys("/p", "run")
 TTL_S = 2.0
@@ -47,23 +40,22 @@ OLD = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1
 NEW = OLD.model_copy(update={"state": NodeState.READY, "life": 3})
 
 
-@dataclass
 class Owner:
-    """The owner of node a's key, on a store that can be slow."""
+    """Node a, whose threads do not run, on a store that can be slow; its time passes while it waits."""
 
-    clock: ManualClock = field(default_factory=ManualClock)
-    lease_id: int = 0
-    ttl_s: float = TTL_S
-    lost: Flag = field(default_factory=Flag)
-    others_live: bool = True
+    ttl_s = TTL_S  # as its session has it
 
-    def __post_init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.others_live, self.errors = Jumping(), True, list[ReplacedError]()
         self.store = LateStore(MemoryBackend(self.clock))
-        self.key = OwnKey(KEYS, "a", self, self.clock)
-        self.renew()
+        self.renew(self.limit())
+        session = cast("LeaseSession", self)
+        self.member = Member(self.store, KEYS, "a", session, LIMITS, self.errors.append, self.clock)
+        self.key = self.member._key
+        monkeypatch.setattr(module, "refuses", lambda host, port, timeout_s: not self.others_live)
 
-    def renew(self) -> None:
-        self.lease_id, self.lost = self.store.grant(TTL_S, self.limit()).id, Flag()
+    def renew(self, deadline: Deadline) -> None:
+        self.lease_id, self.lost = self.store.grant(TTL_S, deadline).id, threading.Event()
 
     def lose(self) -> None:
         """The lease ends, and the owner learns of it."""
@@ -81,7 +73,7 @@ class Owner:
         end = self.limit(limit_s)
         while not end.expired and self.key.away:
             with suppress(StoreUnavailableError):
-                self.perform(self.key.returning(self.limit(min(5.0, limit_s))))
+                self.member._complete(self.key.returning(self.limit(min(5.0, limit_s))))
             with suppress(StoreUnavailableError):
                 self.publish(NEW, min(5.0, limit_s))
 
@@ -89,31 +81,7 @@ class Owner:
         return Deadline.after(seconds, self.clock)
 
     def publish(self, record: NodeRecord, limit_s: float = 5.0) -> None:
-        self.perform(self.key.publishing(record, self.limit(limit_s)))
-
-    def perform(self, steps: Steps) -> None:
-        """Answer all requests, as Member does."""
-        answer: TransactionResult | bool | None = None
-        error: ElasticTrainerError | None = None
-        while True:
-            try:
-                request = steps.throw(error) if error is not None else steps.send(answer)
-            except StopIteration:
-                return
-            answer, error = None, None
-            try:
-                if isinstance(request, Transaction):
-                    answer = self.store.transact(
-                        request.guards, request.success, request.failure, deadline=self.limit()
-                    )
-                elif isinstance(request, Renew):
-                    self.renew()
-                elif isinstance(request, ProbePort):
-                    answer = not self.others_live
-                elif isinstance(request, Pause):
-                    self.clock.advance(request.seconds)
-            except ElasticTrainerError as raised:
-                error = raised
+        self.member.announce(record, self.limit(limit_s))
 
     @property
     def held(self) -> tuple[NodeRecord, int]:
@@ -123,29 +91,33 @@ class Owner:
         return NodeRecord.decode(found.value, found.key), found.create_revision
 
 
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
+    return Owner(monkeypatch)
+
+
 @pytest.mark.parametrize("began", [False, True])
-def test_a_life_at_work_does_not_return_as_ready(began: bool) -> None:
+def test_a_life_at_work_does_not_return_as_ready(owner: Owner, began: bool) -> None:
     """Its workers could not join the round that it would be offered for. One that waits for a round returns as it was;
     and so does one that has announced its next life."""
-    owner = Owner()
     owner.publish(NEW)
     owner.key.at_work = began
     owner.lose()
-    owner.perform(owner.key.returning(owner.limit()))
+    owner.member._perform(Return())
     state = NodeState.WARMING if began else NodeState.READY
     assert owner.held == (NEW.model_copy(update={"state": state}), owner.key.create_revision)
     assert owner.key.record == owner.held[0]
     following = NEW.model_copy(update={"life": 4})
     owner.publish(following)
     owner.lose()
-    owner.perform(owner.key.returning(owner.limit()))
+    owner.member._perform(Return())
     assert owner.held == (following, owner.key.create_revision)
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(lives: bool) -> None:
+def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(owner: Owner, lives: bool) -> None:
     """Its port refuses connections: the key is taken over at once. A live node keeps its name."""
-    owner = Owner(others_live=lives)
+    owner.others_live = lives
     owner.take()
     if lives:
         with pytest.raises(ConfigError, match="another live node of this run has the id 'a'"):
@@ -155,10 +127,9 @@ def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(li
     assert owner.held[0] == (OLD if lives else NEW)
 
 
-def test_a_node_whose_name_another_one_took_while_it_was_away_learns_so_in_short_attempts() -> None:
+def test_a_node_whose_name_another_one_took_while_it_was_away_learns_so_in_short_attempts(owner: Owner) -> None:
     """Frozen for longer than its lease: each attempt ends before a key left behind would be gone, but they add up. Not
-    with the exit code of a wrong configuration, which would end the other one's job."""
-    owner = Owner()
+    with the exit code of a wrong configuration, which would end the other one's job. The node gives up once."""
     owner.publish(NEW)
     owner.lose()
     owner.take()
@@ -168,11 +139,14 @@ def test_a_node_whose_name_another_one_took_while_it_was_away_learns_so_in_short
     assert owner.clock.monotonic() - began <= 2 * TTL_S + 2.0 + 0.2
     assert raised.value.exit_code == EXIT_FAILURE
     assert owner.held[0] == OLD
+    assert owner.errors == []
+    owner.member._perform(Return())
+    (error,) = owner.errors
+    assert str(error) == str(raised.value)
 
 
-def test_the_time_of_another_node_of_this_name_is_counted_anew_after_an_outage_and_after_a_return() -> None:
+def test_the_time_of_another_node_of_this_name_is_counted_anew_after_an_outage_and_after_a_return(owner: Owner) -> None:
     """Leases last longer when the store was away; and a node that is back has its name."""
-    owner = Owner()
     owner.publish(NEW)
     owner.lose()
     other = owner.take()
@@ -314,8 +288,7 @@ def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
     assert store.held(KEYS.open_incident, Incident) is None
 
 
-def test_the_next_node_that_comes_takes_the_departure_away() -> None:
-    owner = Owner()
+def test_the_next_node_that_comes_takes_the_departure_away(owner: Owner) -> None:
     owner.store.transact([], [Put(KEYS.departure, departure(planned=True).encode())], deadline=owner.limit())
     owner.publish(OLD)
     assert owner.store.get(KEYS.departure, owner.limit()).first is None

@@ -14,9 +14,9 @@ from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, Permanen
 from elastic_trainer.store import retry
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
 from elastic_trainer.store.metered import MeteredStore
-from tests.integration.store.support import soon
 from tests.support.listeners import Recorder
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+from tests.support.waiting import soon
 from tests.unit.agent.stage import Jumping
 
 
@@ -76,7 +76,7 @@ def test_one_attempt_leaves_time_for_another() -> None:
 
 def test_backoff_begins_short_and_grows_to_its_limit() -> None:
     """Pauses are jittered within half and all of a step that doubles; success begins again."""
-    backoff = retry.RetryBackoff(first_s=0.1, longest_s=0.5)
+    backoff = retry.RetryBackoff()
     for step in [0.1, 0.2, 0.4, *[0.5] * 5000]:
         assert step / 2 <= backoff.next_s() <= step
     backoff.reset()

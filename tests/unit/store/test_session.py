@@ -10,9 +10,9 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.store.api import Put, unchanged
 from elastic_trainer.store.session import LeaseSession, Slot
-from tests.integration.store.support import soon
 from tests.support.memory_store import LateStore, ManualClock, MemoryBackend, MemoryStore
 from tests.support.threadless import no_new_threads
+from tests.support.waiting import soon
 from tests.unit.agent.stage import Jumping
 
 LIMIT_S = 60.0
