@@ -34,17 +34,18 @@ from elastic_trainer.jobs.config import CosineConfig, MultiStepConfig, load_job
 from elastic_trainer.jobs.digits import Digits
 from elastic_trainer.jobs.imagefolder import (
     Bottleneck,
-    CentralView,
     ImageClasses,
     ImageFolder,
-    RandomView,
+    ImageFolderData,
     ResNet,
     ResNetOptions,
     as_bytes,
+    central_view,
     image_files,
     jittered,
     normalized,
     random_box,
+    random_view,
     read_image,
 )
 from elastic_trainer.jobs.pillow import Image
@@ -227,12 +228,12 @@ def picture(width: int = 40, height: int = 30) -> Image.Image:
 
 
 def test_a_sample_is_seen_alike_wherever_it_is_drawn_and_otherwise_in_another_epoch() -> None:
-    view = RandomView(16, jitter=(0.4, 0.4, 0.4))
+    options = ImageFolderData(size=16, jitter=(0.4, 0.4, 0.4))
     seeds = SampleSeeds(3)
 
     def drawn(epoch: int, number: int) -> torch.Tensor:
         seeds.sample(epoch, number)
-        return view(picture())
+        return random_view(picture(), options)
 
     first = drawn(1, 5)
     others = [drawn(1, 6), drawn(2, 5)]
@@ -257,11 +258,11 @@ def test_a_random_part_lies_within_the_image(width: int, height: int, least: flo
 
 
 def test_flips_are_as_frequent_as_asked() -> None:
-    whole = {"size": 30, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
     square = picture(30, 30)
     plain = as_bytes(square)
-    assert torch.equal(RandomView(**whole, flip=0.0)(square), plain)  # type: ignore[arg-type]
-    assert torch.equal(RandomView(**whole, flip=1.0)(square), plain.flip(2))  # type: ignore[arg-type]
+    for flip, seen in ((0.0, plain), (1.0, plain.flip(2))):
+        options = ImageFolderData(size=30, scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=flip)
+        assert torch.equal(random_view(square, options), seen)
 
 
 def test_jitter_changes_colours_only_where_asked() -> None:
@@ -279,7 +280,7 @@ def test_tests_see_the_middle() -> None:
     """The shorter side becomes `resize`, and the square in the middle of it is cut out."""
     array = np.zeros((20, 40, 3), dtype=np.uint8)
     array[5:15, 15:25] = 255
-    seen = CentralView(size=10, resize=20)(Image.fromarray(array))
+    seen = central_view(Image.fromarray(array), ImageFolderData(size=10, resize=20))
     assert seen.shape == (3, 10, 10)
     assert int(seen.min()) == 255
 
