@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils.data import TensorDataset
 from elastic_trainer import Session
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.bench.report import Report, at_most, emit, median, parse, repeated, taken
-from tests.bench.step_overhead import ENDLESS, block
+from tests.bench.step_overhead import ENDLESS, block, in_turn
 
 LIMIT_S = 400.0
 
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for world in worlds:
         for name, shape in shapes.items():
             where = f"{name}, {world} ranks"
-            found = repeated(options, where, lambda _, world=world, shape=shape: compared(trained(world, shape)))  # type: ignore[misc]
+            run = partial(taken, Path(__file__), world, *astuple(shape), limit_s=LIMIT_S)
+            found = repeated(options, where, lambda _, run=run: compared(run()))  # type: ignore[misc]
             figures[where] = found
             musts.append(at_most(f"{where}: times as long as DDP", found["ratio"], 1.3))
     return emit(Report(options, figures, musts))
@@ -69,11 +71,6 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
         "ddp_ms": 1e3 * median(blocks["ddp"]),
         "ratio": median([mine / other for mine, other in zip(blocks["tree"], blocks["ddp"], strict=True)]),
     }
-
-
-def trained(world: int, shape: Shape) -> dict[str, list[float]]:
-    numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
-    return taken(Path(__file__), world, shape.kind, *numbers, limit_s=LIMIT_S)
 
 
 # ---- the job
@@ -142,12 +139,9 @@ def train(result: Path, kind: str, width: int, micro: int, alternations: int, co
         block(loops["tree"], WARM_UP)
         loops["ddp"] = ddp_steps(session, twin, data, micro)
         block(loops["ddp"], WARM_UP)
-        taken: dict[str, list[float]] = {name: [] for name in loops}
-        for turn in range(alternations):
-            for name in ("tree", "ddp") if turn % 2 else ("ddp", "tree"):
-                taken[name].append(block(loops[name], count)[0])
+        taken = in_turn(loops, alternations, count)
         if session.is_rank0:
-            result.write_text(json.dumps(taken))
+            result.write_text(json.dumps({name: [wall for wall, _ in each] for name, each in taken.items()}))
 
 
 if __name__ == "__main__":
