@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -467,11 +467,6 @@ def did_you_mean(word: object, known: Iterable[str]) -> str | None:
     """A hint with the nearest of the ``known`` words, if one is near."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
-
-
-def listed(items: Sequence[str], most: int = 5, show: Callable[[str], str] = reprlib.repr) -> str:
-    """The first of them in quotes, and how many more there are."""
-    return ", ".join(map(show, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def as_yaml(config: JobConfig) -> str:

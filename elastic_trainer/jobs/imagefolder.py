@@ -32,10 +32,11 @@ from torch.nn import functional
 
 from elastic_trainer import Batch
 from elastic_trainer.errors import DataError, SampleError, StorageReadError
-from elastic_trainer.jobs.config import Section, listed
+from elastic_trainer.jobs.config import Section
 from elastic_trainer.jobs.digits import digit_images
 from elastic_trainer.jobs.pillow import Image, ImageEnhance, UnidentifiedImageError
 from elastic_trainer.jobs.task import Datasets, Task, build_optimizer, decay_groups
+from elastic_trainer.wording import named
 
 _TRIES = 10
 _BILINEAR = Image.Resampling.BILINEAR
@@ -337,7 +338,7 @@ class ImageClasses(Task):
         train, test = (image_files(directory) for directory in directories(options))
         for one, other in ((train, test), (test, train)):  # a number must mean the same in both
             if lacking := [name for name in one.classes if name not in other.classes]:
-                what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking, show=repr)}"
+                what = f"{'classes' if len(lacking) > 1 else 'class'} {named(map(repr, lacking), 5)}"
                 raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
         self.classes = train.classes
         random_part, middle = partial(random_view, options=options), partial(central_view, options=options)

@@ -10,7 +10,6 @@ of MICRO samples, and rank 0 writes what each block of steps took.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -27,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.bench.report import Report, at_most, emit, median, parse, repeated, taken
-from tests.bench.step_overhead import ENDLESS, block, in_turn
+from tests.bench.step_overhead import CLASSES, ENDLESS, block, in_turn, prepared
 
 LIMIT_S = 400.0
 
@@ -75,7 +73,7 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
 
 # ---- the job
 
-MICRO_BATCHES, SIDE, CLASSES, SAMPLES, WARM_UP = 8, 16, 10, 4096, 3
+MICRO_BATCHES, SIDE, WARM_UP = 8, 16, 3
 
 
 def build(kind: str, width: int) -> nn.Module:
@@ -125,13 +123,7 @@ def ddp_steps(session: Session, model: nn.Module, data: TensorDataset, micro: in
 
 
 def train(result: Path, kind: str, width: int, micro: int, alternations: int, count: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
-    generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 1, SIDE, SIDE, generator=generator),
-        torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
-    )
+    data = prepared(1, SIDE, SIDE)
     with Session(device="cpu") as session:
         model = build(kind, width)
         twin = deepcopy(model)
