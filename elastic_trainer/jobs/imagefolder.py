@@ -19,7 +19,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -106,23 +106,20 @@ EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif",
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """File ``i`` is ``paths[i]`` (relative to ``root``) and shows ``classes[labels[i]]``; sorted by class and name."""
+    """``samples``, sorted by class and name: the path of a file below ``root``, and the number of its class."""
 
     root: Path
     classes: tuple[str, ...]
-    paths: tuple[str, ...]
-    labels: tuple[int, ...]
+    samples: tuple[tuple[str, int], ...]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.samples)
 
     def thinned(self, count: int | None) -> ImageFiles:
         """At most ``count`` files, evenly spread: of each class about the same part."""
         if count is None or count >= len(self):
             return self
-        kept = [index * len(self) // count for index in range(count)]
-        paths, labels = tuple(self.paths[i] for i in kept), tuple(self.labels[i] for i in kept)
-        return ImageFiles(self.root, self.classes, paths, labels)
+        return replace(self, samples=tuple(self.samples[index * len(self) // count] for index in range(count)))
 
 
 def image_files(root: Path) -> ImageFiles:
@@ -130,16 +127,14 @@ def image_files(root: Path) -> ImageFiles:
     classes = tuple(_names(root, folders=True))
     if not classes:
         raise DataError(f"{root}: holds no class folders", hint="put the images of each class into a folder of its own")
-    paths: list[str] = []
-    labels: list[int] = []
+    samples: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         inside = [file for file in _names(root / name, folders=False) if Path(file).suffix.lower() in EXTENSIONS]
         if not inside:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{root / name}: a class without images", hint=f"add some ({known}), or remove the folder")
-        paths += [f"{name}/{file}" for file in inside]
-        labels += [label] * len(inside)
-    return ImageFiles(root, classes, tuple(paths), tuple(labels))
+        samples += [(f"{name}/{file}", label) for file in inside]
+    return ImageFiles(root, classes, tuple(samples))
 
 
 def _names(directory: Path, *, folders: bool) -> list[str]:
@@ -181,8 +176,8 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = read_image(self.files.root / self.files.paths[index])
-        return self._view(image), self.files.labels[index]
+        path, label = self.files.samples[index]
+        return self._view(read_image(self.files.root / path)), label
 
 
 class ResNetOptions(Section):

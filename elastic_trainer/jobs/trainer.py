@@ -105,11 +105,8 @@ def changed(name: str, was: Any, now: Any) -> str | None:
     removed = [str(item) for item in was if str(item) not in after]
     if not added and not removed:
         return f"'{name}' has the same entries as when the run began, but in another order or number"
-    parts = [
-        f"{named(map(reprlib.repr, items), 5)} {verb}"
-        for items, verb in ((added, "added"), (removed, "removed"))
-        if items
-    ]
+    kinds = (("added", added), ("removed", removed))
+    parts = [f"{named(map(reprlib.repr, items), 5)} {verb}" for verb, items in kinds if items]
     return f"'{name}' changed since the run began: {', '.join(parts)}"
 
 
