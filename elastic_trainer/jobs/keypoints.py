@@ -26,7 +26,7 @@ import os
 import random
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -520,15 +520,28 @@ def grouped(peaks: list[list[Peak]], closeness: float, least_points: int = 1) ->
             for j, tag in enumerate(tags)
             if abs(peak.tag - tag) < closeness
         )
-        taken, given = set[int](), set[int]()
-        for _, _, i, j in pairs:
-            if i not in taken and j not in given:
-                instances[j][kind] = candidates[i]
-                taken.add(i)
-                given.add(j)
-        instances += [{kind: peak} for i, peak in enumerate(candidates) if i not in taken]
+        joined = one_to_one((i, j) for _, _, i, j in pairs)
+        for i, j in joined:
+            instances[j][kind] = candidates[i]
+        instances += [{kind: peak} for i, peak in enumerate(candidates) if i not in dict(joined)]
     kept = [instance for instance in instances if len(instance) >= least_points]
     return sorted(kept, key=lambda instance: -fmean(peak.score for peak in instance.values()))
+
+
+def one_to_one(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of ``pairs``, in their order, each of whose two members no earlier one has."""
+    left, right, kept = set[int](), set[int](), []
+    for i, j in pairs:
+        if i not in left and j not in right:
+            left.add(i)
+            right.add(j)
+            kept.append((i, j))
+    return kept
+
+
+def ascending(costs: Floats) -> list[tuple[int, int]]:
+    """Row and column of each finite one, the least first."""
+    return sorted(((i, j) for i, j in np.argwhere(np.isfinite(costs)).tolist()), key=lambda pair: float(costs[pair]))
 
 
 @dataclass(slots=True)
@@ -563,53 +576,26 @@ def judge(instances: list[Instance], truth: Floats, sizes: Floats, within: float
     prediction meets one point at most and each point is met once, the closest pair first. An instance is found by the
     one that meets most of its points, if these are at least half of them.
     """
-    near = _nearness(instances, truth, sizes)
-    met = near <= within
-    for kind in range(truth.shape[1]):
-        pairs = np.argwhere(met[:, :, kind])
-        order = np.argsort([near[i, j, kind] for i, j in pairs], kind="stable")
-        predicted, true = set[int](), set[int]()
-        for i, j in pairs[order] if len(pairs) else []:
-            if i not in predicted and j not in true:
-                predicted.add(int(i))
-                true.add(int(j))
-        counts.found += len(true)
-        counts.invented += sum(kind in instance for instance in instances) - len(true)
-        counts.missed += int((truth[:, kind, 2] > 0).sum()) - len(true)
-    _judge_instances(met.sum(2), truth, len(instances), counts)
-
-
-def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats:
-    """(predicted, m, k): distances in sizes of the true instance, infinite where there is no such point."""
-    kinds = truth.shape[1]
+    kinds, visible = truth.shape[1], truth[:, :, 2] > 0
     predicted = np.full((len(instances), kinds, 2), np.inf)
     for number, instance in enumerate(instances):
         for kind, peak in instance.items():
             predicted[number, kind] = peak.x, peak.y
-    visible = truth[None, :, :, 2] > 0
-    with np.errstate(invalid="ignore"):
-        distance = np.linalg.norm(predicted[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
-    near: Floats = np.where(visible & np.isfinite(distance), distance, np.inf)
-    return near
-
-
-def _judge_instances(hits: NDArray[np.int64], truth: Floats, predicted: int, counts: Counts) -> None:
-    """``hits``, (predicted, m): how many points of a true instance a predicted one meets."""
-    visible = (truth[:, :, 2] > 0).sum(1)
-    left, right = list(range(predicted)), [int(j) for j in np.flatnonzero(visible)]
-    counts.points += int(visible.sum())
-    found = 0
-    while left and right:
-        value, i, j = max((int(hits[i, j]), -i, -j) for i in left for j in right)
-        if value == 0:
-            break
-        left.remove(-i)
-        right.remove(-j)
-        counts.hit += value
-        found += 2 * value >= visible[-j]
-    counts.instances_found += found
-    counts.instances_invented += predicted - found
-    counts.instances_missed += int((visible > 0).sum()) - found
+    distance = np.linalg.norm(predicted[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
+    near = np.where(visible & (distance <= within), distance, np.inf)  # (predicted, m, k)
+    for kind in range(kinds):
+        found = len(one_to_one(ascending(near[:, :, kind])))
+        counts.found += found
+        counts.invented += sum(kind in instance for instance in instances) - found
+        counts.missed += int(visible[:, kind].sum()) - found
+    hits, there = np.isfinite(near).sum(2), visible.sum(1)  # (predicted, m), (m,)
+    matched = one_to_one(ascending(np.where(hits > 0, -hits, np.inf)))
+    whole = sum(2 * int(hits[i, j]) >= int(there[j]) for i, j in matched)
+    counts.points += int(there.sum())
+    counts.hit += sum(int(hits[pair]) for pair in matched)
+    counts.instances_found += whole
+    counts.instances_invented += len(instances) - whole
+    counts.instances_missed += int((there > 0).sum()) - whole
 
 
 _ENLARGED_TO = 256
@@ -719,12 +705,9 @@ def _path(channels: Sequence[int], source: int, target: int) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(channels[source], channels[target], 1, bias=False), nn.BatchNorm2d(channels[target])
         )
-    steps: list[nn.Module] = []
-    for step in range(source, target):
-        last = step == target - 1
-        outputs = channels[target] if last else channels[source]
-        steps += [*_halving(channels[source], outputs), *([] if last else [nn.ReLU()])]
-    return nn.Sequential(*steps)
+    wide = channels[source]
+    first = [layer for _ in range(target - source - 1) for layer in (*_halving(wide, wide), nn.ReLU())]
+    return nn.Sequential(*first, *_halving(wide, channels[target]))
 
 
 def _halving(inputs: int, outputs: int) -> list[nn.Module]:

@@ -87,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra.gpus is not None:
         mean_s = LLAMA3_MEAN_S * LLAMA3_GPUS / extra.gpus
     torchft = look(extra.torchft_python)
-    chosen = peers(None if torchft.skipped else extra.torchft_python)
+    chosen = peers(None if "skipped" in torchft else extra.torchft_python)
     names = extra.peers or [name for name in chosen if not quick or name in QUICK_PEERS]
     if absent := [name for name in names if name not in chosen]:
-        why = torchft.skipped if absent[0] == "torchft" else f"the peers are {', '.join(chosen)}"
+        why = torchft.get("skipped") if absent[0] == "torchft" else f"the peers are {', '.join(chosen)}"
         raise SystemExit(f"goodput: --peers {absent[0]} cannot run here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no disk mounted, no node running
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "nodes_start_at_low_priority": low,
             "disk": "full" if disk is not None else "left out: a small disk takes root",
         },
-        "torchft": torchft.as_json(),
+        "torchft": torchft,
         "peers": {name: chosen[name].as_json() for name in names},
         "found": found,
     }

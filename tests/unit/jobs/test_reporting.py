@@ -82,37 +82,25 @@ def test_what_is_awaited_of_a_state_that_is_given_up_is_not_counted() -> None:
     assert history.state_dict() == peer.state_dict()
 
 
-def test_state_survives_json_exactly() -> None:
-    """What a checkpoint keeps rebuilds the same history, the sums under way included."""
-    history = _history(0.1, 0.2)
-    history.observe(1 / 3, 7)
+def _travelled(history: History) -> History:
+    """As a checkpoint keeps it."""
     copy = History()
     copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    assert copy.records == history.records
-    assert copy.add(30, 3, 0, 0.1, {}) == history.add(30, 3, 0, 0.1, {})
+    return copy
 
 
-def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
-    """What comes later is measured by what there is, also after the state has travelled."""
-    history = _history(0.1, 0.9, 0.5)
-    steps = [record.step for record in history.records]
-    history.saved_or_refused(steps[0], saved=True)
-    history.saved_or_refused(steps[1], saved=False)
-    assert history.saved_step == steps[1]
-    copy = History()
-    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    kept, best = copy.best("accuracy", BestMode.MAX, kept=True), copy.best("accuracy", BestMode.MAX)
-    assert (kept and kept.step, best and best.step) == (steps[2], steps[1])
-
-
-def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
+def test_the_best_is_the_earliest_of_equals_never_nan_and_where_wanted_none_that_the_storage_refused() -> None:
+    """Also after the state has travelled, whose sums under way are exact."""
     history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)
-    best, worst = history.best("accuracy", BestMode.MAX), history.best("accuracy", BestMode.MIN)
-    assert best is not None
-    assert best.step == 20
-    assert worst is not None
-    assert worst.step == 50
-    assert history.best("loss", BestMode.MAX) is None
+    history.saved_or_refused(10, saved=True)
+    history.saved_or_refused(20, saved=False)
+    history.observe(1 / 3, 7)
+    for each in (history, _travelled(history)):
+        found = [each.best(*what) for what in (("accuracy", BestMode.MAX), ("accuracy", BestMode.MIN))]
+        found.append(each.best("accuracy", BestMode.MAX, kept=True))
+        assert [best and best.step for best in found] == [20, 50, 30]
+        assert each.best("loss", BestMode.MAX) is None
+        assert (each.saved_step, each.add(60, 6, 0, 0.1, {}).train_loss) == (20, 1 / 3 * 7 / 7)
 
 
 def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
@@ -357,13 +345,13 @@ def test_only_rank_0_reports_and_each_round_once(tmp_path: Path) -> None:
     reporter.evaluated(moment(21, 2, 3), {"accuracy": 0.5}, Exhibits())
     reporter.lead(False, moment(30, 3, 4), "node d joins")
     reporter.looked(moment(30, 3, 4), 1.0, 0.1)
+    assert not reporter.wants_exhibits
     assert [(each["kind"], each["step"]) for each in _lines(tmp_path, STEPS_FILE)] == [
         ("round", 11),
         ("loss", 20),
         ("round", 21),
         ("evaluation", 21),
     ]
-    assert not reporter.wants_exhibits
 
 
 class Recorder:
@@ -406,10 +394,10 @@ def test_a_registered_logger_gets_what_is_reported(tmp_path: Path) -> None:
 
     register_logger("mine", make)
     reporter = Reporter(LoggingConfig(progress="none", loggers=("mine",)), tmp_path, {"seed": 1})
-    moment = ProgressMoment(step=10, steps=20, epoch=1, world_size=2, round=3)
-    reporter.lead(True, moment, "begins")
-    reporter.looked(moment, 0.5, None)
-    reporter.evaluated(moment, {"accuracy": 0.75}, Exhibits(texts={"sample": "To be"}))
+    at = moment(10, 2, 3)
+    reporter.lead(True, at, "begins")
+    reporter.looked(at, 0.5, None)
+    reporter.evaluated(at, {"accuracy": 0.75}, Exhibits(texts={"sample": "To be"}))
     reporter.close(finished=True)
     assert seen == [Opening(tmp_path, 10, {"seed": 1})]
     assert recorder.got == [
