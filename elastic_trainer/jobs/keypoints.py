@@ -92,12 +92,8 @@ def drawn(options: KeypointsData) -> tuple[Floats, bool]:
     scale, turn = random.uniform(*options.scale), math.radians(random.uniform(-options.rotation, options.rotation))
     right, down = (random.uniform(-options.shift, options.shift) * options.size for _ in range(2))
     mirrored = random.random() < options.flip
-    cosine, sine, side, half = (
-        scale * math.cos(turn),
-        scale * math.sin(turn),
-        -1.0 if mirrored else 1.0,
-        options.size / 2,
-    )
+    cosine, sine = scale * math.cos(turn), scale * math.sin(turn)
+    side, half = -1.0 if mirrored else 1.0, options.size / 2
     turned = np.array([[side * cosine, -sine, half + right], [side * sine, cosine, half + down], [0.0, 0.0, 1.0]])
     return turned @ np.array([[1.0, 0.0, -half], [0.0, 1.0, -half], [0.0, 0.0, 1.0]]), mirrored
 
@@ -141,12 +137,8 @@ class Views:
         surplus = [around(scene.points[each], np.sqrt(scene.areas[each]) / 2) for each in left_out]
         known = self._known(scene.image.size, [*scene.unknown, *surplus], transform)
         image = scene.image.transform((size, size), Image.Transform.AFFINE, _back(transform), Image.Resampling.BILINEAR)
-        return (
-            as_bytes(image),
-            self._padded(moved(points, transform, size)),
-            self._padded(np.maximum(sizes, 1.0)),
-            known,
-        )
+        seen, large = moved(points, transform, size), np.maximum(sizes, 1.0)
+        return as_bytes(image), self._padded(seen), self._padded(large), known
 
     def _padded(self, values: Floats) -> Tensor:
         rows = torch.zeros(self._options.most, *values.shape[1:])

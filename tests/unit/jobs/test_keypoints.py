@@ -558,16 +558,12 @@ def test_true_and_found_points_are_drawn_where_they_are() -> None:
         (["model.channels=[4, 8]"], r"branches \[1\] must not fall and end with 2"),
         (["model.stages=[{branches: 2, blocks: 1}, {branches: 1, blocks: 1}]"], "must not fall"),
         (["model.stages=[]"], "model.stages"),
+        (["data.size=63"], r"size 63 is not a multiple of 2.*set data\.size to 64"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(overrides: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Keypoints(load_job("keypoints", [*SMALL, *overrides]))
-
-
-def test_a_size_that_the_branches_cannot_halve_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"size 63 is not a multiple of 2.*set data\.size to 64"):
-        prepared("data.size=63")
+        prepared(*overrides)
 
 
 def test_training_and_test_points_must_be_the_same(tmp_path: Path) -> None:
