@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
@@ -399,40 +399,32 @@ def checked(
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise _explained(error, kind, values, where, prefix, overridden) from error
-
-
-def _explained(
-    error: ValidationError,
-    kind: type[BaseModel],
-    values: Mapping[str, Any],
-    where: str,
-    prefix: str,
-    overridden: Sequence[str],
-) -> ConfigError:
+        refused = error
     # A misspelt key is reported before the key that is missing because of it.
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problems = sorted(refused.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     path = _written_path(first["loc"], values, missing=first["type"] == "missing")
     name = prefix + ".".join(path)
     origin = "command line" if any(name == key or name.startswith(f"{key}.") for key in overridden) else where
-    more = f"; {len(problems) - 1} more problem(s) follow" if len(problems) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        hint = did_you_mean(path[-1], _fields_at(kind, first["loc"][:-1])) or "remove it"
-        return ConfigError(f"{origin}: unknown key '{name}'", hint=hint + more)
-    if first["type"] in ("missing", "union_tag_not_found"):
-        name += ".name" if first["type"] == "union_tag_not_found" else ""
-        return ConfigError(f"{origin}: '{name}' is missing", hint=f"set '{name}'" + more)
-    if first["type"] == "union_tag_invalid":
-        context = first["ctx"]
-        tag, known = context["tag"], context["expected_tags"].replace("'", "").split(", ")
-        hint = did_you_mean(tag, known) or f"choose from {', '.join(known)}"
-        return ConfigError(f"{origin}: '{name}.name' is {tag!r}, which is not known", hint=hint + more)
     message = first["msg"].removeprefix("Value error, ")
-    if not path:
-        return ConfigError(f"{origin}: {message}", hint="correct this" + more)
-    text = f"'{name}' is {reprlib.repr(first['input'])}: {message[:1].lower() + message[1:]}"
-    return ConfigError(f"{origin}: {text}", hint="correct this value" + more)
+    match first["type"]:
+        case "extra_forbidden":
+            what = f"unknown key '{name}'"
+            hint = did_you_mean(path[-1], _fields_at(kind, first["loc"][:-1])) or "remove it"
+        case "missing" | "union_tag_not_found" as lack:
+            name += ".name" if lack == "union_tag_not_found" else ""
+            what, hint = f"'{name}' is missing", f"set '{name}'"
+        case "union_tag_invalid":
+            tag, known = first["ctx"]["tag"], first["ctx"]["expected_tags"].replace("'", "").split(", ")
+            what = f"'{name}.name' is {tag!r}, which is not known"
+            hint = did_you_mean(tag, known) or f"choose from {', '.join(known)}"
+        case _ if not path:
+            what, hint = message, "correct this"
+        case _:
+            what = f"'{name}' is {reprlib.repr(first['input'])}: {message[:1].lower() + message[1:]}"
+            hint = "correct this value"
+    more = f"; {len(problems) - 1} more problem(s) follow" if len(problems) > 1 else ""
+    raise ConfigError(f"{origin}: {what}", hint=hint + more) from refused
 
 
 def _written_path(loc: Sequence[int | str], values: Any, *, missing: bool) -> list[str]:
@@ -467,11 +459,6 @@ def did_you_mean(word: object, known: Iterable[str]) -> str | None:
     """A hint with the nearest of the ``known`` words, if one is near."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
-
-
-def listed(items: Sequence[str], most: int = 5, show: Callable[[str], str] = reprlib.repr) -> str:
-    """The first of them in quotes, and how many more there are."""
-    return ", ".join(map(show, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def as_yaml(config: JobConfig) -> str:

@@ -86,17 +86,6 @@ class Windows:
         return torch.from_numpy(self.tokens.read(start, start + self.context + 1, self.vocabulary))
 
 
-def windows(tokens: Tokens, begin: int, end: int, context: int, vocabulary: int, what: str) -> Windows:
-    """Samples of ``what`` (training, validation); DataError if there is not even one."""
-    found = Windows(tokens, begin, end, context, vocabulary)
-    if not len(found):
-        raise DataError(
-            f"the {what} text has {end - begin} tokens, but one sample needs {context + 1} (model.context + 1)",
-            hint="give more text or a smaller model.context",
-        )
-    return found
-
-
 def mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
     """A file of plain numbers, as nanoGPT writes it; read where it is needed, never as a whole."""
     size = path.stat().st_size
@@ -163,13 +152,16 @@ def load_corpus(options: TextOptions, context: int) -> Corpus:
     else:
         others = _one_kind(found_files(options.validation_files, "data.validation_files"), options)
         middle, held_back = len(tokens), _tokens(others, tokenizer, options)
-    behind = 0 if held_back is not tokens else middle
-    return Corpus(
-        tokenizer,
-        vocabulary,
-        windows(tokens, 0, middle, context, vocabulary, "training"),
-        windows(held_back, behind, len(held_back), context, vocabulary, "validation"),
-    )
+    train = Windows(tokens, 0, middle, context, vocabulary)
+    validation = Windows(held_back, middle if held_back is tokens else 0, len(held_back), context, vocabulary)
+    for what, part in (("training", train), ("validation", validation)):
+        if not len(part):
+            raise DataError(
+                f"the {what} text has {part.end - part.begin} tokens, but one sample needs {context + 1} "
+                "(model.context + 1)",
+                hint="give more text or a smaller model.context",
+            )
+    return Corpus(tokenizer, vocabulary, train, validation)
 
 
 def cut(total: int, validation_fraction: float) -> int:
@@ -177,13 +169,9 @@ def cut(total: int, validation_fraction: float) -> int:
     return total - int(total * validation_fraction)
 
 
-def _is_tokens(files: Sequence[Path]) -> bool:
-    return files[0].suffix == TOKENS_SUFFIX
-
-
 def _one_kind(files: Sequence[Path], options: TextOptions) -> Sequence[Path]:
     """``files``, unless they are texts where tokens are expected or vice versa."""
-    tokens = _is_tokens(files)
+    tokens = files[0].suffix == TOKENS_SUFFIX
     odd = [path for path in files if (path.suffix == TOKENS_SUFFIX) != tokens]
     if odd:
         raise DataError(f"{files[0]} and {odd[0]} are not of one kind", hint="give texts, or .bin files of tokens")
@@ -213,7 +201,7 @@ def tokenizer_of(options: TextOptions, characters: Callable[[], Sequence[str]]) 
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer | None, options: TextOptions) -> Tokens:
     """The tokens of ``files``, in their order."""
     names = list(map(str, files))
-    if _is_tokens(files):
+    if files[0].suffix == TOKENS_SUFFIX:
         return Tokens([mapped(path, np.dtype(options.bin_dtype).newbyteorder("<")) for path in files], names)
     if tokenizer is not None and not isinstance(tokenizer, Bytes):
         ends = np.array(tokenizer.end, np.uint32)

@@ -19,7 +19,8 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,10 +32,11 @@ from torch.nn import functional
 
 from elastic_trainer import Batch
 from elastic_trainer.errors import DataError, SampleError, StorageReadError
-from elastic_trainer.jobs.config import Section, listed
+from elastic_trainer.jobs.config import Section
 from elastic_trainer.jobs.digits import digit_images
 from elastic_trainer.jobs.pillow import Image, ImageEnhance, UnidentifiedImageError
 from elastic_trainer.jobs.task import Datasets, Task, build_optimizer, decay_groups
+from elastic_trainer.wording import named
 
 _TRIES = 10
 _BILINEAR = Image.Resampling.BILINEAR
@@ -43,40 +45,23 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom, in pixels."""
 
 
-@dataclass(frozen=True, slots=True)
-class RandomView:
-    """A random part of the image, resized to ``size``, perhaps mirrored, its colours changed.
+def random_view(image: Image.Image, options: ImageFolderData) -> Tensor:
+    """A random part of the image, resized to ``options.size``, perhaps mirrored, its colours changed.
 
-    The part has ``scale`` of the image's area and sides of ``ratio`` (Szegedy et al., 2014,
-    https://arxiv.org/abs/1409.4842, section 6); ``jitter`` is how far brightness, contrast and saturation may move.
+    Szegedy et al., 2014, https://arxiv.org/abs/1409.4842, section 6.
     """
-
-    size: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        box = random_box(image.width, image.height, self.scale, self.ratio)
-        seen = image.resize((self.size, self.size), _BILINEAR, box=box)
-        if random.random() < self.flip:
-            seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return as_bytes(jittered(seen, self.jitter))
+    box = random_box(image.width, image.height, options.scale, options.ratio)
+    seen = image.resize((options.size, options.size), _BILINEAR, box=box)
+    if random.random() < options.flip:
+        seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return as_bytes(jittered(seen, options.jitter))
 
 
-@dataclass(frozen=True, slots=True)
-class CentralView:
-    """The image with its shorter side resized to ``resize``, and of that the central square of ``size``."""
-
-    size: int
-    resize: int
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        side = min(image.width, image.height) * self.size / self.resize
-        left, top = (image.width - side) / 2, (image.height - side) / 2
-        box = (left, top, left + side, top + side)
-        return as_bytes(image.resize((self.size, self.size), _BILINEAR, box=box))
+def central_view(image: Image.Image, options: ImageFolderData) -> Tensor:
+    """The image with its shorter side resized to ``options.resize``, and of that the central square."""
+    side = min(image.width, image.height) * options.size / options.resize
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    return as_bytes(image.resize((options.size, options.size), _BILINEAR, box=(left, top, left + side, top + side)))
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
@@ -121,23 +106,20 @@ EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif",
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """File ``i`` is ``paths[i]`` (relative to ``root``) and shows ``classes[labels[i]]``; sorted by class and name."""
+    """``samples``, sorted by class and name: the path of a file below ``root``, and the number of its class."""
 
     root: Path
     classes: tuple[str, ...]
-    paths: tuple[str, ...]
-    labels: tuple[int, ...]
+    samples: tuple[tuple[str, int], ...]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.samples)
 
     def thinned(self, count: int | None) -> ImageFiles:
         """At most ``count`` files, evenly spread: of each class about the same part."""
         if count is None or count >= len(self):
             return self
-        kept = [index * len(self) // count for index in range(count)]
-        paths, labels = tuple(self.paths[i] for i in kept), tuple(self.labels[i] for i in kept)
-        return ImageFiles(self.root, self.classes, paths, labels)
+        return replace(self, samples=tuple(self.samples[index * len(self) // count] for index in range(count)))
 
 
 def image_files(root: Path) -> ImageFiles:
@@ -145,16 +127,14 @@ def image_files(root: Path) -> ImageFiles:
     classes = tuple(_names(root, folders=True))
     if not classes:
         raise DataError(f"{root}: holds no class folders", hint="put the images of each class into a folder of its own")
-    paths: list[str] = []
-    labels: list[int] = []
+    samples: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         inside = [file for file in _names(root / name, folders=False) if Path(file).suffix.lower() in EXTENSIONS]
         if not inside:
             known = ", ".join(sorted(EXTENSIONS))
             raise DataError(f"{root / name}: a class without images", hint=f"add some ({known}), or remove the folder")
-        paths += [f"{name}/{file}" for file in inside]
-        labels += [label] * len(inside)
-    return ImageFiles(root, classes, tuple(paths), tuple(labels))
+        samples += [(f"{name}/{file}", label) for file in inside]
+    return ImageFiles(root, classes, tuple(samples))
 
 
 def _names(directory: Path, *, folders: bool) -> list[str]:
@@ -164,15 +144,6 @@ def _names(directory: Path, *, folders: bool) -> list[str]:
     except OSError as error:
         hint = "name a directory with class folders"
         raise DataError(f"{directory}: {error.strerror or error}", hint=hint) from error
-
-
-def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
-    """Raise DataError unless both have the same classes: a number must mean the same in both."""
-    for one, other in ((train, test), (test, train)):
-        lacking = [name for name in one.classes if name not in other.classes]
-        if lacking:
-            what = f"{'classes' if len(lacking) > 1 else 'class'} {listed(lacking, show=repr)}"
-            raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
 
 
 def read_image(path: Path) -> Image.Image:
@@ -205,8 +176,8 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = read_image(self.files.root / self.files.paths[index])
-        return self._view(image), self.files.labels[index]
+        path, label = self.files.samples[index]
+        return self._view(read_image(self.files.root / path)), label
 
 
 class ResNetOptions(Section):
@@ -236,11 +207,6 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = _shortcut(inputs, width, stride)
 
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The one before the addition."""
-        return self.bn2
-
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
         return functional.relu(self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x))
@@ -260,11 +226,6 @@ class Bottleneck(nn.Module):
         self.conv3 = _conv(width, 4 * width, 1)
         self.bn3 = nn.BatchNorm2d(4 * width)
         self.downsample = _shortcut(inputs, 4 * width, stride)
-
-    @property
-    def last_norm(self) -> nn.BatchNorm2d:
-        """The one before the addition."""
-        return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x)))
@@ -293,7 +254,7 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif options.zero_gamma and isinstance(module, BasicBlock | Bottleneck):
-                nn.init.zeros_(module.last_norm.weight)
+                nn.init.zeros_((module.bn2 if isinstance(module, BasicBlock) else module.bn3).weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(functional.relu(self.bn1(self.conv1(x))))
@@ -370,12 +331,15 @@ class ImageClasses(Task):
     def datasets(self) -> Datasets:
         options: ImageFolderData = self.data_options
         train, test = (image_files(directory) for directory in directories(options))
-        check_same_classes(train, test)
+        for one, other in ((train, test), (test, train)):  # a number must mean the same in both
+            if lacking := [name for name in one.classes if name not in other.classes]:
+                what = f"{'classes' if len(lacking) > 1 else 'class'} {named(map(repr, lacking), 5)}"
+                raise DataError(f"{other.root} lacks {what} of {one.root}", hint="both need the same class folders")
         self.classes = train.classes
-        random_view = RandomView(options.size, options.scale, options.ratio, options.flip, options.jitter)
+        random_part, middle = partial(random_view, options=options), partial(central_view, options=options)
         return Datasets(
-            train=ImageFolder(train.thinned(options.limit), random_view, deterministic=False),
-            test=ImageFolder(test, CentralView(options.size, options.resize), deterministic=True),
+            train=ImageFolder(train.thinned(options.limit), random_part, deterministic=False),
+            test=ImageFolder(test, middle, deterministic=True),
         )
 
     def identity(self) -> Mapping[str, Any]:

@@ -24,10 +24,12 @@ import json
 import math
 import os
 import random
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -70,128 +72,95 @@ class Scenes(Protocol):
     def scene(self, index: int) -> Scene: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """How far training may change a picture: ``rotation`` in degrees, ``shift`` as a part of the picture's side."""
-
-    scale: tuple[float, float] = (1.0, 1.0)
-    rotation: float = 0.0
-    shift: float = 0.0
-    flip: float = 0.0
-
-
 def mirror_order(names: Sequence[str]) -> list[int]:
     """Which point each one is in a mirrored picture: ``left...`` and ``right...`` change places."""
     numbers = {name: number for number, name in enumerate(names)}
-    swapped = [_swapped(name) for name in names]
-    return [numbers.get(other, number) for number, other in enumerate(swapped)]
-
-
-def _swapped(name: str) -> str:
-    for one, other in (("left", "right"), ("right", "left")):
-        if name.startswith(one):
-            return other + name.removeprefix(one)
-        if name.endswith(one):
-            return name.removesuffix(one) + other
-    return name
+    other = {"left": "right", "right": "left"}
+    swapped = [re.sub("^(left|right)|(left|right)$", lambda side: other[side[0]], name, count=1) for name in names]
+    return [numbers.get(name, number) for number, name in enumerate(swapped)]
 
 
 def fitting(width: int, height: int, size: int) -> Floats:
-    """The affine map, (2, 3), that puts a (width, height) picture into the middle of a square, as large as fits."""
+    """The affine map, (3, 3), that puts a (width, height) picture into the middle of a square, as large as fits."""
     scale = size / max(width, height)
-    return np.array([[scale, 0.0, (size - scale * width) / 2], [0.0, scale, (size - scale * height) / 2]])
+    right, down = (size - scale * width) / 2, (size - scale * height) / 2
+    return np.array([[scale, 0.0, right], [0.0, scale, down], [0.0, 0.0, 1.0]])
 
 
-def drawn(moves: Moves, size: int) -> tuple[Floats, bool]:
-    """A random affine map, (2, 3), of the square onto itself, about its middle; and whether it mirrors."""
-    scale, turn = random.uniform(*moves.scale), math.radians(random.uniform(-moves.rotation, moves.rotation))
-    right, down = (random.uniform(-moves.shift, moves.shift) * size for _ in range(2))
-    mirrored = random.random() < moves.flip
+def drawn(options: KeypointsData) -> tuple[Floats, bool]:
+    """A random affine map, (3, 3), of the square onto itself, about its middle; and whether it mirrors."""
+    scale, turn = random.uniform(*options.scale), math.radians(random.uniform(-options.rotation, options.rotation))
+    right, down = (random.uniform(-options.shift, options.shift) * options.size for _ in range(2))
+    mirrored = random.random() < options.flip
     cosine, sine = scale * math.cos(turn), scale * math.sin(turn)
-    turned = np.array([[cosine, -sine], [sine, cosine]])
-    if mirrored:
-        turned[:, 0] *= -1
-    middle, aside = np.array([size / 2, size / 2]), np.array([right, down])
-    return np.concatenate([turned, (middle + aside - turned @ middle)[:, None]], axis=1), mirrored
-
-
-def after(first: Floats, second: Floats) -> Floats:
-    """The (2, 3) map that does ``first``, then ``second``."""
-    whole: Floats = second @ np.concatenate([first, [[0.0, 0.0, 1.0]]])
-    return whole
+    side, half = -1.0 if mirrored else 1.0, options.size / 2
+    turned = np.array([[side * cosine, -sine, half + right], [side * sine, cosine, half + down], [0.0, 0.0, 1.0]])
+    return turned @ np.array([[1.0, 0.0, -half], [0.0, 1.0, -half], [0.0, 0.0, 1.0]]), mirrored
 
 
 def moved(points: Floats, transform: Floats, size: int) -> Floats:
     """(m, k, 3) points under the map; those outside of the square are not visible any more."""
-    moved = points[..., :2] @ transform[:, :2].T + transform[:, 2]
+    moved = points[..., :2] @ transform[:2, :2].T + transform[:2, 2]
     inside = ((moved >= 0) & (moved < size)).all(axis=-1)
     visible = points[..., 2] * inside
     return np.concatenate([moved * (visible > 0)[..., None], visible[..., None]], axis=-1)
 
 
 class Views:
-    """Samples for training and tests: what a network of ``size`` pixels sees of the scenes.
+    """Samples for training and tests: what a network of ``options.size`` pixels sees of the scenes, ``moving`` or not.
 
     A sample is (image, points, sizes, known): (3, size, size) bytes; (``most``, k, 3), absent instances all zero;
     (``most``,) square roots of the instances' areas; (size / stride, size / stride) bytes, 0 in cells that are not
     annotated. Instances beyond ``most`` are left out, the smallest first, and their positions are unknown.
     """
 
-    def __init__(self, scenes: Scenes, *, size: int, stride: int, most: int, moves: Moves | None = None) -> None:
-        self.scenes, self._size, self._stride, self._most, self._moves = scenes, size, stride, most, moves
+    def __init__(self, scenes: Scenes, options: KeypointsData, stride: int, *, moving: bool = False) -> None:
+        self._scenes, self._options, self._stride, self._moving = scenes, options, stride, moving
         self._mirror = mirror_order(scenes.names)
-        self.deterministic = moves is None
+        self.deterministic = not moving
         """Whether no random numbers are drawn."""
         self.generators = ("random",)
 
     def __len__(self) -> int:
-        return len(self.scenes)
+        return len(self._scenes)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scene = self.scenes.scene(index)
-        transform, mirrored = fitting(scene.image.width, scene.image.height, self._size), False
-        if self._moves is not None:
-            move, mirrored = drawn(self._moves, self._size)
-            transform = after(transform, move)
+        scene, size, most = self._scenes.scene(index), self._options.size, self._options.most
+        transform, mirrored = fitting(scene.image.width, scene.image.height, size), False
+        if self._moving:
+            move, mirrored = drawn(self._options)
+            transform = move @ transform
         order = np.argsort(-scene.areas, kind="stable")
-        kept, left_out = order[: self._most], order[self._most :]
+        kept, left_out = order[:most], order[most:]
         points = scene.points[kept][:, self._mirror] if mirrored else scene.points[kept]
-        seen = moved(points, transform, self._size)
-        sizes = np.sqrt(scene.areas[kept] * abs(np.linalg.det(transform[:, :2])))
+        sizes = np.sqrt(scene.areas[kept] * abs(np.linalg.det(transform[:2, :2])))
         surplus = [around(scene.points[each], np.sqrt(scene.areas[each]) / 2) for each in left_out]
         known = self._known(scene.image.size, [*scene.unknown, *surplus], transform)
-        image = warped(scene.image, transform, self._size)
-        return as_bytes(image), self._padded(seen), self._padded(np.maximum(sizes, 1.0)), known
+        image = scene.image.transform((size, size), Image.Transform.AFFINE, _back(transform), Image.Resampling.BILINEAR)
+        seen, large = moved(points, transform, size), np.maximum(sizes, 1.0)
+        return as_bytes(image), self._padded(seen), self._padded(large), known
 
     def _padded(self, values: Floats) -> Tensor:
-        rows = torch.zeros(self._most, *values.shape[1:])
+        rows = torch.zeros(self._options.most, *values.shape[1:])
         rows[: len(values)] = torch.from_numpy(values).float()
         return rows
 
     def _known(self, size: tuple[int, int], unknown: Sequence[Floats], transform: Floats) -> Tensor:
-        cells = self._size // self._stride
+        cells = self._options.size // self._stride
         if not unknown:
             return torch.ones(cells, cells, dtype=torch.uint8)
         mask = Image.new("L", size, 1)
         for left, top, right, bottom in unknown:
             ImageDraw.Draw(mask).rectangle((left, top, right, bottom), fill=0)
-        seen = warped(mask, transform / self._stride, cells, fill=1, resample=Image.Resampling.NEAREST)
+        to_cells = np.diag([1 / self._stride, 1 / self._stride, 1.0]) @ transform
+        seen = mask.transform((cells, cells), Image.Transform.AFFINE, _back(to_cells), fillcolor=1)
         return torch.from_numpy(np.array(seen, dtype=np.uint8))
 
 
-def warped(
-    image: Image.Image,
-    transform: Floats,
-    size: int,
-    *,
-    fill: int = 0,
-    resample: Image.Resampling = Image.Resampling.BILINEAR,
-) -> Image.Image:
-    """The (size, size) picture that the map makes of ``image``."""
-    back = np.linalg.inv(np.concatenate([transform, [[0.0, 0.0, 1.0]]]))[:2]
-    coefficients = tuple(map(float, back.ravel()))
-    colour = fill if image.mode == "L" else (fill, fill, fill)
-    return image.transform((size, size), Image.Transform.AFFINE, coefficients, resample=resample, fillcolor=colour)
+def _back(transform: Floats) -> list[float]:
+    """The inverse map, as Pillow takes it."""
+    coefficients: list[float] = np.linalg.inv(transform)[:2].ravel().tolist()
+    return coefficients
 
 
 def around(points: Floats, margin: float) -> Floats:
@@ -234,14 +203,13 @@ class DigitScenes:
         points, areas = [], []
         for _ in range(int(draws.integers(1, _MOST + 1))):
             image = self._images[int(draws.integers(len(self._images)))]
-            box = _free_box(draws, ink_box(image), taken)
+            left, top, right, bottom = ink = Image.fromarray(image).getbbox() or (0, 0, 0, 0)
+            box = _free_box(draws, ink, taken)
             if box is None:
                 continue  # no room beside the others
             taken.append(box)
-            left, top, right, bottom = ink_box(image)
-            across, down = box[0] - left, box[1] - top
             canvas[box[1] : box[3], box[0] : box[2]] |= image[top:bottom, left:right]
-            points.append(stroke_points(image) + np.array([across, down, 0.0]))
+            points.append(stroke_points(image) + np.array([box[0] - left, box[1] - top, 0.0]))
             areas.append(float((right - left) * (bottom - top)))
         return Scene(Image.fromarray(canvas).convert("RGB"), np.array(points), np.array(areas), np.zeros((0, 4)))
 
@@ -259,12 +227,6 @@ def _free_box(draws: np.random.Generator, ink: Box, taken: Sequence[Box]) -> Box
         if not any(touched):
             return box
     return None
-
-
-def ink_box(image: NDArray[np.uint8]) -> Box:
-    """Left, top, right, bottom of all that is not black, the latter two exclusive."""
-    rows, columns = np.flatnonzero(image.any(axis=1)), np.flatnonzero(image.any(axis=0))
-    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 def stroke_points(image: NDArray[np.uint8]) -> Floats:
@@ -506,20 +468,8 @@ class Peak:
     tag: float
 
 
-@dataclass(slots=True)
-class Instance:
-    """One thing in the picture: at most one peak for each kind of point, by its number."""
-
-    peaks: dict[int, Peak] = field(default_factory=dict)
-
-    @property
-    def tag(self) -> float:
-        return sum(peak.tag for peak in self.peaks.values()) / len(self.peaks)
-
-    @property
-    def score(self) -> float:
-        """The mean height of its peaks."""
-        return sum(peak.score for peak in self.peaks.values()) / len(self.peaks)
+Instance = dict[int, Peak]
+"""One thing in the picture: at most one peak for each kind of point, by its number."""
 
 
 def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, most: int) -> list[list[list[Peak]]]:
@@ -527,13 +477,11 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
 
     ``heat`` and ``tags`` are (n, k, h, w); a maximum is the highest of its eight neighbours.
     """
-    pictures, kinds = heat.shape[:2]
-    height, width = heat.shape[-2:]
-    padded = functional.pad(heat, (1, 1, 1, 1), value=-torch.inf)
-    around = [padded[..., row : row + height, column : column + width] for row in range(3) for column in range(3)]
-    before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
-    maxima = (heat > before) & (heat >= behind)  # of equal ones, which half precision makes, the first alone
-    candidates = torch.where(maxima, heat, -torch.inf).flatten(2)
+    width = heat.shape[-1]
+    highest = functional.max_pool2d(heat, 3, stride=1, padding=1, return_indices=True)[1].flatten(2)
+    numbers = torch.arange(highest.shape[2], device=heat.device)
+    # Of equal ones, which half precision makes, the first alone is the highest.
+    candidates = torch.where(highest == numbers, heat.flatten(2), -torch.inf)
     scores, cells = candidates.topk(min(most, candidates.shape[2]))
     found = tags.flatten(2).gather(2, cells)
     padded = functional.pad(heat, (1, 1, 1, 1), mode="replicate")
@@ -546,10 +494,7 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
     x = (cells % width + shift_x + 0.5) * stride
     y = (cells.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
     table = torch.stack([x, y, scores, found], dim=-1).cpu().tolist()
-    return [
-        [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
-        for picture in range(pictures)
-    ]
+    return [[[Peak(*row) for row in rows if row[2] > threshold] for rows in kinds] for kinds in table]
 
 
 def grouped(peaks: list[list[Peak]], closeness: float, least_points: int = 1) -> list[Instance]:
@@ -560,21 +505,35 @@ def grouped(peaks: list[list[Peak]], closeness: float, least_points: int = 1) ->
     """
     instances: list[Instance] = []
     for kind, candidates in enumerate(peaks):
+        tags = [fmean(peak.tag for peak in instance.values()) for instance in instances]
         pairs = sorted(
-            (round(abs(peak.tag - instance.tag), 1), -peak.score, i, j)
+            (round(abs(peak.tag - tag), 1), -peak.score, i, j)
             for i, peak in enumerate(candidates)
-            for j, instance in enumerate(instances)
-            if abs(peak.tag - instance.tag) < closeness
+            for j, tag in enumerate(tags)
+            if abs(peak.tag - tag) < closeness
         )
-        taken, given = set[int](), set[int]()
-        for _, _, i, j in pairs:
-            if i not in taken and j not in given:
-                instances[j].peaks[kind] = candidates[i]
-                taken.add(i)
-                given.add(j)
-        instances += [Instance({kind: peak}) for i, peak in enumerate(candidates) if i not in taken]
-    kept = [instance for instance in instances if len(instance.peaks) >= least_points]
-    return sorted(kept, key=lambda instance: -instance.score)
+        joined = one_to_one((i, j) for _, _, i, j in pairs)
+        for i, j in joined:
+            instances[j][kind] = candidates[i]
+        instances += [{kind: peak} for i, peak in enumerate(candidates) if i not in dict(joined)]
+    kept = [instance for instance in instances if len(instance) >= least_points]
+    return sorted(kept, key=lambda instance: -fmean(peak.score for peak in instance.values()))
+
+
+def one_to_one(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of ``pairs``, in their order, each of whose two members no earlier one has."""
+    left, right, kept = set[int](), set[int](), []
+    for i, j in pairs:
+        if i not in left and j not in right:
+            left.add(i)
+            right.add(j)
+            kept.append((i, j))
+    return kept
+
+
+def ascending(costs: Floats) -> list[tuple[int, int]]:
+    """Row and column of each finite one, the least first."""
+    return sorted(((i, j) for i, j in np.argwhere(np.isfinite(costs)).tolist()), key=lambda pair: float(costs[pair]))
 
 
 @dataclass(slots=True)
@@ -609,53 +568,26 @@ def judge(instances: list[Instance], truth: Floats, sizes: Floats, within: float
     prediction meets one point at most and each point is met once, the closest pair first. An instance is found by the
     one that meets most of its points, if these are at least half of them.
     """
-    near = _nearness(instances, truth, sizes)
-    met = near <= within
-    for kind in range(truth.shape[1]):
-        pairs = np.argwhere(met[:, :, kind])
-        order = np.argsort([near[i, j, kind] for i, j in pairs], kind="stable")
-        predicted, true = set[int](), set[int]()
-        for i, j in pairs[order] if len(pairs) else []:
-            if i not in predicted and j not in true:
-                predicted.add(int(i))
-                true.add(int(j))
-        counts.found += len(true)
-        counts.invented += sum(kind in instance.peaks for instance in instances) - len(true)
-        counts.missed += int((truth[:, kind, 2] > 0).sum()) - len(true)
-    _judge_instances(met.sum(2), truth, len(instances), counts)
-
-
-def _nearness(instances: list[Instance], truth: Floats, sizes: Floats) -> Floats:
-    """(predicted, m, k): distances in sizes of the true instance, infinite where there is no such point."""
-    kinds = truth.shape[1]
+    kinds, visible = truth.shape[1], truth[:, :, 2] > 0
     predicted = np.full((len(instances), kinds, 2), np.inf)
     for number, instance in enumerate(instances):
-        for kind, peak in instance.peaks.items():
+        for kind, peak in instance.items():
             predicted[number, kind] = peak.x, peak.y
-    visible = truth[None, :, :, 2] > 0
-    with np.errstate(invalid="ignore"):
-        distance = np.linalg.norm(predicted[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
-    near: Floats = np.where(visible & np.isfinite(distance), distance, np.inf)
-    return near
-
-
-def _judge_instances(hits: NDArray[np.int64], truth: Floats, predicted: int, counts: Counts) -> None:
-    """``hits``, (predicted, m): how many points of a true instance a predicted one meets."""
-    visible = (truth[:, :, 2] > 0).sum(1)
-    left, right = list(range(predicted)), [int(j) for j in np.flatnonzero(visible)]
-    counts.points += int(visible.sum())
-    found = 0
-    while left and right:
-        value, i, j = max((int(hits[i, j]), -i, -j) for i in left for j in right)
-        if value == 0:
-            break
-        left.remove(-i)
-        right.remove(-j)
-        counts.hit += value
-        found += 2 * value >= visible[-j]
-    counts.instances_found += found
-    counts.instances_invented += predicted - found
-    counts.instances_missed += int((visible > 0).sum()) - found
+    distance = np.linalg.norm(predicted[:, None] - truth[None, :, :, :2], axis=-1) / sizes[None, :, None]
+    near = np.where(visible & (distance <= within), distance, np.inf)  # (predicted, m, k)
+    for kind in range(kinds):
+        found = len(one_to_one(ascending(near[:, :, kind])))
+        counts.found += found
+        counts.invented += sum(kind in instance for instance in instances) - found
+        counts.missed += int(visible[:, kind].sum()) - found
+    hits, there = np.isfinite(near).sum(2), visible.sum(1)  # (predicted, m), (m,)
+    matched = one_to_one(ascending(np.where(hits > 0, -hits, np.inf)))
+    whole = sum(2 * int(hits[i, j]) >= int(there[j]) for i, j in matched)
+    counts.points += int(there.sum())
+    counts.hit += sum(int(hits[pair]) for pair in matched)
+    counts.instances_found += whole
+    counts.instances_invented += len(instances) - whole
+    counts.instances_missed += int((there > 0).sum()) - whole
 
 
 _ENLARGED_TO = 256
@@ -672,7 +604,7 @@ def drawn_points(image: Tensor, points: Tensor, found: Sequence[Instance]) -> Te
     for number, instance in enumerate(found):
         red, green, blue = colorsys.hsv_to_rgb(number / max(1, len(found)), 1.0, 1.0)
         colour = (int(255 * red), int(255 * green), int(255 * blue))
-        for peak in instance.peaks.values():
+        for peak in instance.values():
             x, y = peak.x * factor, peak.y * factor
             draw.ellipse((x - arm, y - arm, x + arm, y + arm), fill=colour)
     for x, y, visible in torch.flatten(points, 0, 1).tolist():
@@ -765,12 +697,9 @@ def _path(channels: Sequence[int], source: int, target: int) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(channels[source], channels[target], 1, bias=False), nn.BatchNorm2d(channels[target])
         )
-    steps: list[nn.Module] = []
-    for step in range(source, target):
-        last = step == target - 1
-        outputs = channels[target] if last else channels[source]
-        steps += [*_halving(channels[source], outputs), *([] if last else [nn.ReLU()])]
-    return nn.Sequential(*steps)
+    wide = channels[source]
+    first = [layer for _ in range(target - source - 1) for layer in (*_halving(wide, wide), nn.ReLU())]
+    return nn.Sequential(*first, *_halving(wide, channels[target]))
 
 
 def _halving(inputs: int, outputs: int) -> list[nn.Module]:
@@ -926,9 +855,7 @@ class Keypoints(Task):
                 f"data.size {options.size} is not a multiple of {least}, which the network's branches need",
                 hint=f"set data.size to {max(1, round(options.size / least)) * least}",
             )
-        how: dict[str, Any] = {"size": options.size, "stride": model.stride, "most": options.most}
-        moves = Moves(options.scale, options.rotation, options.shift, options.flip)
-        return Datasets(train=Views(train, **how, moves=moves), test=Views(test, **how))
+        return Datasets(train=Views(train, options, model.stride, moving=True), test=Views(test, options, model.stride))
 
     def identity(self) -> Mapping[str, Any]:
         return {"points": self.names}

@@ -127,15 +127,11 @@ class Chars(Tokenizer):
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = sorted(set(characters) - {UNKNOWN})
-        self._points = _points("".join(self.characters))
+        self._ids = {each: number for number, each in enumerate(self.characters, 1)}
         self.size = len(self.characters) + 1
 
     def encode(self, text: str) -> Ids:
-        points = _points(text)
-        if not self.characters:
-            return np.zeros(len(points), np.int64)
-        indices = np.searchsorted(self._points, points).clip(max=len(self._points) - 1)
-        return np.where(self._points[indices] == points, indices + 1, 0).astype(np.uint32)
+        return np.fromiter((self._ids.get(each, 0) for each in text), np.uint32, len(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [UNKNOWN, *self.characters]
@@ -143,10 +139,6 @@ class Chars(Tokenizer):
 
     def identity(self) -> Mapping[str, Any]:
         return {"characters": self.characters}
-
-
-def _points(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -31,12 +31,13 @@ from elastic_trainer import Batch, CheckOptions, GroupOptions, MapDataset, Savin
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError, StorageError
-from elastic_trainer.jobs.config import JobConfig, Precision, as_yaml, did_you_mean, listed
+from elastic_trainer.jobs.config import JobConfig, Precision, as_yaml, did_you_mean
 from elastic_trainer.jobs.files import HISTORY_FILE, History, beside, make_writable, write_atomically
 from elastic_trainer.jobs.loggers import check_loggers
 from elastic_trainer.jobs.reporting import ProgressMoment, Reporter
 from elastic_trainer.jobs.task import Exhibits, Task, epochs_done, evaluation_due, lengths, run_length
 from elastic_trainer.telemetry import logs
+from elastic_trainer.wording import named
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -104,7 +105,8 @@ def changed(name: str, was: Any, now: Any) -> str | None:
     removed = [str(item) for item in was if str(item) not in after]
     if not added and not removed:
         return f"'{name}' has the same entries as when the run began, but in another order or number"
-    parts = [f"{listed(items)} {verb}" for items, verb in ((added, "added"), (removed, "removed")) if items]
+    kinds = (("added", added), ("removed", removed))
+    parts = [f"{named(map(reprlib.repr, items), 5)} {verb}" for verb, items in kinds if items]
     return f"'{name}' changed since the run began: {', '.join(parts)}"
 
 

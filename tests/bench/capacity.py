@@ -37,6 +37,7 @@ from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put, RunKeys, Store
 from elastic_trainer.store.session import REFRESHES_PER_TTL, LeaseSession
 from elastic_trainer.telemetry.families import FAMILIES
+from tests.bench import page
 from tests.bench.health import _series_of_node
 from tests.bench.health_store import RANKS, health
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = QUICK_SIZES if options.quick else SIZES
     measured = {size: measure(size, options) for size in sizes}
     cost = costs(fitted(measured))
-    plan = {str(nodes): asdict(need(nodes, cost)) for nodes in NODES}
-    database = need(1000, cost).database / (1 << 20)
+    plan = {str(nodes): need(nodes, cost) for nodes in NODES}
+    database = need(1000, cost)["database"] / (1 << 20)
     musts = [
         at_most("database of 1,000 nodes with compaction, MiB", database, QUOTA_MIB),
         at_most_time(
@@ -405,29 +406,8 @@ def costs(figures: Mapping[str, Any]) -> Costs:
     return Costs(**{field.name: float(figures[field.name]) for field in fields(Costs)})
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a run of ``nodes`` nodes with 8 ranks each needs. Rates are per second."""
-
-    nodes: int
-    health_writes: float
-    keep_alives: float
-    received: float
-    sent: float
-    disk: float
-    fsyncs: float
-    growth_per_hour: float
-    database: float
-    memory: float
-    journal: float
-    round_document: float
-    change_sent: float
-    series: float
-    prometheus_memory: float
-    samples: float
-
-
-def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
+def need(nodes: int, cost: Costs, monitors: int = 1) -> dict[str, float]:
+    """What a run of ``nodes`` nodes with 8 ranks each needs: bytes, and rates per second."""
     every_s = max(LEAST_INTERVAL_S, nodes / NODES_PER_SECOND)
     writes = nodes / every_s + 1.0  # and the progress of the run, each second
     keep_alives = nodes * REFRESHES_PER_TTL / RendezvousOptions().ttl
@@ -436,24 +416,25 @@ def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
     series = nodes * cost.series_per_node + cost.series_of_monitor
     plain = nodes * cost.plain_round_per_node
     compressed = plain >= COMPRESS_FROM
-    return Need(
-        nodes=nodes,
-        health_writes=writes,
-        keep_alives=keep_alives,
-        received=writes * cost.health_request + keep_alives * cost.keep_alive_received,
-        sent=writes * (cost.health_sent + monitors * cost.monitor_read_per_node) + keep_alives * cost.keep_alive_sent,
-        disk=writes * cost.disk_per_write,
-        fsyncs=writes * cost.fsyncs_per_write,
-        growth_per_hour=growth,
-        database=nodes * cost.stored_per_node + journal + HOURS_KEPT * growth,
-        memory=cost.memory_base + nodes * cost.memory_per_node + journal + HOURS_KEPT * growth,
-        journal=journal,
-        round_document=nodes * cost.round_per_node if compressed else plain,
-        change_sent=nodes**2 * (cost.change_sent_per_pair if compressed else cost.plain_change_sent_per_pair),
-        series=series,
-        prometheus_memory=series * SERIES_BYTES,
-        samples=series / SCRAPE_S,
-    )
+    sent = writes * (cost.health_sent + monitors * cost.monitor_read_per_node) + keep_alives * cost.keep_alive_sent
+    return {
+        "nodes": nodes,
+        "health_writes": writes,
+        "keep_alives": keep_alives,
+        "received": writes * cost.health_request + keep_alives * cost.keep_alive_received,
+        "sent": sent,
+        "disk": writes * cost.disk_per_write,
+        "fsyncs": writes * cost.fsyncs_per_write,
+        "growth_per_hour": growth,
+        "database": nodes * cost.stored_per_node + journal + HOURS_KEPT * growth,
+        "memory": cost.memory_base + nodes * cost.memory_per_node + journal + HOURS_KEPT * growth,
+        "journal": journal,
+        "round_document": nodes * cost.round_per_node if compressed else plain,
+        "change_sent": nodes**2 * (cost.change_sent_per_pair if compressed else cost.plain_change_sent_per_pair),
+        "series": series,
+        "prometheus_memory": series * SERIES_BYTES,
+        "samples": series / SCRAPE_S,
+    }
 
 
 ROWS: tuple[tuple[str, str, float], ...] = (
@@ -476,15 +457,13 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 """What the table shows: words, field, and the unit's size."""
 
 
-def table(cost: Costs, sizes: Sequence[int] = NODES) -> str:
-    needs = [need(size, cost) for size in sizes]
-    head = "| nodes, of 8 ranks each | " + " | ".join(f"{size:,}" for size in sizes) + " |"
-    rule = "|---|" + "---:|" * len(sizes)
-    rows = [
-        f"| {words} | " + " | ".join(figure(getattr(each, name) / unit) for each in needs) + " |"
-        for words, name, unit in ROWS
-    ]
-    return "\n".join([head, rule, *rows])
+def table(cost: Costs) -> str:
+    """As deploy/capacity.md shows it."""
+    needs = [need(size, cost) for size in NODES]
+    rows = [(words, [figure(each[name] / unit) for each in needs]) for words, name, unit in ROWS]
+    lines = page.table(["nodes, of 8 ranks each", *(f"{size:,}" for size in NODES)], rows).splitlines()
+    lines[1] = "|---|" + "---:|" * len(NODES)
+    return "\n".join(lines)
 
 
 def figure(value: float) -> str:

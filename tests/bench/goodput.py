@@ -87,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if extra.gpus is not None:
         mean_s = LLAMA3_MEAN_S * LLAMA3_GPUS / extra.gpus
     torchft = look(extra.torchft_python)
-    chosen = peers(None if torchft.skipped else extra.torchft_python)
+    chosen = peers(None if "skipped" in torchft else extra.torchft_python)
     names = extra.peers or [name for name in chosen if not quick or name in QUICK_PEERS]
     if absent := [name for name in names if name not in chosen]:
-        why = torchft.skipped if absent[0] == "torchft" else f"the peers are {', '.join(chosen)}"
+        why = torchft.get("skipped") if absent[0] == "torchft" else f"the peers are {', '.join(chosen)}"
         raise SystemExit(f"goodput: --peers {absent[0]} cannot run here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no disk mounted, no node running
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "nodes_start_at_low_priority": low,
             "disk": "full" if disk is not None else "left out: a small disk takes root",
         },
-        "torchft": torchft.as_json(),
+        "torchft": torchft,
         "peers": {name: chosen[name].as_json() for name in names},
         "found": found,
     }
@@ -157,7 +157,11 @@ class Play:
         (directory / CHECKPOINTS).symlink_to(checkpoints)
         try:
             with running(peer, directory, STEP_S, SAVE_EVERY_S, low=self._low) as trial:
-                found = measured(trial, self._schedule, self._length_s, self._calm_s, len(self._data[1]))
+                trial.settle(SETTLED_STEPS)
+                calm, storm = trial.calm(self._calm_s), trial.storm(self._schedule, self._length_s)
+                trial.end()
+            lines = numbered(trial.lines) if peer.way == "torchft" else trial.lines
+            found = judged(lines, trial.done, calm, storm, len(self._data[1])) | {"operator": trial.helped}
         except (RuntimeError, StatisticsError) as error:
             if peer.ours:
                 raise
@@ -168,7 +172,14 @@ class Play:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             self.calibrations.append(calibrate())
         note(f"  goodput {found['goodput']:.3f}, stalls, s: {json.dumps(found['median_stall_s'])}, {found['samples']}")
-        picture(trial, directory, self._pictures)
+        if self._pictures is not None:
+            faults = []
+            for each in trial.done:
+                what = f"{each.node} started" if each.blow is Blow.JOIN else str(each.blow)  # a start is no fault
+                faults.append({"what": what, "node": each.node, "t": each.t, "recovery": None})
+            (directory / "summary.json").write_text(json.dumps({"faults": faults}))
+            self._pictures.mkdir(parents=True, exist_ok=True)
+            timeline.draw(directory, self._pictures / f"{peer.name}.svg")
         return found
 
 
@@ -190,16 +201,6 @@ def small_disk(place: Path) -> Iterator[Path | None]:
             with suppress(pytest.skip.Exception):
                 disk = stack.enter_context(mounted(place / "disk", DISK_BYTES))
         yield disk
-
-
-def measured(trial: Trial, schedule: tuple[Timed, ...], length_s: float, calm_s: float, size: int) -> dict[str, Any]:
-    """Train undisturbed, then in the storm; what came of it."""
-    trial.settle(SETTLED_STEPS)
-    calm = trial.calm(calm_s)
-    storm = trial.storm(schedule, length_s)
-    trial.end()
-    lines = numbered(trial.lines) if trial.peer.way == "torchft" else trial.lines
-    return judged(lines, trial.done, calm, storm, size) | {"operator": trial.helped}
 
 
 def numbered(lines: Sequence[Line]) -> list[Line]:
@@ -266,18 +267,6 @@ def stalls(done: Sequence[Struck], times: Sequence[float], step_s: float, ended:
         longest = max((b - a for a, b in gaps if a < last and b > struck.t), default=0.0)
         found[str(struck.blow)].append(max(0.0, longest - step_s))
     return {kind: median(each) for kind, each in sorted(found.items())}
-
-
-def picture(trial: Trial, directory: Path, pictures: Path | None) -> None:
-    if pictures is None:
-        return
-    faults = []
-    for each in trial.done:
-        what = f"{each.node} started" if each.blow is Blow.JOIN else str(each.blow)  # a node that starts is no fault
-        faults.append({"what": what, "node": each.node, "t": each.t, "recovery": None})
-    (directory / "summary.json").write_text(json.dumps({"faults": faults}))
-    pictures.mkdir(parents=True, exist_ok=True)
-    timeline.draw(directory, pictures / f"{trial.peer.name}.svg")
 
 
 def musts(found: dict[str, dict[str, Any]], chosen: dict[str, Peer], faults: int) -> list[Must]:
@@ -423,9 +412,7 @@ def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, 
         return Cluster(spec, peer, low=low)
 
     with harness(spec, cluster) as opened:
-        trial = Trial(peer, opened, directory)
-        trial.begin()
-        yield trial
+        yield Trial(peer, opened, directory)
 
 
 class Trial:
@@ -442,8 +429,6 @@ class Trial:
         self._killed: set[str] = set()
         self._frozen: set[str] = set()
         self._stepped_at = SYSTEM.monotonic()
-
-    def begin(self) -> None:
         self._cluster.serve()
         self._cluster.start(NODES)
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             del chosen["c10d_tuned"]  # its workers all start cold, each time
         else:
             chosen["c10d_default"] = Column("c10d_default", "c10d")
-        if torchft_python is not None and not torchft.skipped:
+        if torchft_python is not None and "skipped" not in torchft:
             chosen |= peers(torchft_python, options.quick)
         limit_s = QUICK_LIMIT_S if options.quick else LIMIT_S
         calls = {name: partial(measure, column, Path(place), limit_s) for name, column in chosen.items()}
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
     figures = {
         "columns": {name: column.as_json() for name, column in chosen.items()},
-        "torchft": torchft.as_json(),
+        "torchft": torchft,
         "rows": {row: {name: _as_json(found) for name, found in by_column.items()} for row, by_column in rows.items()},
         "process_start_s": process_s,
         "worker_kills_in_a_row": {name: _as_json(found) for name, found in series.items() if found},

@@ -211,36 +211,22 @@ print(*names, 'torch ' + torch.__version__, sep=', ')
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Presence:
-    """What an environment offers: the versions of torchft and torch, or the reason why torchft is not measured."""
-
-    versions: str = ""
-    skipped: str = ""
-
-    def as_json(self) -> dict[str, str]:
-        return {"skipped": self.skipped} if self.skipped else {"versions": self.versions}
-
-
-def look(python: Path | None) -> Presence:
+def look(python: Path | None) -> dict[str, str]:
+    """The ``versions`` of torchft and torch in an environment, or the reason why torchft is ``skipped``."""
     if python is None:
-        return Presence(skipped="not asked for: --torchft-python names no environment")
+        return {"skipped": "not asked for: --torchft-python names no environment"}
     try:
         asked = subprocess.run(
             [str(python), "-c", _VERSIONS], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Presence(skipped=f"{python}: {error}")
+        return {"skipped": f"{python}: {error}"}
+    said = (asked.stderr if asked.returncode else asked.stdout).strip().rpartition("\n")[2]
     if asked.returncode != 0:
-        return Presence(skipped=f"{python}: {_last_line(asked.stderr) or f'exit code {asked.returncode}'}")
+        return {"skipped": f"{python}: {said or f'exit code {asked.returncode}'}"}
     if not lighthouse(python).is_file():
-        return Presence(skipped=f"{python}: there is no {lighthouse(python).name} beside it")
-    return Presence(versions=_last_line(asked.stdout))
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
+        return {"skipped": f"{python}: there is no {lighthouse(python).name} beside it"}
+    return {"versions": said}
 
 
 def lighthouse(python: Path) -> Path:

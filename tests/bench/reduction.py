@@ -10,12 +10,12 @@ of MICRO samples, and rank 0 writes what each block of steps took.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.bench.report import Report, at_most, emit, median, parse, repeated, taken
-from tests.bench.step_overhead import ENDLESS, block
+from tests.bench.step_overhead import CLASSES, ENDLESS, block, in_turn, prepared
 
 LIMIT_S = 400.0
 
@@ -56,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for world in worlds:
         for name, shape in shapes.items():
             where = f"{name}, {world} ranks"
-            found = repeated(options, where, lambda _, world=world, shape=shape: compared(trained(world, shape)))  # type: ignore[misc]
+            run = partial(taken, Path(__file__), world, *astuple(shape), limit_s=LIMIT_S)
+            found = repeated(options, where, lambda _, run=run: compared(run()))  # type: ignore[misc]
             figures[where] = found
             musts.append(at_most(f"{where}: times as long as DDP", found["ratio"], 1.3))
     return emit(Report(options, figures, musts))
@@ -71,14 +71,9 @@ def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def trained(world: int, shape: Shape) -> dict[str, list[float]]:
-    numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
-    return taken(Path(__file__), world, shape.kind, *numbers, limit_s=LIMIT_S)
-
-
 # ---- the job
 
-MICRO_BATCHES, SIDE, CLASSES, SAMPLES, WARM_UP = 8, 16, 10, 4096, 3
+MICRO_BATCHES, SIDE, WARM_UP = 8, 16, 3
 
 
 def build(kind: str, width: int) -> nn.Module:
@@ -128,13 +123,7 @@ def ddp_steps(session: Session, model: nn.Module, data: TensorDataset, micro: in
 
 
 def train(result: Path, kind: str, width: int, micro: int, alternations: int, count: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
-    generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 1, SIDE, SIDE, generator=generator),
-        torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
-    )
+    data = prepared(1, SIDE, SIDE)
     with Session(device="cpu") as session:
         model = build(kind, width)
         twin = deepcopy(model)
@@ -142,12 +131,9 @@ def train(result: Path, kind: str, width: int, micro: int, alternations: int, co
         block(loops["tree"], WARM_UP)
         loops["ddp"] = ddp_steps(session, twin, data, micro)
         block(loops["ddp"], WARM_UP)
-        taken: dict[str, list[float]] = {name: [] for name in loops}
-        for turn in range(alternations):
-            for name in ("tree", "ddp") if turn % 2 else ("ddp", "tree"):
-                taken[name].append(block(loops[name], count)[0])
+        taken = in_turn(loops, alternations, count)
         if session.is_rank0:
-            result.write_text(json.dumps(taken))
+            result.write_text(json.dumps({name: [wall for wall, _ in each] for name, each in taken.items()}))
 
 
 if __name__ == "__main__":

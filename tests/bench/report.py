@@ -30,7 +30,7 @@ from dataclasses import asdict, astuple, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median as median  # benchmarks take it from here
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from tests.support.requirements import find
 
 REFERENCE_SUM_US = 100.0
 """``sum(range(10_000))`` on the machine for which promises in seconds are made."""
-ROUNDS = 51
 MEGABYTE = 1_000_000
 SIDE = 64
 
@@ -57,12 +56,9 @@ class Calibration:
         """How much longer than on the reference machine the interpreter's work takes here."""
         return self.sum_us / REFERENCE_SUM_US
 
-    def as_json(self) -> dict[str, float]:
-        return {**asdict(self), "scale": self.scale}
 
-
-def calibrate(rounds: int = ROUNDS) -> Calibration:
-    """Medians of ``rounds`` measurements of each; takes some 30 ms."""
+def calibrate() -> Calibration:
+    """Medians of 51 measurements of each; takes some 30 ms."""
     source, target = memoryview(bytes(MEGABYTE)), memoryview(bytearray(MEGABYTE))
     factor = np.ones((SIDE, SIDE), np.float32)
     product = np.empty_like(factor)
@@ -75,7 +71,7 @@ def calibrate(rounds: int = ROUNDS) -> Calibration:
         copy,
         lambda: np.matmul(factor, factor, out=product),
     )
-    taken = [[_us(each) for each in work] for _ in range(rounds)]
+    taken = [[_us(each) for each in work] for _ in range(51)]
     return Calibration(*map(median, zip(*taken, strict=True)))
 
 
@@ -285,29 +281,7 @@ class Report:
     options: Options
     figures: Mapping[str, Any]
     musts: Sequence[Must] = ()
-    machine: Mapping[str, object] = field(default_factory=machine)
-    versions: Mapping[str, str] = field(default_factory=versions)
     calibrations: Sequence[Calibration] = field(default_factory=lambda: [calibrate()])
-
-    @property
-    def calibration(self) -> Calibration:
-        return typical([self.options.calibration, *self.calibrations])
-
-    def kept(self) -> list[Must]:
-        return [must.at(self.calibration.scale) for must in self.musts]
-
-    def as_json(self) -> dict[str, Any]:
-        """The report in its published shape; numbers that are not finite become null."""
-        musts = [{"name": m.name, "value": m.value, "limit": m.limit, "ok": m.ok} for m in self.kept()]
-        shape = {
-            "benchmark": self.options.theme,
-            "machine": {**self.machine, "calibration": self.calibration.as_json()},
-            "versions": self.versions,
-            "command": self.options.command,
-            "figures": self.figures,
-            "musts": musts,
-        }
-        return {name: _finite(value) for name, value in shape.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -318,22 +292,32 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def emit(report: Report, out: TextIO | None = None) -> int:
+def emit(report: Report) -> int:
     """Write the report for people, or as one line of JSON; returns the exit status of a benchmark that ran, 0.
 
-    A must that is not kept is reported, never an error: a slow machine is not a broken benchmark.
+    Numbers that are not finite become null. A must that is not kept is reported, never an error: a slow machine is not
+    a broken benchmark.
     """
-    target = out if out is not None else sys.stdout
-    shape = report.as_json()
-    if report.options.json:
-        print(json.dumps(shape, allow_nan=False), file=target, flush=True)
+    options, speed = report.options, typical([report.options.calibration, *report.calibrations])
+    kept = [must.at(speed.scale) for must in report.musts]
+    shape: dict[str, Any] = _finite(
+        {
+            "benchmark": options.theme,
+            "machine": {**machine(), "calibration": {**asdict(speed), "scale": speed.scale}},
+            "versions": versions(),
+            "command": options.command,
+            "figures": report.figures,
+            "musts": [{"name": m.name, "value": m.value, "limit": m.limit, "ok": m.ok} for m in kept],
+        }
+    )
+    if options.json:
+        print(json.dumps(shape, allow_nan=False), flush=True)
         return 0
-    print(f"{shape['benchmark']}: {shape['command']}", file=target)
+    print(f"{shape['benchmark']}: {shape['command']}")
     for name in ("machine", "versions", "figures"):
-        print(f"{name}: {json.dumps(shape[name], indent=2)}", file=target)
-    for must in report.kept():
-        print(f"{'ok    ' if must.ok else 'MISSED'} {must}", file=target)
-    target.flush()
+        print(f"{name}: {json.dumps(shape[name], indent=2)}")
+    for must in kept:
+        print(f"{'ok    ' if must.ok else 'MISSED'} {must}", flush=True)
     return 0
 
 

@@ -23,13 +23,15 @@ import numpy as np
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.ipc.channel import Over
-from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
+from tests.bench.report import Report, at_most, at_most_time, emit, note, parse
 from tests.drills.inplace.leading import Lead, Worker, leading
 
 CYCLES, QUICK_CYCLES = 1000, 12
 STUCK_S = 5.0
 SLOW_S = 0.05
 BLOCKED_AFTER_S = 0.05
+WORKLOADS = (("4 MB in small buckets", 4.0, 0.25), ("64 MB in large buckets", 64.0, 25.0))
+"""Megabytes of gradients and of each bucket: many small messages, and some that fill the sockets' buffers."""
 
 
 @dataclass(slots=True)
@@ -41,25 +43,29 @@ class Severed:
     stuck: int = 0
     growth: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def slow(self) -> int:
-        """Ranks that took longer than 50 ms, stuck ones included."""
-        return self.stuck + sum(each > SLOW_S for each in self.seconds)
-
     def quantile_ms(self, part: float) -> float:
         """So much of the ranks were free within these milliseconds."""
         return 1e3 * float(np.quantile(self.seconds, part)) if self.seconds else float("nan")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cycles": self.cycles,
+            "free_ms": {name: self.quantile_ms(part) for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
+            "slower_than_50_ms": self.stuck + sum(each > SLOW_S for each in self.seconds),
+            "stuck_longer_than_5_s": self.stuck,
+            "held_early_and_late": self.growth,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse("sever", __doc__, argv, repeats=1, extend=_own_options)
     cycles = options.extra.cycles or (QUICK_CYCLES if options.quick else CYCLES)
     found: dict[str, Severed] = {}
-    for name, (megabytes, bucket_mb) in workloads(options).items():
+    for name, megabytes, bucket_mb in WORKLOADS[:1] if options.quick else WORKLOADS:
         note(f"{name}: {cycles} cycles")
         with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, leading(Path(place)) as lead:
             found[name] = sever(lead, cycles, megabytes, bucket_mb)
-    figures = {name: described(each) for name, each in found.items()}
+    figures = {name: each.as_json() for name, each in found.items()}
     ranks = sum(2 * each.cycles for each in found.values())
     musts = [
         at_most(f"ranks of {ranks} never freed", sum(each.stuck for each in found.values()), 0),
@@ -72,22 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cycles", type=int, help=f"freezes ({CYCLES}; quick: {QUICK_CYCLES})")
-
-
-def workloads(options: Options) -> dict[str, tuple[float, float]]:
-    """Megabytes of gradients and of each bucket: many small messages, and some that fill the sockets' buffers."""
-    many = {"4 MB in small buckets": (4.0, 0.25)}
-    return many if options.quick else {**many, "64 MB in large buckets": (64.0, 25.0)}
-
-
-def described(severed: Severed) -> dict[str, Any]:
-    return {
-        "cycles": severed.cycles,
-        "free_ms": {name: severed.quantile_ms(part) for name, part in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))},
-        "slower_than_50_ms": severed.slow,
-        "stuck_longer_than_5_s": severed.stuck,
-        "held_early_and_late": severed.growth,
-    }
 
 
 class Notes:

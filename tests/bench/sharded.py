@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.clock import SYSTEM, pause
@@ -38,14 +37,10 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.state.saver import Saver
 from tests.bench.report import Report, at_most, at_most_time, calibrate, emit, median, note, parse, repeated
 from tests.bench.step_overhead import (
-    CLASSES,
-    FEATURES,
-    SAMPLES,
     WARM_UP,
     Shape,
     bare_steps,
@@ -53,6 +48,7 @@ from tests.bench.step_overhead import (
     build,
     compared,
     in_turn,
+    prepared,
     session_steps,
     trained,
 )
@@ -193,14 +189,8 @@ def timed(waits: list[tuple[float, float]]) -> None:
 
 
 def train(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.pop(ENV_LEDGER_DIR, None)
-    waits: list[tuple[float, float]] = []
+    data, waits = prepared(), list[tuple[float, float]]()
     timed(waits)
-    generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-    )
     with Session(device="cpu") as session:
         mesh = session.init_device_mesh((-1,), mesh_dim_names=("dp_shard",))
         with session.parallelizing():
@@ -233,9 +223,7 @@ def train(result: Path, width: int, batch: int, alternations: int, count: int) -
 
 
 def train_with_copies(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.pop(ENV_LEDGER_DIR, None)
-    data = TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,)))
+    data = prepared()
     due, copies = Saver.wants_copy, {"allowed": True, "made": 0}
 
     def wants_copy(self: Saver) -> bool:

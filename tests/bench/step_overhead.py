@@ -151,6 +151,15 @@ FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10
 ENDLESS = 1_000_000
 
 
+def prepared(*shape: int) -> TensorDataset:
+    """Random samples of ``shape`` (default: FEATURES), for one thread of a process that writes no ledger."""
+    torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, *(shape or (FEATURES,)), generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (SAMPLES,), generator=generator))
+
+
 def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A network whose step takes about ``width`` squared."""
     torch.manual_seed(1)
@@ -202,12 +211,7 @@ def in_turn(loops: dict[str, Iterator[None]], alternations: int, count: int) -> 
 
 
 def train(result: Path, width: int, batch: int, alternations: int, count: int, audit_every: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
-    generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-    )
+    data = prepared()
     with Session(device="cpu", checks=CheckOptions(audit_every=audit_every or None)) as session:
         model, optimizer = build(width)
         twins = deepcopy(model), deepcopy(model)

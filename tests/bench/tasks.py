@@ -6,8 +6,6 @@ The numbers are those that the heads of the job files promise; both must keep to
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.report import Must, Report, at_least, at_most, emit, parse, repeated
+from tests.integration.training.launch import Outcome, ran, records, train
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 600.0
 WORDS = ("--nodes", "1:3", "--start", "2", "--recovery", "in_place")
 
 
@@ -63,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def alone(promise: Promise) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
-        command = [sys.executable, "-m", "elastic_trainer.training", promise.task, f"checkpoint.directory={place}/run"]
-        done = _ran([*command, *promise.overrides])
-        report = json.loads(done.stdout.splitlines()[-1])
-        return {"alone": report["metrics"][promise.metric], "alone, s": report["seconds"]}
+        done = _whole(train(promise.task, f"checkpoint.directory={place}/run", *promise.overrides))
+        return {"alone": done.report["metrics"][promise.metric], "alone, s": done.report["seconds"]}
 
 
 def struck(promise: Promise) -> dict[str, float]:
@@ -74,27 +69,22 @@ def struck(promise: Promise) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
         faults = ["--kill-worker-at", str(promise.kill_at), "--join-at", str(promise.join_at)]
         words = [*WORDS, "--run-dir", f"{place}/run", *faults, "--", promise.task, *promise.overrides]
-        _ran([sys.executable, "-m", "elastic_trainer.cli.main", "local", *words])
+        _whole(ran(["-m", "elastic_trainer.cli.main", "local", *words]))
         summary = json.loads(Path(place, "run", "summary.json").read_text())
-        records = Path(place, "run", "checkpoints", "metrics.jsonl").read_text().splitlines()
         struck_at = [fault for fault in summary["faults"] if "killed" in fault["what"] or "started" in fault["what"]]
         if len(struck_at) != 2 or not summary["audit"]["exact"]:
             raise RuntimeError(f"{promise.task}: {len(struck_at)} of 2 faults; {summary['audit']['reason']}")
         return {
-            "with faults": json.loads(records[-1])["metrics"][promise.metric],
+            "with faults": records(Path(place, "run", "checkpoints"))[-1]["metrics"][promise.metric],
             "with faults, s": summary["duration_s"],
             "steps made twice": summary["audit"]["steps_rolled_back"],
             "most ranks": max(each["world"] for each in summary["rounds"]),
         }
 
 
-def _ran(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:6])} exited with {done.returncode}:\n{done.stderr[-3000:]}")
+def _whole(done: Outcome) -> Outcome:
+    if done.code:
+        raise RuntimeError(f"exit code {done.code}:\n{done.err[-3000:]}")
     return done
 
 

@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,18 +63,6 @@ def _parameters(directory: Path) -> Mapping[str, torch.Tensor]:
     return model
 
 
-def test_it_learns_a_verse_and_says_so_in_consistent_metrics(tmp_path: Path, text: Path) -> None:
-    """The loss falls far below guessing; perplexity and bits follow from it exactly; the history has all three."""
-    report = Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 80)).run()
-    metrics = report["metrics"]
-    assert metrics["loss"] < 0.5 * math.log(len(set(VERSE)))
-    assert metrics["perplexity"] == math.exp(metrics["loss"])
-    assert metrics["bits_per_char"] == metrics["loss"] / math.log(2)
-    assert records(tmp_path / "run")[-1]["metrics"] == metrics
-    assert report["step"] == 80
-    assert report["best"]["loss"] == metrics["loss"]
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
 def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,10 +85,6 @@ def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(
     assert more["step"] == 6
 
 
-def _losses(report: Mapping[str, Any]) -> list[float]:
-    return [report["train_loss"], report["metrics"]["loss"]]
-
-
 def test_a_sharded_model_begins_and_learns_alike_on_any_number_of_processes(tmp_path: Path, text: Path) -> None:
     """It goes on from an unsharded one's checkpoint, divided by FSDP and by tensor parallel, as that one does."""
 
@@ -110,7 +93,7 @@ def test_a_sharded_model_begins_and_learns_alike_on_any_number_of_processes(tmp_
         outcome = train("gpt", *SMALL, *fixed, "logging.tensorboard=true", *overrides, world=world)
         assert outcome.code == 0, outcome.err
         assert not outcome.events("exhibits.failed")
-        return _losses(outcome.report)
+        return [outcome.report["train_loss"], outcome.report["metrics"]["loss"]]
 
     sharded = "model.shard=true"
     alone = trained("alone", sharded)
@@ -120,7 +103,7 @@ def test_a_sharded_model_begins_and_learns_alike_on_any_number_of_processes(tmp_
 
     Trainer(Gpt, _config(tmp_path / "plain", text, tokens=128 * 3)).run()
     shutil.copytree(tmp_path / "plain", tmp_path / "divided")
-    plain = _losses(Trainer(Gpt, _config(tmp_path / "plain", text, tokens=128 * 6)).run())
+    plain = trained("plain")
     assert trained("divided", sharded, "model.tensor_parallel=2", world=2) == pytest.approx(plain, abs=1e-5)
 
 
@@ -138,28 +121,27 @@ def test_another_vocabulary_on_resuming_is_refused_by_its_difference(tmp_path: P
     assert caught.value.exit_code == EXIT_CONFIG
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that knows the verse, whose texts are gone."""
-    logs.configure(io.StringIO())
-    directory = tmp_path_factory.mktemp("trained")
-    path = directory / "verse.txt"
-    path.write_text(VERSE * 50)
+def test_it_learns_a_verse_and_writes_it(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss falls far below guessing; perplexity and bits follow from it exactly; the history has all three. It
+    writes without the texts: the characters are kept with the checkpoint. The likeliest next letters are the verse's;
+    else the seed decides. The best checkpoint is the last one here."""
     overrides = ("evaluation.every_steps=40", "checkpoint.keep_last=2")
-    Trainer(Gpt, _config(directory / "run", path, *overrides, tokens=128 * 240)).run()
-    path.unlink()
-    return directory / "run"
-
-
-def test_a_trained_model_writes_what_it_learnt(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the texts: the characters are kept with the checkpoint. The likeliest next letters are the verse's; else
-    the seed decides. The best checkpoint is the last one here."""
-    words = [str(trained), "--prompt", "gently do", "--tokens", "6", "--temperature", "0"]
+    report = Trainer(Gpt, _config(tmp_path / "run", text, *overrides, tokens=128 * 240)).run()
+    metrics = report["metrics"]
+    assert metrics["loss"] < 0.5 * math.log(len(set(VERSE)))
+    assert metrics["perplexity"] == math.exp(metrics["loss"])
+    assert metrics["bits_per_char"] == metrics["loss"] / math.log(2)
+    assert records(tmp_path / "run")[-1]["metrics"] == metrics
+    assert report["step"] == 240
+    assert report["best"]["loss"] == metrics["loss"]
+    text.unlink()
+    words = [str(tmp_path / "run"), "--prompt", "gently do", "--tokens", "6", "--temperature", "0"]
     assert gpt_sample.main(words) == 0
     assert capsys.readouterr().out == "gently down the\n"
     said = []
     for extra in (["--seed", "1"], ["--seed", "1", "--best"], ["--seed", "2"]):
-        assert gpt_sample.main([str(trained), "--temperature", "2", "--top-k", "9", "--tokens", "60", *extra]) == 0
+        words = [str(tmp_path / "run"), "--temperature", "2", "--top-k", "9", "--tokens", "60"]
+        assert gpt_sample.main([*words, *extra]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2]
 

@@ -45,18 +45,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-
-
-def test_the_course_of_a_run_is_kept_through_its_lives(run: Path) -> None:
-    """Losses at the steps that are looked at, both evaluations, and where each life began."""
-    told = lines(run)
-    assert [line["step"] for line in told if line["kind"] == "loss"] == [1, 2, 4, 6, 8]
-    assert [line["step"] for line in told if line["kind"] == "evaluation"] == [4, 8]
-    assert [(line["step"], line["round"]) for line in told if line["kind"] == "round"] == [(0, 0), (4, 1)]
-
-
 def events(directory: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
@@ -65,14 +53,26 @@ def events(directory: Path) -> Any:
     return found
 
 
-def test_tensorboard_shows_scalars_and_pictures_with_points(run: Path) -> None:
-    """Of both lives, each point once, and a picture of the first test samples after each evaluation."""
+def test_a_run_of_two_lives_leaves_its_course_pictures_and_models(run: Path) -> None:
+    """Losses at the steps that are looked at, both evaluations, and where each life began; in TensorBoard each point
+    once, and a picture of the first test samples after each evaluation; models that need nothing of this package."""
+    told = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in told if line["kind"] == "loss"] == [1, 2, 4, 6, 8]
+    assert [line["step"] for line in told if line["kind"] == "evaluation"] == [4, 8]
+    assert [(line["step"], line["round"]) for line in told if line["kind"] == "round"] == [(0, 0), (4, 1)]
     found = events(run)
     assert [each.step for each in found.Scalars("train/loss")] == [1, 2, 4, 6, 8]
     assert [each.step for each in found.Scalars("test/pck")] == [4, 8]
-    pictures = found.Tags()["images"]
-    assert pictures == ["test 0", "test 1", "test 2", "test 3"]
+    assert found.Tags()["images"] == ["test 0", "test 1", "test 2", "test 3"]
     assert [each.step for each in found.Images("test 0")] == [4, 8]
+    task = find_task("keypoints")(load_job(str(run / "config.yaml")))
+    task.datasets()
+    for name, steps in (("final_state", {"8"}), ("best_model", {"4", "8"})):
+        path = run / f"{name}.safetensors"
+        assert not any(load_model(task.model(), path))  # nothing is missing, nothing is left
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["task"] == "keypoints"
+            assert file.metadata()["step"] in steps
 
 
 def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:
@@ -121,19 +121,6 @@ def test_a_mistake_in_drawing_is_one_sentence(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
-
-
-def test_the_models_can_be_loaded_without_this_package(run: Path) -> None:
-    task = find_task("keypoints")(load_job(str(run / "config.yaml")))
-    task.datasets()
-    for name, steps in (("final_state", {"8"}), ("best_model", {"4", "8"})):
-        path = run / f"{name}.safetensors"
-        missing, unexpected = load_model(task.model(), path)
-        assert not missing
-        assert not unexpected
-        with safe_open(path, "pt") as file:
-            assert file.metadata()["task"] == "keypoints"
-            assert file.metadata()["step"] in steps
 
 
 BROKEN = """

@@ -87,13 +87,12 @@ def test_an_evaluation_is_told_where_rank_0_is_by_its_end(tmp_path: Path, monkey
     trainer = Trainer(Moving, _config(tmp_path))
     Moving.here = False
     trainer.run()
-    told = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in told if each["kind"] == "evaluation"] == [8, 16]
+    assert _told(tmp_path, "evaluation") == [8, 16]
 
 
-def _told(directory: Path) -> list[int]:
+def _told(directory: Path, kind: str = "loss") -> list[int]:
     told = [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
-    return [each["step"] for each in told if each["kind"] == "loss"]
+    return [each["step"] for each in told if each["kind"] == kind]
 
 
 def test_a_loss_is_asked_for_a_step_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

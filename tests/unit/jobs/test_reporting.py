@@ -43,8 +43,8 @@ def _history(*accuracies: float) -> History:
     return history
 
 
-def _lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / HISTORY_FILE).read_text().splitlines()]
+def _lines(directory: Path, name: str = HISTORY_FILE) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> None:
@@ -82,41 +82,30 @@ def test_what_is_awaited_of_a_state_that_is_given_up_is_not_counted() -> None:
     assert history.state_dict() == peer.state_dict()
 
 
-def test_state_survives_json_exactly() -> None:
-    """What a checkpoint keeps rebuilds the same history, the sums under way included."""
-    history = _history(0.1, 0.2)
-    history.observe(1 / 3, 7)
+def _travelled(history: History) -> History:
+    """As a checkpoint keeps it."""
     copy = History()
     copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    assert copy.records == history.records
-    assert copy.add(30, 3, 0, 0.1, {}) == history.add(30, 3, 0, 0.1, {})
+    return copy
 
 
-def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
-    """What comes later is measured by what there is, also after the state has travelled."""
-    history = _history(0.1, 0.9, 0.5)
-    steps = [record.step for record in history.records]
-    history.saved_or_refused(steps[0], saved=True)
-    history.saved_or_refused(steps[1], saved=False)
-    assert history.saved_step == steps[1]
-    copy = History()
-    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    kept, best = copy.best("accuracy", BestMode.MAX, kept=True), copy.best("accuracy", BestMode.MAX)
-    assert (kept and kept.step, best and best.step) == (steps[2], steps[1])
-
-
-def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
+def test_the_best_is_the_earliest_of_equals_never_nan_and_where_wanted_none_that_the_storage_refused() -> None:
+    """Also after the state has travelled, whose sums under way are exact."""
     history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)
-    best, worst = history.best("accuracy", BestMode.MAX), history.best("accuracy", BestMode.MIN)
-    assert best is not None
-    assert best.step == 20
-    assert worst is not None
-    assert worst.step == 50
-    assert history.best("loss", BestMode.MAX) is None
+    history.saved_or_refused(10, saved=True)
+    history.saved_or_refused(20, saved=False)
+    history.observe(1 / 3, 7)
+    for each in (history, _travelled(history)):
+        found = [each.best(*what) for what in (("accuracy", BestMode.MAX), ("accuracy", BestMode.MIN))]
+        found.append(each.best("accuracy", BestMode.MAX, kept=True))
+        assert [best and best.step for best in found] == [20, 50, 30]
+        assert each.best("loss", BestMode.MAX) is None
+        assert (each.saved_step, each.add(60, 6, 0, 0.1, {}).train_loss) == (20, 1 / 3 * 7 / 7)
 
 
 def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
-    """New records are appended; lines that are there already stay byte for byte."""
+    """New records are appended; lines that are there already stay byte for byte. A run that resumes before its last
+    evaluation replaces its line."""
     history = _history(0.1)
     history.write(tmp_path, {"world_size": 3})
     before = (tmp_path / HISTORY_FILE).read_bytes()
@@ -128,18 +117,10 @@ def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
         (10, 0.1, 3),
         (20, 0.2, 2),
     ]
-
-
-def test_lines_of_steps_that_were_rolled_back_go(tmp_path: Path) -> None:
-    """A run that resumes before its last evaluations replaces their lines and keeps the older ones."""
-    _history(0.1, 0.2, 0.3).write(tmp_path, {"attempt": 1})
-    resumed = _history(0.1)
-    resumed.add(20, 2, 0, 0.1, {"accuracy": 0.25})
-    resumed.write(tmp_path, {"attempt": 2})
-    assert [(line["step"], line["metrics"]["accuracy"], line["attempt"]) for line in _lines(tmp_path)] == [
-        (10, 0.1, 1),
-        (20, 0.25, 2),
-    ]
+    resumed = _history(0.1, 0.25)
+    resumed.write(tmp_path, {"world_size": 4})
+    assert (tmp_path / HISTORY_FILE).read_bytes().startswith(before)
+    assert [(line["step"], line["world_size"]) for line in _lines(tmp_path)] == [(10, 3), (20, 4)]
 
 
 @pytest.mark.parametrize("damage", ["", '{"step": 1', "null\n", "[]\n", "\xff\n", '{"step": 10}\n'])
@@ -180,8 +161,8 @@ def log() -> Iterator[io.StringIO]:
     logs.configure()
 
 
-def _moment(step: int) -> ProgressMoment:
-    return moment(step, 3, 4)
+def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
+    return ProgressMoment(step=step, steps=100, epoch=step // 10, world_size=world, round=round)
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:
@@ -195,18 +176,23 @@ def test_a_rate_follows_a_change_within_its_window() -> None:
     assert last == pytest.approx((32.0, 1.0), rel=0.1)
 
 
-def test_lines_come_at_most_once_a_period(log: io.StringIO) -> None:
-    """Ten seconds of steps every 0.1 s give five lines at a period of 2 s, each complete."""
+def _shown(log: io.StringIO, steps: int, first_s: float) -> list[dict[str, Any]]:
+    """The lines of a run whose steps take 0.1 s, but for the first."""
     clock = ManualClock()
     lines, rate = Lines(2.0, clock), StepRate(clock)
-    for step in range(1, 101):
-        clock.advance(0.1)
+    for step in range(1, 1 + steps):
+        clock.advance(first_s if step == 1 else 0.1)
         rate.count(32)
         if lines.due():
-            lines.report(_moment(step), 0.5, rate.read())
-    written = [json.loads(line) for line in log.getvalue().splitlines()]
-    assert 4 <= len(written) <= 5
-    last = written[-1]
+            lines.report(moment(step, 3, 4), 0.5, rate.read())
+    return [json.loads(line) for line in log.getvalue().splitlines()]
+
+
+def test_lines_come_at_most_once_a_period(log: io.StringIO) -> None:
+    """Ten seconds give five lines at a period of 2 s, each complete."""
+    told = _shown(log, 100, 0.1)
+    assert 4 <= len(told) <= 5
+    last = told[-1]
     assert last["event"] == "training.progressed"
     assert (last["world_size"], last["round"], last["loss"]) == (3, 4, 0.5)
     assert last["samples_per_s"] == pytest.approx(320.0, rel=0.1)
@@ -215,30 +201,20 @@ def test_lines_come_at_most_once_a_period(log: io.StringIO) -> None:
 
 def test_no_line_shows_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
     """The first step may take longer than the period, and its samples are not counted over no time at all."""
-    clock = ManualClock()
-    lines, rate = Lines(2.0, clock), StepRate(clock)
-    for step in range(1, 31):
-        clock.advance(5.0 if step == 1 else 0.1)
-        rate.count(32)
-        if lines.due():
-            lines.report(_moment(step), 0.5, rate.read())
-    (line,) = [json.loads(line) for line in log.getvalue().splitlines()]
+    (line,) = _shown(log, 30, 5.0)
     assert line["samples_per_s"] == pytest.approx(320.0)
 
 
 def test_an_evaluation_is_always_logged(log: io.StringIO) -> None:
-    Lines(1e9, ManualClock()).show_evaluation(_moment(7), {"accuracy": 0.123456789})
+    Lines(1e9, ManualClock()).show_evaluation(moment(7), {"accuracy": 0.123456789})
     line = json.loads(log.getvalue())
     assert (line["event"], line["step"], line["metrics"]) == ("training.evaluated", 7, {"accuracy": 0.123457})
 
 
-def test_only_a_terminal_gets_a_bar() -> None:
+def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 80 columns nothing is cut, and nothing is shown before there is a loss. By itself only a terminal gets one."""
     assert type(progress(LoggingConfig(progress="none"))) is TrainingProgress
     assert isinstance(progress(LoggingConfig(), io.StringIO()), Lines)
-
-
-def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 80 columns nothing is cut, and nothing is shown before there is a loss."""
     monkeypatch.setenv("COLUMNS", "80")
     stream, before = io.StringIO(), sys.stderr
     progress(LoggingConfig(progress="bar"), stream).close()  # it had nothing to show
@@ -246,23 +222,15 @@ def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypa
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
-    bar.show_evaluation(_moment(40), {"accuracy": 0.875, "loss": 0.3})
+    bar.show_evaluation(moment(40), {"accuracy": 0.875, "loss": 0.3})
     assert stream.getvalue() == ""
-    bar.report(_moment(41), 0.25, (123_456.0, 10.0))
+    bar.report(moment(41, 3, 4), 0.25, (123_456.0, 10.0))
     bar.close()
     assert sys.stderr is before
     shown = stream.getvalue()
     for part in ("epoch", "41/100", "ETA", "loss 0.2500", "123,456 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
         assert part in shown
     assert "…" not in shown
-
-
-def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
-    return ProgressMoment(step=step, steps=100, epoch=step // 10, world_size=world, round=round)
-
-
-def written(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / STEPS_FILE).read_text().splitlines()]
 
 
 def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> None:
@@ -272,12 +240,12 @@ def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> Non
     log.loss(moment(10), 0.5, 1e-3, 123.456)
     log.loss(moment(20), float("nan"), 1e-3, 120.0)
     log.write_evaluation(moment(20), {"accuracy": 0.9, "loss": float("inf")})
-    first, loss, lost, evaluation = written(tmp_path)
+    first, loss, lost, evaluation = _lines(tmp_path, STEPS_FILE)
     assert [first[key] for key in ("kind", "step", "reason", "world_size")] == ["round", 0, "2 nodes are present", 2]
     assert [loss[key] for key in ("kind", "step", "epoch", "loss", "samples_per_s")] == ["loss", 10, 1, 0.5, 123.5]
     assert lost["loss"] is None
     assert evaluation["metrics"] == {"accuracy": 0.9, "loss": None}
-    assert all(isinstance(each["wall"], float) for each in written(tmp_path))
+    assert all(isinstance(each["wall"], float) for each in _lines(tmp_path, STEPS_FILE))
 
 
 def test_a_line_that_was_torn_is_ended_and_passed_over(tmp_path: Path) -> None:
@@ -310,8 +278,11 @@ def change(step: int, round: int, world: int, reason: str) -> dict[str, Any]:
 
 def test_steps_that_are_done_again_count_once() -> None:
     """A run that fell back to step 10 shows what it did the second time, and keeps the first aside."""
-    told = [loss(10, 3.0), loss(20, 2.0), loss(30, 1.9), change(11, 2, 1, "node b was lost"), loss(20, 2.5)]
+    told: list[dict[str, Any]] = [loss(10, 3.0), loss(20, 2.0), loss(30, 1.9)]
+    told += [change(11, 2, 1, "node b was lost"), loss(20, 2.5)]
+    told += [{"kind": "evaluation", "step": step, "metrics": {"accuracy": step / 100}} for step in (21, 22, 21)]
     curves = curves_of(lines(*told))
+    assert curves.evaluations == {"accuracy": {21: 0.21}}  # that of step 22 was of a state that is gone
     assert curves.losses == {10: 3.0, 20: 2.5}
     assert curves.repeated == [[(20, 2.0), (30, 1.9)]]
 
@@ -327,12 +298,6 @@ def test_rows_of_a_rank_0_that_was_replaced_are_passed_over() -> None:
     assert curves.repeated == []
     curves = curves_of(lines(*told, change(30, 1, 2, "2 nodes are present"), loss(40, 1.6) | {"round": 1}))
     assert curves.losses == {10: 3.0, 30: 1.9, 40: 1.6}
-
-
-def test_an_evaluation_behind_a_fall_back_is_forgotten() -> None:
-    """It was of a state that is gone."""
-    told = [{"kind": "evaluation", "step": step, "metrics": {"accuracy": step / 100}} for step in (10, 20, 15)]
-    assert curves_of(lines(*told)).evaluations == {"accuracy": {10: 0.1, 15: 0.15}}
 
 
 def test_the_number_of_ranks_is_in_the_order_of_the_steps() -> None:
@@ -380,13 +345,13 @@ def test_only_rank_0_reports_and_each_round_once(tmp_path: Path) -> None:
     reporter.evaluated(moment(21, 2, 3), {"accuracy": 0.5}, Exhibits())
     reporter.lead(False, moment(30, 3, 4), "node d joins")
     reporter.looked(moment(30, 3, 4), 1.0, 0.1)
-    assert [(each["kind"], each["step"]) for each in written(tmp_path)] == [
+    assert not reporter.wants_exhibits
+    assert [(each["kind"], each["step"]) for each in _lines(tmp_path, STEPS_FILE)] == [
         ("round", 11),
         ("loss", 20),
         ("round", 21),
         ("evaluation", 21),
     ]
-    assert not reporter.wants_exhibits
 
 
 class Recorder:
@@ -429,10 +394,10 @@ def test_a_registered_logger_gets_what_is_reported(tmp_path: Path) -> None:
 
     register_logger("mine", make)
     reporter = Reporter(LoggingConfig(progress="none", loggers=("mine",)), tmp_path, {"seed": 1})
-    moment = ProgressMoment(step=10, steps=20, epoch=1, world_size=2, round=3)
-    reporter.lead(True, moment, "begins")
-    reporter.looked(moment, 0.5, None)
-    reporter.evaluated(moment, {"accuracy": 0.75}, Exhibits(texts={"sample": "To be"}))
+    at = moment(10, 2, 3)
+    reporter.lead(True, at, "begins")
+    reporter.looked(at, 0.5, None)
+    reporter.evaluated(at, {"accuracy": 0.75}, Exhibits(texts={"sample": "To be"}))
     reporter.close(finished=True)
     assert seen == [Opening(tmp_path, 10, {"seed": 1})]
     assert recorder.got == [

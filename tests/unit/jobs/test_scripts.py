@@ -23,7 +23,10 @@ def _code(path: Path) -> list[str]:
 
 
 def test_the_elastic_script_is_the_plain_one_with_few_other_lines() -> None:
-    """At most 18 new lines, and nothing kept of samplers, loaders, process groups and checkpoints."""
+    """At most 18 new lines, and nothing kept of samplers, loaders, process groups and checkpoints. The plain one knows
+    nothing of this package: it is what people have."""
+    assert "elastic" not in "".join(_code(PLAIN))
+    assert len(SESSION.read_text().splitlines()) <= 60
     lines = list(difflib.ndiff(_code(PLAIN), _code(ELASTIC)))
     assert sum(line.startswith("+ ") for line in lines) <= 18
     assert sum(line.startswith("- ") for line in lines) >= 36
@@ -55,15 +58,6 @@ def test_the_four_changes_are_marked() -> None:
     assert named.keys() == wanted.keys()
     for number, call in wanted.items():
         assert call in named[number]
-
-
-def test_the_plain_script_knows_nothing_of_this_package() -> None:
-    """It is what people have."""
-    assert "elastic" not in "".join(_code(PLAIN))
-
-
-def test_the_session_script_is_short() -> None:
-    assert len(SESSION.read_text().splitlines()) <= 60
 
 
 def test_script_is_a_name_for_a_local_run(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from elastic_trainer.jobs.config import (
     SgdConfig,
     StepConfig,
     as_yaml,
-    checked,
     load_job,
     parse_yaml,
     with_overrides,
@@ -42,7 +41,6 @@ from elastic_trainer.jobs.task import (
     RunLength,
     Task,
     build_scheduler,
-    epochs_done,
     evaluation_due,
     find_task,
     lengths,
@@ -79,45 +77,29 @@ def _refused(path: Path, *overrides: str) -> str:
     return text
 
 
-def test_a_file_is_read_with_defaults_filled_in(job: Path) -> None:
+def test_a_file_is_read_with_defaults_filled_in_and_overrides(job: Path) -> None:
+    """key.sub=value sets one value and keeps its neighbours, typed as YAML types it; 1e-3, which YAML 1.1 calls text,
+    is a number. A date is a text, also one that no calendar has: a directory is often called after one."""
     config = load_job(str(job))
     assert (config.task, config.epochs, config.global_batch, config.seed) == ("mnist", 2, 32, 0)
     assert config.optimizer == SgdConfig(name="sgd", lr=0.1)
-    assert config.precision is Precision.FP32
-    assert config.checkpoint.keep_last == 3
-
-
-def test_overrides_replace_single_values_and_keep_their_neighbours(job: Path) -> None:
-    """key.sub=value sets one value, typed as YAML types it; 1e-3, which YAML 1.1 calls text, is a number."""
+    assert (config.precision, config.checkpoint.keep_last) == (Precision.FP32, 3)
     config = load_job(str(job), ["optimizer.lr=1e-3", "precision=bf16", "checkpoint.every_s=null", "model.width=8"])
     assert config.optimizer == SgdConfig(name="sgd", lr=0.001)
-    assert config.precision is Precision.BF16
-    assert config.checkpoint.every_s is None
-    assert config.model == {"width": 8}
-
-
-def test_overrides_can_choose_another_member_of_a_section(job: Path) -> None:
-    """A list value and a change of the kind of optimizer and scheduler work from the command line."""
-    overrides = [
-        "optimizer.name=adamw",
-        "optimizer.betas=[0.8, 0.9]",
-        "scheduler.name=step",
-        "scheduler.every_epochs=1",
-    ]
-    config = load_job(str(job), overrides)
+    assert (config.precision, config.checkpoint.every_s, config.model) == (Precision.BF16, None, {"width": 8})
+    other = ["optimizer.name=adamw", "optimizer.betas=[0.8, 0.9]", "scheduler.name=step", "scheduler.every_epochs=1"]
+    config = load_job(str(job), other)
     assert config.optimizer == AdamWConfig(lr=0.1, betas=(0.8, 0.9))
     assert config.scheduler == StepConfig(name="step", every_epochs=1)
-
-
-def test_a_date_is_a_text(job: Path) -> None:
-    """A directory is often called after one, also one that no calendar has."""
     for name in ("2024-02-28", "2024-02-30"):
         assert load_job(str(job), [f"checkpoint.directory={name}"]).checkpoint.directory == name
 
 
 def test_an_override_leaves_an_alias_as_it_was() -> None:
+    """And YAML's merge key may be overridden by a key of the mapping itself: that is none given twice."""
     values = parse_yaml("a: &a {lr: 1}\nb: *a\n", "f")
     assert with_overrides(values, ["a.lr=2"]) == {"a": {"lr": 2}, "b": {"lr": 1}}
+    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 2}\n", "f") == {"a": {"x": 1}, "b": {"x": 2}}
 
 
 def test_the_effective_configuration_reads_back_equal(job: Path, tmp_path: Path) -> None:
@@ -150,6 +132,10 @@ def test_the_effective_configuration_reads_back_equal(job: Path, tmp_path: Path)
         ("optimizer.nesterov=true", ["nesterov needs a momentum"]),
         ("scheduler.gamma=0.5", ["'scheduler.name' is missing"]),
         ("scheduler.name=step", ["'scheduler.every_epochs' is missing"]),
+        ("scheduler={name: multistep, milestones: []}", ["'scheduler.milestones' is []"]),
+        ("scheduler={name: multistep, milestones: [0]}", ["'scheduler.milestones.0' is 0"]),
+        ("scheduler={name: multistep, milestones: [2, 1]}", ["'milestones' must rise"]),
+        ("scheduler={name: multistep, milestones: [1, 1]}", ["'milestones' must rise"]),
         ("precision=int8", ["'precision' is 'int8'"]),
         ("device=tpu", ["'device' is 'tpu'", "auto, cpu, cuda"]),
         ("micro_batch=64", ["'micro_batch' 64 is larger than 'global_batch' 32"]),
@@ -208,21 +194,8 @@ def test_a_missing_or_unreadable_file_is_one_sentence(tmp_path: Path) -> None:
     assert "cannot be read" in _refused(tmp_path / "dir.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00task")
     assert "not a text file" in _refused(tmp_path / "binary.yaml")
-
-
-def test_an_unknown_task_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no ready-made task 'mnst'.*did you mean 'mnist'"):
         load_job("mnst")
-
-
-def test_duplicate_keys_are_refused_but_merged_ones_are_not() -> None:
-    """YAML's merge key may be overridden by a key of the mapping itself."""
-    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 2}\n", "f") == {"a": {"x": 1}, "b": {"x": 2}}
-
-
-def test_the_first_problem_is_named_and_the_rest_counted() -> None:
-    with pytest.raises(ConfigError, match=r"2 more problem\(s\) follow"):
-        checked(JobConfig, {"task": "x", "epochs": "a", "global_batch": "b", "seed": "c"}, "here")
 
 
 def test_the_shipped_job_files_are_plain_yaml() -> None:
@@ -247,27 +220,19 @@ def test_the_first_rank_to_find_a_mistake_prints_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody waits for the first of the node, which torchrun may have ended by then; another mistake is told as well,
-    and all are told again when all are started again."""
+    and all are told again when all are started again. Other launchers start each rank by itself: the first tells it."""
     mistakes: tuple[list[str], ...] = ([], ["no-such-task"])
     told = []
     for attempt, rank, mistake in ((0, 2, 0), (0, 0, 0), (0, 1, 1), (1, 1, 0)):
         as_rank(monkeypatch, tmp_path / f"attempt_{attempt}", rank)
         assert main(mistakes[mistake]) == EXIT_CONFIG
         told.append(capsys.readouterr().err.count("error: "))
-    assert told == [1, 0, 1, 1]
-
-
-def test_without_torchrun_the_first_of_the_node_prints_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Other launchers start each rank by itself; alone, a process is the first."""
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    told = []
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     for rank in (1, 0):
         as_rank(monkeypatch, None, rank)
         assert main([]) == EXIT_CONFIG
         told.append(capsys.readouterr().err.count("error: no job was given"))
-    assert told == [0, 1]
+    assert told == [1, 0, 1, 1, 0, 1]
 
 
 class Line(Task):
@@ -376,27 +341,17 @@ class Silent(Doubling):
 
 
 def test_a_task_may_say_what_the_job_file_leaves_out() -> None:
-    """From its own options; the effective configuration reads back equal, and needs no options to be complete."""
+    """From its own options; the effective configuration reads back equal, and needs no options to be complete. Which is
+    meant of two that contradict each other, nobody knows."""
     config = JobConfig.model_validate({"task": "line", "epochs": 1, "options": {"half": 3}})
     task = Doubling(config)
     assert task.config.global_batch == 6
     assert Doubling(task.config).config == task.config
     assert Line(_job()).config.samples_per_step == 2
-
-
-def test_a_job_file_and_its_options_must_not_contradict_each_other() -> None:
-    """Which of them is meant, nobody knows."""
     with pytest.raises(ConfigError, match=r"task line: 'global_batch' is 5, but its options make it 4"):
         Doubling(_job(global_batch=5))
-
-
-def test_what_neither_says_is_missing() -> None:
-    """Told when the task is known; a job file without options is refused when it is read."""
-    config = JobConfig.model_validate({"task": "line", "epochs": 1, "options": {"half": 3}})
     with pytest.raises(ConfigError, match=r"task line: 'global_batch' is missing"):
         Silent(config)
-    with pytest.raises(ConfigError, match=r"'global_batch' is missing"):
-        _ = config.samples_per_step
 
 
 def test_metrics_that_follow_from_others_can_choose_the_best_checkpoint() -> None:
@@ -406,10 +361,6 @@ def test_metrics_that_follow_from_others_can_choose_the_best_checkpoint() -> Non
 
 
 LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=12)
-
-
-def _job_of_schedule(**values: object) -> JobConfig:
-    return JobConfig.model_validate({"task": "x", "global_batch": 30, **values})
 
 
 @pytest.mark.parametrize(
@@ -422,7 +373,7 @@ def _job_of_schedule(**values: object) -> JobConfig:
     ],
 )
 def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], expected: RunLength) -> None:
-    assert run_length(_job_of_schedule(**values), 100) == expected
+    assert run_length(_job(**{"epochs": None, "global_batch": 30, **values}), 100) == expected
 
 
 @pytest.mark.parametrize(
@@ -442,24 +393,19 @@ def test_a_run_is_finished_by_its_epochs(cursor: Cursor, step: int, finished: bo
     assert replace(LENGTH, max_steps=7).is_over(cursor, step) is (finished or step >= 7)
 
 
-def test_the_end_of_an_epoch_is_recognised_before_and_after_the_cursor_moves_on() -> None:
+def test_evaluation_follows_epochs_or_steps_or_only_the_end() -> None:
     """A checkpoint taken between the last step of an epoch and its evaluation leads to that evaluation."""
+    due = {
+        (epochs, steps): [s for s in range(13) if evaluation_due(config, LENGTH, _cursor_after(s), s)]
+        for epochs, steps in ((None, 3), (2, None), (None, None))
+        for config in [EvaluationConfig(every_epochs=epochs, every_steps=steps)]
+    }
+    assert due == {(None, 3): [3, 6, 9, 12], (2, None): [8, 12], (None, None): [12]}
     config = EvaluationConfig(every_epochs=1)
     assert evaluation_due(config, LENGTH, Cursor(0, 100), 4)
     assert evaluation_due(config, LENGTH, Cursor(1, 0), 4)
-    assert epochs_done(Cursor(0, 100), 100) == epochs_done(Cursor(1, 0), 100) == 1
     assert not evaluation_due(config, LENGTH, Cursor(0, 90), 3)
     assert not evaluation_due(config, LENGTH, Cursor(0, 0), 0)
-
-
-def test_evaluation_follows_epochs_or_steps_or_only_the_end() -> None:
-    steps_only = EvaluationConfig(every_epochs=None, every_steps=3)
-    due = [step for step in range(13) if evaluation_due(steps_only, LENGTH, _cursor_after(step), step)]
-    assert due == [3, 6, 9, 12]
-    second = EvaluationConfig(every_epochs=2)
-    assert [s for s in range(13) if evaluation_due(second, LENGTH, _cursor_after(s), s)] == [8, 12]
-    never = EvaluationConfig(every_epochs=None)
-    assert [s for s in range(13) if evaluation_due(never, LENGTH, _cursor_after(s), s)] == [12]
 
 
 def _cursor_after(step: int) -> Cursor:
@@ -481,12 +427,6 @@ def _cursor_after(step: int) -> Cursor:
 def test_a_rate_warms_up_and_falls_at_its_epochs(config: SchedulerConfig, factors: list[float]) -> None:
     """Counted in steps: four are an epoch."""
     assert [rate_factor(config, step, LENGTH) for step in range(12)] == factors
-
-
-@pytest.mark.parametrize("milestones", [[], [2, 1], [1, 1], [0], [-1, 3]])
-def test_milestones_must_rise_from_above_zero(milestones: list[float]) -> None:
-    with pytest.raises(ValueError, match="milestones"):
-        MultiStepConfig.model_validate({"name": "multistep", "milestones": milestones})
 
 
 def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
