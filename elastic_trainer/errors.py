@@ -19,6 +19,8 @@ EXIT_UNFIT = 71
 """This machine is not fit to train (`--rdzv-conf preflight=refuse`); another may be (`EX_OSERR`)."""
 EXIT_CANNOT_WRITE = 73
 """An output directory cannot be written or is full (`EX_CANTCREAT`)."""
+EXIT_RESTARTED = 75
+"""Of workers that an operator has restarted (`EX_TEMPFAIL`): torchrun starts others in their place."""
 EXIT_CONFIG = 78
 """Configuration, data or command line are wrong: trying again cannot help (`EX_CONFIG`)."""
 EXIT_LEFT = 143

@@ -66,6 +66,14 @@ class PreflightMode(StrEnum):
     """It ends, and never joins."""
 
 
+class RunOrder(StrEnum):
+    """What an operator asks all ranks of a run to do between two steps."""
+
+    PAUSE = "pause"
+    RESTART = "restart"
+    """End the workers with a checkpoint, so that torchrun starts them anew with the script as it is now."""
+
+
 class Phase(StrEnum):
     """What a rank's time goes into: every second of it belongs to one of these."""
 

@@ -574,7 +574,7 @@ def run_save(arguments: argparse.Namespace) -> int:
     with connection.opened(arguments, name) as (store, settings):
         keys = RunKeys(settings.prefix, name)
         connection.require_run(store, settings, keys)
-        _require_training(store, keys)
+        require_training(store, keys)
         asked = _ask(store, keys)
         if arguments.no_wait:
             _print_answer(arguments, name, None, f"asked run {plain(name)} for a checkpoint")
@@ -594,11 +594,19 @@ def run_save(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def require_save(store: Store, keys: RunKeys, deadline: Deadline) -> None:
+    """Have the run save now; ConfigError if it cannot."""
+    answer = _wait(store, keys, _ask(store, keys), deadline)
+    if answer is None or answer.problem:
+        why = plain(answer.problem) if answer is not None else "it did not answer in time"
+        raise ConfigError(f"run {keys.run_id!r} cannot save: {why}", hint="only a job with a Session can be asked")
+
+
 def _print_answer(arguments: argparse.Namespace, run: str, checkpoint: str | None, text: str) -> None:
     print(json.dumps({"run": run, "checkpoint": checkpoint}, indent=2) if arguments.json else text)
 
 
-def _require_training(store: Store, keys: RunKeys) -> None:
+def require_training(store: Store, keys: RunKeys) -> None:
     """NotTrainingError unless the run has a round, and a node."""
     reads = [Read(keys.round), Read(keys.nodes, prefix_end(keys.nodes), limit=1, keys_only=True)]
     round_, nodes = store.transact([], reads, deadline=Deadline.after(connection.CONNECT_S)).reads
@@ -641,7 +649,7 @@ def _wait(store: Store, keys: RunKeys, asked: SaveRequest, deadline: Deadline) -
     said_at = SYSTEM.monotonic()
     while (request := _standing(store, keys, asked)) and not request.answered:
         try:
-            _require_training(store, keys)
+            require_training(store, keys)
         except NotTrainingError:
             if (request := _standing(store, keys, asked)).answered:
                 return request

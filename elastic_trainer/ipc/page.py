@@ -40,6 +40,8 @@ from elastic_trainer.telemetry.families import RankGauges
 
 PAGE_BYTES: Final = 8192
 SAVE_SUFFIX: Final = ".save"
+ORDER_SUFFIX: Final = ".order"
+"""Of the file beside a page in which rank 0's agent leaves an order for all ranks."""
 """Suffix of the file by which the agent requests a save from the worker: it holds the id of the request."""
 PHASES: Final = tuple(Phase)
 NUMBERS: Final[Mapping[Phase, int]] = {phase: number for number, phase in enumerate(PHASES)}

@@ -585,6 +585,16 @@ def goodput(counters: Mapping[str, float]) -> float | None:
     return seconds.get("seconds.training", 0.0) / total if total else None
 
 
+class LeaveRequest(Document):
+    """A node is asked to leave by a planned change."""
+
+    reason: str
+    ordered: bool = False
+    """By an operator: it leaves whatever its options say."""
+    workers: bool = False
+    """Its workers alone: torchrun starts them anew, and the node comes back."""
+
+
 class SaveRequest(Document):
     """A requested save; another request may replace it only once it is answered."""
 

@@ -270,6 +270,8 @@ class RunKeys:
         """The nodes' health documents."""
         self.save = root + "save"
         """The newest requested save."""
+        self.order = root + "order"
+        """What an operator asks all ranks to do."""
         self.incidents = root + "incidents/"
         self.open_incident = root + "incidents/open"
         """The incident that ended the newest round, while no other round has followed."""

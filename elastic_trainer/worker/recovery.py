@@ -700,10 +700,13 @@ class InPlaceRecovery(Recovery):
         )
 
     def _save_meanwhile(self) -> None:
-        """Without a round for a second (too few nodes, or no store): save the state that is only in memory."""
+        """Without a round for a second (too few nodes, or no store): save the state that is only in memory, and leave
+        if this node is asked to: no round will bring the planned change in which it would."""
         self._state.show(Phase.WAITING)
         if self._valid:
             self._state.save_alone()
+        if self._state.leaves:
+            self._state.leave_now()
 
     def _form(self, assignment: RankAssignment) -> bool:
         """Form the round and bring its ranks to one state; False if it ended meanwhile."""

@@ -34,11 +34,12 @@ from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.ipc.page import SAVE_SUFFIX, Reading, observed
+from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, Reading, observed
 from elastic_trainer.membership.documents import (
     GONE,
     DocumentError,
     Incident,
+    LeaveRequest,
     NodeHealth,
     NodeRecord,
     NodeState,
@@ -50,6 +51,7 @@ from elastic_trainer.membership.documents import (
     added_up,
 )
 from elastic_trainer.membership.stragglers import find_stragglers
+from elastic_trainer.model import RunOrder
 from elastic_trainer.store.api import (
     Delete,
     EventKind,
@@ -117,6 +119,7 @@ class HealthPorts:
     evictions: Evictions
     stragglers: StragglerWatch
     saves: SaveRequests
+    orders: RunOrders
     hung: HungWorkers
     round_now: Callable[[], RoundDocument | None]
     give_up: Callable[[int, str], None]
@@ -282,6 +285,7 @@ class Health:
         try:
             self._ports.saves.follow_round(self._round_now())
             self._ports.evictions.obey()
+            self._ports.orders.follow(self._round_now(), self._pages.living())
             slow = self._ports.stragglers.judge(self._round_now(), self._ports.store.told)
             if slow is not None:
                 self._pending.append(slow)
@@ -485,7 +489,8 @@ def leave_as_asked() -> None:
 class Evictions:
     """Asks nodes to leave, and has this one leave when it is asked to.
 
-    ``obeys``: whether this node goes when it is asked to; ``created()`` is the revision of the store at which its key
+    ``obeys``: whether this node goes when another node asks it to; ``leave_workers()`` has its workers leave as after a
+    SIGTERM, so that torchrun starts others; ``created()`` is the revision of the store at which its key
     was created.
     """
 
@@ -495,24 +500,29 @@ class Evictions:
         store: Store,
         keys: RunKeys,
         created: Callable[[], int],
+        leave_workers: Callable[[], None],
         *,
         obeys: bool,
         leave: Callable[[], None] = leave_as_asked,
     ) -> None:
         self._node, self._store, self._keys, self._created = node, store, keys, created
-        self._obeys, self._leave = obeys, leave
+        self._obeys, self._leave, self._leave_workers = obeys, leave, leave_workers
 
     def obey(self) -> None:
         """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
-        if not self._obeys:
-            return
         asked = self._store.get(self._keys.eviction(self._node), Deadline.after(_LIMIT_S)).first
         if asked is None:
             return
         guard = unchanged(asked.key, asked.mod_revision)
         self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
-        if asked.mod_revision > self._created():
-            self._go(plain(asked.value.decode(errors="replace")))
+        if asked.mod_revision <= self._created():
+            return
+        request = LeaveRequest.decode(asked.value, asked.key)
+        if request.workers:
+            logger().warning("workers.evicted", node=self._node, reason=plain(request.reason))
+            self._leave_workers()
+        elif request.ordered or self._obeys:
+            self._go(plain(request.reason))
 
     def ask(self, current: RoundDocument, node: str, reason: str) -> bool:
         """Ask ``node``, a member of the round ``current``, to leave; this one does so at once. Whether it was asked."""
@@ -524,7 +534,7 @@ class Evictions:
             return True
         # A write that etcd does late must not send away who comes back under this name.
         guard = created_at(self._keys.node(node), member.create_revision)
-        put = Put(self._keys.eviction(node), reason.encode())
+        put = Put(self._keys.eviction(node), LeaveRequest(reason=reason).encode())
         return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
 
     def _go(self, reason: str) -> None:
@@ -621,6 +631,40 @@ class SaveRequests:
         if watch is not None:
             watch.close()
         self._open = None
+
+
+class RunOrders:
+    """Brings what an operator asks all ranks to do to rank 0's worker: ``elastic-trainer pause`` and ``restart``.
+
+    A pause lasts while its key does; a restart is taken from the store as it is passed on, and happens once.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
+        self._store, self._keys, self._node = store, keys, node
+
+    def follow(self, current: RoundDocument | None, readings: Sequence[Reading]) -> None:
+        """Pass on what is asked, if this node has rank 0."""
+        head = next((each for each in readings if each.pulse.rank == 0), None)
+        if head is None or current is None or current.state is RoundState.CLOSED or not current.is_first(self._node):
+            return
+        item = self._store.get(self._keys.order, Deadline.after(_LIMIT_S)).first
+        asked = plain(item.value.decode(errors="replace")) if item is not None else ""
+        path = head.path.with_suffix(ORDER_SUFFIX)
+        with contextlib.suppress(OSError):  # the worker has just ended: the next one gets it
+            there = path.read_text(encoding="ascii") if path.exists() else ""
+            if item is not None and asked == RunOrder.RESTART:
+                taken = [unchanged(item.key, item.mod_revision)]
+                if not self._store.transact(taken, [Delete(item.key)], deadline=Deadline.after(_LIMIT_S)).succeeded:
+                    return
+            elif there == RunOrder.RESTART or there == asked:
+                return
+            if not asked:
+                path.unlink()
+                return
+            fresh = path.with_suffix(f"{ORDER_SUFFIX}.new")
+            fresh.write_text(asked, encoding="ascii", errors="replace")
+            fresh.rename(path)
+        logger().info("run.ordered", order=asked, pid=head.pid)
 
 
 # ---- what nodes publish: each writes its own document

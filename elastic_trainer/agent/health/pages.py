@@ -17,7 +17,7 @@ from typing import Final
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.folders import PrivateFolder
-from elastic_trainer.ipc.page import SAVE_SUFFIX, PageReader, Reading
+from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, PageReader, Reading
 from elastic_trainer.membership.documents import Identity
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
@@ -180,7 +180,7 @@ class Pages:
         if reader is not None:
             reader.close()
         self._last.pop(reading.path, None)
-        for path in map(reading.path.with_suffix, (".page", ".stacks", SAVE_SUFFIX)):
+        for path in map(reading.path.with_suffix, (".page", ".stacks", SAVE_SUFFIX, ORDER_SUFFIX)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from elastic_trainer.agent.health.node_health import (
     HealthPorts,
     HealthStore,
     HealthSubject,
+    RunOrders,
     SaveRequests,
     StragglerWatch,
     leave_as_asked,
@@ -93,7 +96,7 @@ class HealthService:
             min_nodes=member.limits.min_nodes,
         )
         obeys = options.evict_stragglers or options.evict_mismatched
-        evictions = Evictions(self._node, store, keys, member.create_revision, obeys=obeys)
+        evictions = Evictions(self._node, store, keys, member.create_revision, self._leave_workers, obeys=obeys)
         ports = HealthPorts(
             self.pages,
             self._told,
@@ -101,6 +104,7 @@ class HealthService:
             evictions,
             StragglerWatch(self._node, evictions, records, evicts=options.evict_stragglers, clock=clock),
             SaveRequests(store, keys, self._node),
+            RunOrders(store, keys, self._node),
             self.hung,
             lambda: member.observation().round,
             self._give_up,
@@ -153,6 +157,12 @@ class HealthService:
         if self._endpoint is not None:
             self._endpoint.close()
         self.pages.close()
+
+    def _leave_workers(self) -> None:
+        """The workers leave as after a SIGTERM, and torchrun starts others."""
+        for reading in self.pages.living():
+            with suppress(ProcessLookupError):
+                os.kill(reading.pid, signal.SIGTERM)
 
     def _not_ready(self) -> str | None:
         """Why this node does not take part in a round; None if it does."""

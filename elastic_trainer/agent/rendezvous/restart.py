@@ -39,7 +39,14 @@ from elastic_trainer.agent.rendezvous.launcher import (
     local_workers,
 )
 from elastic_trainer.agent.suspicion import AgentPort
-from elastic_trainer.agent.workers.deaths import Deaths, StartupWatch, by_rank, write_termination_message
+from elastic_trainer.agent.workers.deaths import (
+    RESTARTED,
+    Deaths,
+    StartupWatch,
+    by_rank,
+    restarted,
+    write_termination_message,
+)
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
 from elastic_trainer.agent.workers.watchdog import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -422,6 +429,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """
         if not (found := failures()):
             return ""
+        if restarted(found):
+            logger().info("workers.restarted", node=self.node_id, reason=RESTARTED)
+            return RESTARTED
         failed = by_rank(found, node.health.pages.ranks())
         told = self._died = self._deaths.describe(failed, node.health.pages.said())
         logger().warning("worker.died", reason=told)
@@ -445,10 +455,13 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             seen = member.observation().round
             if seen is not None and (seen.state is RoundState.CLOSED or round_is_over(self._current, seen)):
                 return True, ""
-        cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was killed: {hung}"
+        kind, cause = Cause.WORKER_LOST, f"its workers failed{f': {died}' if died else ''}"
+        if hung is not None:
+            kind, cause = Cause.WORKER_HUNG, f"a worker was killed: {hung}"
+        elif died == RESTARTED:
+            kind, cause = Cause.NODE_LEFT, died
         reason = f"node {self.node_id} left the round: {cause}"
-        kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-        failure = RoundFailure(self._current.number, reason, worker_failed=True, cause=kind)
+        failure = RoundFailure(self._current.number, reason, worker_failed=kind is not Cause.NODE_LEFT, cause=kind)
         return (True, "") if has_ended_by_plan(member, failure, deadline) else (False, cause)
 
     def _last_life(self, node: ArrivedNode, planned: bool) -> dict[str, Any]:
@@ -456,7 +469,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if self._current is None:
             return {}
         pages, failed = node.health.pages, failures()
-        own = bool(failed) and not pages.lost_peers([each.pid for each in failed.values()])
+        own = bool(failed) and not restarted(failed) and not pages.lost_peers([each.pid for each in failed.values()])
         kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
         return {"reached": pages.came_to(self._current.number), "ended_by": kind}
 

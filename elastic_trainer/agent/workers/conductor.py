@@ -631,7 +631,11 @@ class Conductor:
         ``start``: how the life before failed at startup. The record says so until a worker of this one opens a session.
         """
         if not self._life.ended:
-            self._end_life("its workers failed")
+            left = [each.left for each in self._life.workers.values()]
+            if left and all(each is not None and each.status == "stopped" for each in left):
+                self._end_life("an operator restarted its workers", None, Cause.NODE_LEFT)
+            else:
+                self._end_life("its workers failed")
         back_off_s = self._backoff.back_off_s()
         joins_at = math.inf if self._quarantine.active else self.outbox.now + back_off_s
         self._life = Life(self._life.number, size, joins_at=joins_at)
@@ -673,8 +677,13 @@ class Conductor:
         self._life.joins_at = 0.0
         self._offer(self._life.number)
 
-    def _end_life(self, cause: str, kind: Cause | None = Cause.WORKER_LOST) -> None:
-        """The workers of this life have ended, or are ordered to exit; ``kind`` None: not because they failed."""
+    def _end_life(
+        self, cause: str, kind: Cause | None = Cause.WORKER_LOST, unfailed: Cause = Cause.CONTACT_LOST
+    ) -> None:
+        """The workers of this life have ended, or are ordered to exit.
+
+        ``kind`` None: not because they failed; ``unfailed`` is then what ends their round.
+        """
         life, current = self._life, self._document
         self._read_progress(life)
         life.ended = True
@@ -690,9 +699,7 @@ class Conductor:
             return
         self._acknowledged = max(self._acknowledged, current.last_number + 1)
         reason = f"node {self._node} left the round: {cause}"
-        failure = RoundFailure(
-            current.last_number, reason, worker_failed=kind is not None, cause=kind or Cause.CONTACT_LOST
-        )
+        failure = RoundFailure(current.last_number, reason, worker_failed=kind is not None, cause=kind or unfailed)
         self.outbox.add(BreakRound(failure, self._record(NodeState.WARMING, planned=False, cause=cause)))
 
     def _read_progress(self, life: Life) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -37,11 +38,12 @@ from torch.amp.grad_scaler import OptState
 
 from elastic_trainer import torch_internals
 from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.data import seeds
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
+    EXIT_RESTARTED,
     ConfigError,
     DifferError,
     NonFiniteError,
@@ -50,7 +52,8 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.model import Cursor
+from elastic_trainer.ipc.page import ORDER_SUFFIX
+from elastic_trainer.model import Cursor, Phase, RunOrder
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.logs import logger
@@ -870,10 +873,26 @@ class Steps:
         context.report()
         boundaries = context.present.boundaries
         action = boundaries.after_step(self.position.step)
-        if action is BoundaryAction.STOP:
-            boundaries.stop()
+        if action is BoundaryAction.PAUSE:
+            action = self._pause(boundaries)
+        if action in (BoundaryAction.STOP, BoundaryAction.RESTART):
+            boundaries.stop(restart=action is BoundaryAction.RESTART)
         elif action is BoundaryAction.SWITCH:
             self._recovery.note_change()
+
+    def _pause(self, boundaries: Boundaries) -> BoundaryAction:
+        """All ranks wait until nobody asks for it any more, or for something else; what all do then."""
+        context, action = self._context, BoundaryAction.PAUSE
+        logger().info("session.paused", step=self.position.step)
+        with context.tracker.during(Phase.WAITING):
+            while action is BoundaryAction.PAUSE:
+                pause(EVERY_S)
+                context.report()
+                context.tracker.moved()
+                action = boundaries.turn()
+        boundaries.begin_phase()
+        logger().info("session.resumed", step=self.position.step)
+        return action
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and is handled; behind the body if ``step`` is in it still."""
@@ -1226,8 +1245,11 @@ LONGEST_INTERVAL = 50
 _SMOOTHING = 0.3
 _MOST_AT_ONCE = 3.0
 """A single span counts for at most this multiple of the average."""
-_COPY = 2.0**-20
-"""What a wish for a copy adds to the wishes for a save: fewer ranks than its reciprocal add up to less than one."""
+_RARE = 2.0**-20
+"""What a rare wish adds to the number of ranks with a frequent one (a copy to saves, a pause to stops): fewer ranks
+than its reciprocal add up to less than one."""
+_RESTART = 2.0**-10
+"""The same of a restart, which rank 0 alone wishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1241,6 +1263,10 @@ class Flags:
     """A planned change is known here; together: known to all ranks."""
     copy: bool = False
     """Shards are to be copied into memory that outlives the workers."""
+    pause: bool = False
+    """An operator wants all ranks to wait here."""
+    restart: bool = False
+    """An operator wants all workers to be started anew."""
     mark: int = 0
     """Must be equal on all ranks."""
     differ: bool = False
@@ -1286,15 +1312,25 @@ class Consensus:
         if self._control.alone:
             return self._alone(observe, urgent or self._at_once)
         agreed = self._finish() if self._pending is not None else None
-        leaving = agreed is not None and (agreed.stop or agreed.switch)
+        leaving = agreed is not None and (agreed.stop or agreed.switch or agreed.pause or agreed.restart)
         if (self._at_once or self._count >= self._next_start) and not leaving:
-            wishes = observe()
-            self._mark = wishes.mark
-            saves = wishes.save + wishes.copy * _COPY
-            values = [wishes.stop, saves, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
-            self._pending = self._control.start(Purpose.BOUNDARY, values)
+            self._start(observe())
             return self._finish() if self._at_once else agreed
         return agreed
+
+    def agree(self, observe: Callable[[], Flags]) -> Flags:
+        """What all ranks agree on here, at once; no sum may be under way."""
+        if self._control.alone:
+            return observe()
+        self._start(observe())
+        return self._finish()
+
+    def _start(self, wishes: Flags) -> None:
+        self._mark = wishes.mark
+        stops = wishes.stop + wishes.restart * _RESTART + wishes.pause * _RARE
+        saves = wishes.save + wishes.copy * _RARE
+        values = [stops, saves, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
+        self._pending = self._control.start(Purpose.BOUNDARY, values)
 
     def reset(self) -> None:
         """A new kind of boundary begins on all ranks: measure afresh, and agree at the next one."""
@@ -1321,7 +1357,9 @@ class Consensus:
         if not self._outdated:
             self._next_start = self._count - 1 + interval(seconds / world)
         self._outdated = False
-        flags = Flags(stop > 0, saves >= 1, nonfinite > 0, switch == world, saves % 1.0 > 0)
+        flags = Flags(stop >= 1, saves >= 1, nonfinite > 0, switch == world, saves % 1.0 > 0)
+        orders = stop % 1.0
+        flags = replace(flags, restart=orders >= _RESTART, pause=orders % _RESTART > 0)
         return replace(flags, differ=marks != world * self._mark)
 
     def _measure(self) -> None:
@@ -1348,6 +1386,10 @@ class BoundaryAction(StrEnum):
     STOP = "stop"
     SWITCH = "switch"
     """Leave the round for the one of a planned change."""
+    PAUSE = "pause"
+    """Wait here until nobody asks for it any more."""
+    RESTART = "restart"
+    """Leave as for a stop, to be started anew."""
 
 
 class Boundaries:
@@ -1383,6 +1425,11 @@ class Boundaries:
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         return BoundaryAction.STOP if agreed.stop else BoundaryAction.GO_ON
 
+    def turn(self) -> BoundaryAction:
+        """A boundary of ranks that wait: as :meth:`cross`, but they agree at once."""
+        self._crossing += 1
+        return self._follow(self._consensus.agree(self._wishes), saved=False)
+
     def begin_phase(self) -> None:
         """Boundaries of another kind follow, on all ranks."""
         self._consensus.reset()
@@ -1394,14 +1441,14 @@ class Boundaries:
     def save_last(self, status: str) -> None:
         """Save unsaved work, all ranks together, before they leave."""
 
-    def stop(self) -> NoReturn:
-        """All ranks leave here, with a checkpoint."""
+    def stop(self, *, restart: bool = False) -> NoReturn:
+        """All ranks leave here, with a checkpoint; for a ``restart`` with a code after which torchrun starts others."""
         context = self._context
         context.signals.note_stop()
-        logger().info("session.stopping", step=context.position.step)
+        logger().info("session.stopping", step=context.position.step, restart=restart)
         self.save_last("stopped")
         context.stopped = True
-        raise SystemExit(context.signals.exit_code)
+        raise SystemExit(EXIT_RESTARTED if restart else context.signals.exit_code)
 
     # ---- after the end of a round
 
@@ -1432,6 +1479,8 @@ class StepBoundaries(Boundaries):
         self._tracker, self._plan_check, self._recovery = context.tracker, context.feed.plan_check, recovery
         self._fatal = context.options.checks.nonfinite == "raise"
         self._rank0, self._refused = control.rank == 0, False
+        page = context.tracker.page.path
+        self._order: Path | None = page.with_suffix(ORDER_SUFFIX) if self._rank0 and page is not None else None
 
     def after_step(self, step: int) -> BoundaryAction:
         saver = self._saver
@@ -1448,14 +1497,24 @@ class StepBoundaries(Boundaries):
     def _wishes(self) -> Flags:
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
+        order = self._ordered()
         return Flags(
             stop=not self._recovery.led and signals.requested is not None,
             save=self._saver.due_by_time() or on_demand or signals.save_requested,
             nonfinite=self._own_nonfinite(),
             switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
+            pause=order == RunOrder.PAUSE,
+            restart=order == RunOrder.RESTART,
             mark=self._plan_check.fingerprint(),
         )
+
+    def _ordered(self) -> str:
+        """The order that this rank's agent has for all ranks."""
+        try:
+            return self._order.read_text(encoding="ascii", errors="replace") if self._order is not None else ""
+        except OSError:
+            return ""
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         if agreed.differ:
@@ -1470,7 +1529,11 @@ class StepBoundaries(Boundaries):
             self._save()
         if agreed.copy:
             self._saver.copy_shards()
-        return BoundaryAction.SWITCH if agreed.switch else BoundaryAction.GO_ON
+        if agreed.switch:
+            return BoundaryAction.SWITCH
+        if agreed.restart:
+            return BoundaryAction.RESTART
+        return BoundaryAction.PAUSE if agreed.pause else BoundaryAction.GO_ON
 
     def _save(self) -> None:
         self._saved_at = self._crossing

@@ -22,6 +22,7 @@ from elastic_trainer.agent.health.node_health import (
     HealthPorts,
     HealthStore,
     HealthSubject,
+    RunOrders,
     SaveRequests,
     StragglerWatch,
     row,
@@ -34,6 +35,7 @@ from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import (
     Incident,
+    LeaveRequest,
     NodeHealth,
     RankHealth,
     RoundDocument,
@@ -113,7 +115,8 @@ class Desk:
         self.health = self.health_with(LIMITS)
 
     def health_with(self, limits: HangLimits, **more: Any) -> Health:
-        evictions = Evictions("a", self.asks, KEYS, lambda: 0, obeys=False, leave=lambda: self.left.append("a"))
+        go = partial(self.left.append, "a")
+        evictions = Evictions("a", self.asks, KEYS, lambda: 0, go, obeys=False, leave=go)
         nobody_is_slow = StragglerWatch("a", evictions, dict, evicts=False, clock=self.clock)  # has tests of its own
         ports = HealthPorts(
             self.pages,
@@ -122,6 +125,7 @@ class Desk:
             evictions,
             nobody_is_slow,
             SaveRequests(MemoryStore(), KEYS, "a"),
+            RunOrders(MemoryStore(), KEYS, "a"),
             self.judge,
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),
@@ -587,7 +591,8 @@ class Job:
 
     def evictions(self, name: str) -> Evictions:
         created = self.created[name]
-        return Evictions(name, self.store, KEYS, lambda: created, obeys=True, leave=lambda: self.left.append(name))
+        workers, node = (partial(self.left.append, each) for each in (f"workers of {name}", name))
+        return Evictions(name, self.store, KEYS, lambda: created, workers, obeys=True, leave=node)
 
     def looks(self, name: str, times: int = 10, *, evicts: bool = True) -> list[Incident | None]:
         records = {"spare": node("spare", 9).record} if self.spare else {}
@@ -633,7 +638,8 @@ def test_what_was_asked_of_a_node_of_the_same_name_before_is_not_obeyed() -> Non
     job.show("c")
     job.looks("a")
     assert not job.asked("c")
-    job.store.transact([], [Put(KEYS.eviction("c"), b"slow")], deadline=Deadline.after(60.0))
+    request = Put(KEYS.eviction("c"), LeaveRequest(reason="slow").encode())
+    job.store.transact([], [request], deadline=Deadline.after(60.0))
     job.created["c"] = job.show("c")
     job.evictions("c").obey()
     assert (job.left, job.asked("c")) == ([], False)
