@@ -18,7 +18,14 @@ from pydantic_core import PydanticSerializationError
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import PreflightMode, RecoveryMode, as_text
-from elastic_trainer.variables import ENV_ENDPOINT, ENV_LOG_LEVEL, STORE_VARIABLES, WORKER_VARIABLES
+from elastic_trainer.variables import (
+    ENV_ENDPOINT,
+    ENV_KUBE_JOB,
+    ENV_LOG_LEVEL,
+    KUBEFLOW_VARIABLES,
+    STORE_VARIABLES,
+    WORKER_VARIABLES,
+)
 
 DEFAULT_ETCD_PORT = 2379
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_ETCD_PORT}"
@@ -434,3 +441,30 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 def gloo_interfaces() -> str:
     """The network interfaces that the user chose for gloo (``GLOO_SOCKET_IFNAME``); empty for none."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+class ProgressTarget(Frozen):
+    """Where an agent says how far the run is; ``token`` is read anew each time, since it changes."""
+
+    url: str
+    token: Path
+    ca: Path
+    kubeflow: bool = False
+
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+def progress_targets(environ: Mapping[str, str] | None = None, account: Path = SERVICE_ACCOUNT) -> list[ProgressTarget]:
+    """The Kubeflow TrainJob that this pod belongs to, and the Job that it may annotate."""
+    source, found = os.environ if environ is None else environ, []
+    url, token, ca = (source.get(name) for name in KUBEFLOW_VARIABLES)
+    if url and token and ca:
+        found.append(ProgressTarget(url=url, token=Path(token), ca=Path(ca), kubeflow=True))
+    host, job = source.get("KUBERNETES_SERVICE_HOST"), source.get(ENV_KUBE_JOB)
+    if host and job and (account / "token").exists():
+        space = (account / "namespace").read_text(encoding="utf-8").strip()
+        server = Endpoint(host=host, port=int(source.get("KUBERNETES_SERVICE_PORT", "443")))
+        url = f"https://{server}/apis/batch/v1/namespaces/{space}/jobs/{job}"
+        found.append(ProgressTarget(url=url, token=account / "token", ca=account / "ca.crt"))
+    return found

@@ -23,6 +23,13 @@ ENV_LOG_LEVEL: Final = "ELASTIC_TRAINER_LOG_LEVEL"
 ENV_LOG_FORMAT: Final = "ELASTIC_TRAINER_LOG_FORMAT"
 ENV_LEAVE_WITHIN: Final = "ELASTIC_TRAINER_LEAVE_WITHIN"
 ENV_ENDPOINT: Final = "ELASTIC_TRAINER_ENDPOINT"
+ENV_KUBE_JOB: Final = "ELASTIC_TRAINER_KUBE_JOB"
+
+KUBEFLOW_VARIABLES: Final = (
+    "KUBEFLOW_TRAINER_SERVER_URL",
+    "KUBEFLOW_TRAINER_SERVER_TOKEN",
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT",
+)
 
 STORE_VARIABLES: Final = {
     "user": "ELASTIC_TRAINER_USER",
@@ -112,6 +119,15 @@ MEANINGS: Final = {
         "ranks are on one machine, else the address that this node announces (`interface`), or without an agent the "
         "one that reaches rank 0; `/etc/hosts` does not matter",
     ),
+    ENV_KUBE_JOB: (
+        "you, k8s/components/progress",
+        "the Job whose annotations say how far the run is; the pod's token must allow to patch it",
+    ),
+    "KUBERNETES_SERVICE_HOST": ("Kubernetes", "the API server's address, for these annotations"),
+    "KUBERNETES_SERVICE_PORT": ("Kubernetes", "its port"),
+    "KUBEFLOW_TRAINER_SERVER_URL": ("Kubeflow Trainer", "where the TrainJob's progress is reported"),
+    "KUBEFLOW_TRAINER_SERVER_TOKEN": ("Kubeflow Trainer", "the file with the token for that"),
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT": ("Kubeflow Trainer", "the file with the CA that vouches for that address"),
     "RANK": ("torchrun", "number among all processes"),
     "LOCAL_RANK": ("torchrun", "number on this node"),
     "WORLD_SIZE": ("torchrun", "processes of all nodes"),

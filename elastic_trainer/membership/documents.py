@@ -457,6 +457,24 @@ class Saved(BaseModel):
     """Free space left for checkpoints after the save; None if unknown."""
 
 
+class RunProgress(BaseModel):
+    """How far the run is, as rank 0's node knows it. What the script has not said is None."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    epoch: int
+    """From 0."""
+    epochs: int | None = None
+    last_step: int | None = None
+    """The step at which the run ends, where that was asked for."""
+    part: float | None = None
+    """The part of the run that is done, 0 to 1."""
+    left_s: float | None = None
+    """Seconds until its end at the present speed, without evaluations and saves."""
+    lr: float | None = None
+
+
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
@@ -487,6 +505,8 @@ class NodeHealth(Document):
     saves_failing: int = 0
     """Its saves that failed since the last one that succeeded."""
     save_interval_s: float = 0.0
+    progress: RunProgress | None = None
+    """Known on the node of rank 0."""
 
 
 class Incident(Document):

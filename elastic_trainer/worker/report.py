@@ -55,6 +55,7 @@ _WORK: Final = tuple(NUMBERS[each] for each in (Phase.TRAINING, Phase.REPEATED, 
 _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
 _SAMPLE_EVERY_S: Final = 1.0
+LR_EVERY_S = 2.0
 _AUDITS_SHOWN: Final = 8
 """The agent reads them every few seconds, and the page is small."""
 _NUMBERS: Final = count(1)
@@ -77,6 +78,7 @@ class HeartbeatReporter:
         self.page.moment(NUMBERS[Phase.STARTING])
         self._phase = NUMBERS[Phase.STARTING]
         self._notes: dict[str, Any] = {}
+        self._lr_shown_at = -math.inf
         self._counts: dict[str, float] = {}
         self._waits_at = 0.0
         self._waited_s = 0.0
@@ -161,6 +163,13 @@ class HeartbeatReporter:
         """Update the notes, which change rarely."""
         self._notes.update(notes)
         self._note()
+
+    def show_lr(self, lr: float) -> None:
+        """Note the learning rate from time to time: it may change with each step."""
+        now = self._monotonic()
+        if lr != self._notes.get("lr") and now - self._lr_shown_at >= LR_EVERY_S:
+            self._lr_shown_at = now
+            self.set_notes(lr=lr)
 
     def set_rank(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
         pulse = self.pulse

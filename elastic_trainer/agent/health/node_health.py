@@ -46,6 +46,7 @@ from elastic_trainer.membership.documents import (
     RankHealth,
     RoundDocument,
     RoundState,
+    RunProgress,
     Saved,
     SaveRequest,
     added_up,
@@ -149,6 +150,7 @@ class Health:
         self._saved: Saved | None = None
         self._saves_failing = 0
         self._loss: float | None = None
+        self._last_incident = ""
         self._asked_at = self._touched_at = -math.inf
         self._publishing = threading.Lock()
         self._closed = False
@@ -170,6 +172,11 @@ class Health:
         self._ports.saves.close()
         self._meet_all(self._pages.living(), self._clock.monotonic())
         self.publish()
+
+    def known_progress(self) -> tuple[RunProgress, float | None, str] | None:
+        """How far the run is, its loss and its last incident; None where another node has rank 0."""
+        head = next((each for each in self._pages.living() if each.pulse.rank == 0), None)
+        return None if head is None else (progress_of(head), self._loss, self._last_incident)
 
     def every_s(self) -> float:
         current = self._round_now()
@@ -243,6 +250,7 @@ class Health:
             total_s=None if incident.total_s is None else round(incident.total_s, 3),
         )
         self._pending.append(incident)
+        self._last_incident = incident.reason
 
     def add_note(self, kind: str, reason: str, ranks: tuple[int, ...] = (), number: int | None = None) -> None:
         """Something that people should know of, for the next time that is published.
@@ -318,6 +326,7 @@ class Health:
             saved=self._saved,
             saves_failing=self._saves_failing,
             save_interval_s=head.pulse.save_interval_s if head is not None else 0.0,
+            progress=progress_of(head) if head is not None else None,
         )
 
     def _notice(self, counters: Mapping[str, float]) -> None:
@@ -369,6 +378,28 @@ class Health:
             logger().warning("eviction.failed", node=nodes[0], error=str(error))
             return ""
         return "; its node was asked to leave" if asked else ""
+
+
+def progress_of(head: Reading) -> RunProgress:
+    """How far the run is, by the page of rank 0."""
+    pulse, notes = head.pulse, head.notes
+    length, batch = int(notes.get("length") or 0), int(notes.get("batch") or 0)
+    epochs, last = notes.get("epochs"), notes.get("last_step")
+    part, steps = None, None
+    if last:
+        part, steps = pulse.step / last, last - pulse.step
+    elif epochs and length and batch:
+        done = pulse.epoch * length + pulse.used
+        part, steps = done / (epochs * length), math.ceil((epochs * length - done) / batch)
+    return RunProgress(
+        step=pulse.step,
+        epoch=pulse.epoch,
+        epochs=epochs,
+        last_step=last,
+        part=None if part is None else min(1.0, max(0.0, part)),
+        left_s=None if steps is None or not pulse.step_s else round(max(0, steps) * pulse.step_s, 1),
+        lr=notes.get("lr"),
+    )
 
 
 def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None) -> RankHealth:

@@ -35,6 +35,7 @@ from elastic_trainer.agent.health.node_health import (
     leave_as_asked,
 )
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.progress import ProgressReports
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor_shell import records_of
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
@@ -46,7 +47,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState, adde
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.writes import RoundFailure
 from elastic_trainer.model import Cause, Phase, as_text
-from elastic_trainer.settings import RendezvousOptions
+from elastic_trainer.settings import RendezvousOptions, progress_targets
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
@@ -111,12 +112,15 @@ class HealthService:
         )
         self.health = Health(subject, ports, clock)
         self._preemption = PreemptionWatch(self._node, options.preemption, clock) if options.preemption else None
+        self._progress = [ProgressReports(each, self.health.known_progress, clock) for each in progress_targets()]
         member.on_round(self._see)
         if (current := member.observation().round) is not None:
             self._see(current)  # the member has followed the run for a while: nobody else may know how this round ends
         self.health.start()
         if self._preemption is not None:
             self._preemption.start()
+        for each in self._progress:
+            each.start()
 
     @property
     def made_steps(self) -> bool:
@@ -153,6 +157,8 @@ class HealthService:
     def close(self) -> None:
         if self._preemption is not None:
             self._preemption.close()
+        for each in self._progress:
+            each.close()
         self.health.close()
         if self._endpoint is not None:
             self._endpoint.close()

@@ -652,6 +652,11 @@ class Steps:
         else:
             self._seed(batch)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(next(iter(members_of(self._optimizer))).param_groups[0]["lr"])
+
     def _follow(self) -> None:
         """Train what the script has frozen, unfrozen and regrouped since the last step."""
         trainable = self.trainable
@@ -1498,6 +1503,8 @@ class StepBoundaries(Boundaries):
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
         order = self._ordered()
+        if self._rank0:
+            self._tracker.show_lr(self._steps.lr)
         return Flags(
             stop=not self._recovery.led and signals.requested is not None,
             save=self._saver.due_by_time() or on_demand or signals.save_requested,

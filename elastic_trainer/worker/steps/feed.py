@@ -320,8 +320,13 @@ class DataFeed:
             over = over or (steps is not None and self._position.step >= steps)
             if not over:
                 raise  # else this is an earlier loop of a script with several: the next one is compared
-        self._tracker.set_notes(length=plan.left(Cursor()), batch=plan.for_world(self._part.world).global_batch)
         until = epochs if epochs is not None else self._last_epoch or 0
+        self._tracker.set_notes(
+            length=plan.left(Cursor()),
+            batch=plan.for_world(self._part.world).global_batch,
+            epochs=until if steps is None else None,
+            last_step=steps,
+        )
         if isinstance(loading, LoaderSource):
             timed: Source = Awaited(loading, self._tracker)
         else:

@@ -95,7 +95,7 @@ def test_everything_that_can_be_rendered_is_known_here() -> None:
         for name in OVERLAYS
         for part in load(K8S / "overlays" / name / "kustomization.yaml").get("components", ())
     }
-    assert {f"components/{name}" for name in used | {"kueue"}} == components  # that one: test_render
+    assert {f"components/{name}" for name in used | {"kueue", "progress"}} == components  # of jobs by themselves
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -167,6 +167,18 @@ def test_components_can_be_chosen_freely(chosen: tuple[str, ...], tmp_path: Path
     command = " ".join(started["StatefulSet/etcd"].command)
     assert ("https://" in command) is ("tls" in chosen)
     assert command.count(":2380,") == (2 if "etcd-ha" in chosen else 0)
+
+
+def test_the_component_progress_gives_a_token_for_one_job_alone(tmp_path: Path) -> None:
+    """Its account may patch that Job, and the pod knows its name."""
+    objects = combined(tmp_path, ["jobs/gpt"], ["components/progress"])
+    assert [problem for each in objects for problem in invalid(each, NEWEST)] == []
+    (job,), (role,) = of_kind(objects, "Job"), of_kind(objects, "Role")
+    (rule,) = role["rules"]
+    assert (rule["verbs"], rule["resources"], rule["resourceNames"]) == (["patch"], ["jobs"], ["gpt"])
+    pod = job["spec"]["template"]["spec"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("progress", True)
+    assert {"name": "ELASTIC_TRAINER_KUBE_JOB", "value": "gpt"} in pod["containers"][0]["env"]
 
 
 @pytest.mark.parametrize("folder", RENDERED)
