@@ -144,7 +144,8 @@ def one_pod_that_is_done_says_it_for_all(it: Training) -> Iterator[str]:
 
 def exit_codes_mean_what_the_package_says(it: Training) -> Iterator[str]:
     known = {getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")}
-    undecided = known - RETRIED - {errors.EXIT_CONFIG, errors.EXIT_LEFT}
+    never_of_a_node = {errors.EXIT_RESTARTED}
+    undecided = known - RETRIED - {errors.EXIT_CONFIG, errors.EXIT_LEFT} - never_of_a_node
     if undecided:
         yield f"nobody has decided what a pod's exit code {sorted(undecided)} means"
     rules = it.spec["podFailurePolicy"]["rules"]
