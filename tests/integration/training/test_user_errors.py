@@ -66,7 +66,10 @@ def test_another_global_batch_on_resuming_is_refused_or_accepted_on_request(tmp_
 
 
 def test_the_effective_configuration_can_be_printed(tmp_path: Path) -> None:
-    """It shows defaults and overrides, and is itself a job file; nothing is trained or written."""
+    """It shows defaults and overrides, and is itself a job file; nothing is trained. Help says how to start."""
+    shown = train("--help")
+    assert shown.code == 0
+    assert all(part in shown.out for part in ("torchrun --standalone", "key=value", "78"))
     printed = train("mnist", "--print-config", "epochs=3", "data.shift=1", cwd=tmp_path)
     assert printed.code == 0
     assert list(tmp_path.iterdir()) == []
@@ -74,10 +77,3 @@ def test_the_effective_configuration_can_be_printed(tmp_path: Path) -> None:
     again = train("job.yaml", "--print-config", cwd=tmp_path)
     assert again.out == printed.out
     assert "shift: 1" in again.out
-
-
-def test_help_shows_how_to_start() -> None:
-    shown = train("--help")
-    assert shown.code == 0
-    for part in ("torchrun --standalone", "key=value", "78"):
-        assert part in shown.out

@@ -286,11 +286,6 @@ def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], pa
         assert part in str(caught.value)
 
 
-def test_tasks_are_found_by_short_name_and_by_module() -> None:
-    assert find_task("mnist").__module__ == "elastic_trainer.jobs.mnist"
-    assert find_task(f"{__name__}:Line") is Line
-
-
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -310,10 +305,10 @@ def test_a_wrong_task_name_is_one_sentence(name: str, parts: list[str]) -> None:
         assert part in str(caught.value)
 
 
-def test_a_users_module_with_a_missing_import_is_not_blamed_on_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An import that fails inside the user's module is the module's error and keeps its traceback."""
+def test_tasks_are_found_by_short_name_and_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import that fails inside the user's module is not blamed on the name, and keeps its traceback."""
+    assert find_task("mnist").__module__ == "elastic_trainer.jobs.mnist"
+    assert find_task(f"{__name__}:Line") is Line
     (tmp_path / "broken_task_module.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
@@ -348,16 +343,11 @@ def test_a_task_may_say_what_the_job_file_leaves_out() -> None:
     assert task.config.global_batch == 6
     assert Doubling(task.config).config == task.config
     assert Line(_job()).config.samples_per_step == 2
+    assert measurable(task, task.model(), task.datasets().test) == ["error", "root"]  # to choose the best checkpoint by
     with pytest.raises(ConfigError, match=r"task line: 'global_batch' is 5, but its options make it 4"):
         Doubling(_job(global_batch=5))
     with pytest.raises(ConfigError, match=r"task line: 'global_batch' is missing"):
         Silent(config)
-
-
-def test_metrics_that_follow_from_others_can_choose_the_best_checkpoint() -> None:
-    """They are known by name beforehand, like those that are measured."""
-    task = Doubling(_job(global_batch=None, options={"half": 1}))
-    assert measurable(task, task.model(), task.datasets().test) == ["error", "root"]
 
 
 LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=12)

@@ -124,20 +124,22 @@ def test_behind_the_last_step_all_meet_once_and_whoever_is_rank_0_then_makes_up(
     assert met == ["survivor"]
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_each_precision_computes_in_its_type_and_needs_no_scaler(precision: str, dtype: torch.dtype) -> None:
-    how = arithmetic(Precision(precision), torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("precision", "device", "dtype"),
+    [
+        ("fp32", "cpu", torch.float32),
+        ("bf16", "cpu", torch.bfloat16),
+        pytest.param("fp16", "cuda", torch.float16, marks=pytest.mark.gpu),
+    ],
+)
+def test_each_precision_computes_in_its_type_and_fp16_scales(precision: str, device: str, dtype: torch.dtype) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    how = arithmetic(Precision(precision), torch.device(device))
     with how.autocast():
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is dtype
-    assert how.scaler() is None
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_fp16_on_cuda_scales_its_gradients() -> None:
-    scaler = arithmetic(Precision.FP16, torch.device("cuda")).scaler()
-    assert scaler is not None
-    assert scaler.is_enabled()
+        assert torch.mm(*[torch.ones(2, 2, device=device)] * 2).dtype is dtype
+    scaler = how.scaler()
+    assert (scaler is not None and scaler.is_enabled()) == (precision == "fp16")
 
 
 @pytest.mark.parametrize(
