@@ -192,9 +192,6 @@ HISTORY = {
         "            if formed is not None:\n                raise\n            logger()",
         9,
     ),
-    "a loss that meets the end of the round inside a step": Fault(
-        RECOVERY_PY, "        self.lost = error\n", "        pass\n", 304
-    ),
     "a member that dies while all save before too few are left": Fault(
         RECOVERY_PY, "            return False\n        return True\n", "            raise\n        return True\n", 249
     ),

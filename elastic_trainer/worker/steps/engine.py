@@ -1613,7 +1613,7 @@ class RankContext:
 class WorkerContext:
     """What a process has from the opening of its session to the end, across rounds.
 
-    ``context`` is that of the present round: the only thing here that rounds change.
+    ``rank_context`` is that of the present round: the only thing here that rounds change.
     """
 
     def __init__(
