@@ -303,9 +303,6 @@ class TreeReduction:
         held = dict(self._stack.held)
         self._stack = Stack(_added)
         leaf = fold(total, held, _added) if self._control.alone else self._exchanged(total, held)
-        self._give(leaf)
-
-    def _give(self, leaf: Leaf) -> None:
         small = leaf[-1]
         if small is None:
             raise RuntimeError("a leaf without its small values")
@@ -386,7 +383,7 @@ class TreeReduction:
     def _summed(total: int, plan: Sequence[Sequence[Block]], received: torch.Tensor, size: int) -> torch.Tensor:
         order = [block for blocks in plan for block in blocks]
         rows: tuple[torch.Tensor, ...] = received.view(len(order), size).unbind()
-        return fold(total, dict(zip(order, rows, strict=True)), _plus)
+        return fold(total, dict(zip(order, rows, strict=True)), torch.Tensor.add_)
 
     def _write(self, leaf: Leaf, row: torch.Tensor) -> None:
         pairs = [(row[part], each) for part, each in zip(self._slices, leaf, strict=True)]
@@ -411,11 +408,6 @@ def _added(left: Leaf, right: Leaf) -> Leaf:
     if both:
         torch._foreach_add_([mine for mine, _ in both], [other for _, other in both])
     return [other if mine is None else mine for mine, other in zip(left, right, strict=True)]
-
-
-def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    left.add_(right)
-    return left
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
