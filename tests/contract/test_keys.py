@@ -204,17 +204,13 @@ def test_a_put_under_a_dead_lease_changes_nothing(store: Store, world: World) ->
     assert store.range(world.prefix, soon()).items == ()
 
 
-def test_a_deadline_that_has_passed_asks_nothing(store: Store, world: World) -> None:
+def test_no_request_is_made_after_the_deadline_or_over_a_closed_store(store: Store, world: World) -> None:
     gone = Deadline.after(-1.0)
     with pytest.raises(StoreUnavailableError):
         store.get(world.prefix, gone)
     with pytest.raises(StoreUnavailableError):
         store.transact([], [Put(world.prefix + "a", b"")], deadline=gone)
     assert store.range(world.prefix, soon()).items == ()
-
-
-def test_a_closed_store_raises(world: World) -> None:
-    store = world.client()
     assert store.version(soon())
     store.close()
     store.close()
