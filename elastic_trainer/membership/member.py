@@ -32,7 +32,7 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_slots
+from elastic_trainer.membership.cluster_view import Limits, NodeView, Observation, has_slots
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
@@ -227,7 +227,7 @@ class Member:
                     return current
                 if (record := free_again(self.record(), current.number)) is not None:  # else all would wait for it
                     self.announce(record, Deadline.after(join_timeout_s, self._clock))
-            if active and self._has_live_members(seen):
+            if active and _has_live_members(seen):
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
@@ -487,11 +487,7 @@ class Member:
     def _roll_call(self, seen: Observation) -> RollCall:
         if not seen.follows_nodes:
             return roll_call(self._store, self._keys, seen.round, Deadline.after(ASK_LIMIT_S, self._clock))
-        return RollCall(named(sorted(seen.nodes)), self._has_live_members(seen))
-
-    def _has_live_members(self, seen: Observation) -> bool:
-        view = ClusterView(self.node_id, seen.nodes, seen.round, self.limits, Sightings(), nonce="")
-        return bool(view.living_members)
+        return RollCall(named(sorted(seen.nodes)), _has_live_members(seen))
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
@@ -588,6 +584,16 @@ def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadli
         for key, member in zip(there, members, strict=True)
     )
     return RollCall(named(names), lives)
+
+
+def _has_live_members(seen: Observation) -> bool:
+    current = seen.round
+    return current is not None and any(
+        (node := seen.nodes.get(member.node)) is not None
+        and node.create_revision == member.create_revision
+        and node.ghost not in current.ghosts
+        for member in current.members
+    )
 
 
 def named(names: list[str]) -> str:
