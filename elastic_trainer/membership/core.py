@@ -1,8 +1,8 @@
-"""One node's state machine of the protocol: from events and the time, what to do and when to look again. Pure.
+"""One node's state machine of the protocol: from what is seen and the time, what to do and when to look again. Pure.
 Who is in a round is decided in membership.rules; this is who decides, and when.
 
-A driver passes it events, performs its effects in order, and passes their outcomes back as events. Safety does not
-depend on the driver's speed: each commit compares the round and the key that the decision was based on.
+A driver passes it what it sees, performs its effects in order, and passes their outcomes back with the next look. Safety
+does not depend on the driver's speed: each commit compares the round and the key that the decision was based on.
 
 *Who watches.* A watch on the nodes delivers every change of every node; if all nodes watched, N changes would cost
 N x N events. So the most senior node, which decides, and its two deputies watch the nodes, and all others only the
@@ -39,7 +39,7 @@ from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundStat
 from elastic_trainer.membership.rules import Action, Decision, broken, decide
 from elastic_trainer.wording import counted
 
-# ---- events
+# ---- what it is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Probed:
     dead: bool
 
 
-Event = Looked | Ended | Oldest | Probed
+Answer = Ended | Oldest | Probed
 
 
 # ---- effects
@@ -172,7 +172,8 @@ class Core:
         self._delays = Delays()
         self._tracker = Tracker()
         self._memory = RollbackGuard()
-        self._look: Looked | None = None
+        self._serial = 0
+        """Of the last observation."""
         self._asked: AskOldest | None = None
         self._reloads = 0
         self._notified: tuple[int, str, tuple[int, int, int]] | None = None
@@ -187,32 +188,32 @@ class Core:
         """Until this time nothing is decided, unless the view's serial has changed."""
         self._effects: list[Effect] = []
 
-    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
-        """Process ``events``; returns at most one write, and the next step follows as soon as that has ended."""
+    def step(self, answers: Iterable[Answer], look: Looked, now: float) -> TurnOutcome:
+        """Take in what came of earlier effects, and decide on ``look``.
+
+        Returns at most one write, and the next step follows as soon as that has ended.
+        """
         self._effects = []
-        for event in events:
-            self._take(event, now)
-        if self._look is None:
-            return TurnOutcome((), now + LOOK_AGAIN_S)
-        if self._held is not None and self._held[0] == self._look.seen.serial and now < self._held[1]:
+        for answer in answers:
+            self._take(answer, now)
+        self._serial = look.seen.serial
+        if self._held is not None and self._held[0] == self._serial and now < self._held[1]:
             return TurnOutcome(tuple(self._effects), self._held[1])
         self._held = None
-        again_s = self._turn(self._look, now)
+        again_s = self._turn(look, now)
         return TurnOutcome(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
 
-    def _take(self, event: Event, now: float) -> None:
-        if isinstance(event, Ended):
-            if event.again_in_s is not None:
-                self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
-            elif isinstance(event.effect, PublishAgain):
-                self._reloads = event.effect.reloads
-        elif isinstance(event, Looked):
-            self._look = event
-        elif isinstance(event, Probed):
-            self._probes.on_probed(event)
+    def _take(self, answer: Answer, now: float) -> None:
+        if isinstance(answer, Ended):
+            if answer.again_in_s is not None:
+                self._held = (self._serial, now + answer.again_in_s)
+            elif isinstance(answer.effect, PublishAgain):
+                self._reloads = answer.effect.reloads
+        elif isinstance(answer, Probed):
+            self._probes.on_probed(answer)
         else:
             seniors = self._asked.seniors if self._asked is not None else 0
-            if (follow := self._scope.on_oldest(event, seniors, now)) is not None:
+            if (follow := self._scope.on_oldest(answer, seniors, now)) is not None:
                 self._effects.append(follow)
 
     def _turn(self, look: Looked, now: float) -> float:

@@ -37,13 +37,13 @@ from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
     PROBE_TIMEOUT_S,
+    Answer,
     AskOldest,
     ChangeWatch,
     CommitRound,
     Core,
     Effect,
     Ended,
-    Event,
     LogDelay,
     Looked,
     Notify,
@@ -123,7 +123,7 @@ class Member:
         """Held by the one thread that writes the key: torchrun's main thread, the record writer or the deciding one."""
         self._view = RunView(keys)
         self._core = Core(node_id, limits, session.ttl_s + LEASE_SLACK_S, random.SystemRandom())
-        self._answers: list[Event] = []
+        self._answers: list[Answer] = []
         self._answered = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -358,7 +358,7 @@ class Member:
             next_at = began + LOOK_AGAIN_S
             try:
                 looked = Looked(seen, self._key.create_revision, self._key.senior, self._key.away)
-                step = self._core.step([*self._take_answers(), looked], began)
+                step = self._core.step(self._take_answers(), looked, began)
                 next_at = step.next_at
                 for effect in step.effects:
                     self._perform(effect)
@@ -370,12 +370,12 @@ class Member:
             self._clock.wait(self._stop, min(RESTS_PER_TURN * (now - began), LONGEST_REST_S, max(0.0, next_at - began)))
             self._view.wait_change(seen.serial, next_at - self._clock.monotonic())
 
-    def _take_answers(self) -> list[Event]:
+    def _take_answers(self) -> list[Answer]:
         with self._answered:
             answers, self._answers = self._answers, []
         return answers
 
-    def _answer(self, event: Event) -> None:
+    def _answer(self, event: Answer) -> None:
         with self._answered:
             self._answers.append(event)
 

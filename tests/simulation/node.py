@@ -12,7 +12,7 @@ from typing import Any, cast
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.cluster_view import Limits, NodeView
-from elastic_trainer.membership.core import LEASE_SLACK_S, Core, Effect, Event, Probe, Probed, TurnOutcome
+from elastic_trainer.membership.core import LEASE_SLACK_S, Answer, Core, Effect, Looked, Probe, Probed, TurnOutcome
 from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.view import RunView
@@ -74,9 +74,9 @@ class SimStore:
 class SlowCore(Core):
     """A turn takes time, as a real one does: what happens meanwhile is seen by the next one, all at once."""
 
-    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
+    def step(self, answers: Iterable[Answer], look: Looked, now: float) -> TurnOutcome:
         sleep(TURN_S)
-        return super().step(events, now)
+        return super().step(answers, look, now)
 
 
 class SimMember(Member):

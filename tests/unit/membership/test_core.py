@@ -52,7 +52,7 @@ def step(core: Core, document: RoundDocument | None, now: float, *answers: Ended
     """Nodes a and b and ``document`` are seen, always at one revision of the store."""
     nodes = {each.id: each for each in PAIR}
     seen = Observation(nodes, document, REVISION if document else 0, True, serial, revision=REVISION)
-    return core.step([*answers, Looked(seen, create_revision=1, senior=True, away=False)], now)
+    return core.step(answers, Looked(seen, create_revision=1, senior=True, away=False), now)
 
 
 def told(taken: TurnOutcome) -> list[RoundDocument]:
