@@ -1,8 +1,8 @@
 """One node's state machine of the protocol: from what is seen and the time, what to do and when to look again. Pure.
 Who is in a round is decided in membership.rules; this is who decides, and when.
 
-A driver passes it what it sees, performs its effects in order, and passes their outcomes back with the next look. Safety
-does not depend on the driver's speed: each commit compares the round and the key that the decision was based on.
+A driver passes it what it sees, performs its effects in order, and passes their outcomes back with the next look.
+Safety does not depend on the driver's speed: each commit compares the round and the key that the decision was based on.
 
 *Who watches.* A watch on the nodes delivers every change of every node; if all nodes watched, N changes would cost
 N x N events. So the most senior node, which decides, and its two deputies watch the nodes, and all others only the
@@ -65,9 +65,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Oldest:
-    """The answer to AskOldest: the most senior nodes, ghosts excluded."""
+    """The answer to AskOldest: the ``seniors`` most senior nodes, ghosts excluded."""
 
     names: tuple[str, ...]
+    seniors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,6 @@ class Core:
         self._memory = RollbackGuard()
         self._serial = 0
         """Of the last observation."""
-        self._asked: AskOldest | None = None
         self._reloads = 0
         self._notified: tuple[int, str, tuple[int, int, int]] | None = None
         self._decided_on: tuple[int, frozenset[tuple[str, int]]] | None = None
@@ -211,10 +211,8 @@ class Core:
                 self._reloads = answer.effect.reloads
         elif isinstance(answer, Probed):
             self._probes.on_probed(answer)
-        else:
-            seniors = self._asked.seniors if self._asked is not None else 0
-            if (follow := self._scope.on_oldest(answer, seniors, now)) is not None:
-                self._effects.append(follow)
+        elif (follow := self._scope.on_oldest(answer, now)) is not None:
+            self._effects.append(follow)
 
     def _turn(self, look: Looked, now: float) -> float:
         """Decide on one observation; returns the seconds until the next look if nothing changes."""
@@ -229,7 +227,6 @@ class Core:
             return self._put_back(seen, now)
         change, scope_s = self._scope.adjust(look, now)
         if change is not None:
-            self._asked = change if isinstance(change, AskOldest) else None
             self._effects.append(change)
         if seen.follows_nodes:
             return min(scope_s, self._decide(seen, now))
@@ -381,10 +378,10 @@ class WatchScope:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def on_oldest(self, answer: Oldest, seniors: int, now: float) -> ChangeWatch | None:
+    def on_oldest(self, answer: Oldest, now: float) -> ChangeWatch | None:
         """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
-            return ChangeWatch(nodes=True, reason=f"it is among the {seniors} most senior")
+            return ChangeWatch(nodes=True, reason=f"it is among the {answer.seniors} most senior")
         self._asked += 1
         self._asked_at_s = (now - self._quiet_since) / self._spread
         return None

@@ -446,7 +446,8 @@ class Member:
     def _oldest(self, effect: AskOldest) -> Oldest:
         wanted = oldest_keys(self._keys, effect.seniors + len(effect.ghosts))
         found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
-        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)))
+        names = first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)
+        return Oldest(tuple(names), effect.seniors)
 
     def _probed(self, answer: Probed) -> None:
         self._answer(answer)
