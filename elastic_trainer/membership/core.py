@@ -257,8 +257,7 @@ class Core:
             if decision.action is not Action.WAIT:
                 self._decided_on = None  # with another nonce next time
                 return self._do(CommitRound(decision, seen))
-            again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
-            self._decides_at = now + min(LOOK_AGAIN_S, again_s)
+            self._decides_at = now + min(LOOK_AGAIN_S, decision.again_in_s)
         probe, probing_s = self._probes.is_due(self._silent, now)
         if probe is not None:
             self._effects.append(probe)
@@ -268,7 +267,7 @@ class Core:
         """The store was rolled back: end the newest known round in it, so that the next one follows that."""
         decision = self._memory.decide(self._node_id, seen.round, now)
         if decision.action is Action.WAIT:
-            return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+            return decision.again_in_s
         return self._do(CommitRound(decision, seen, rolled_back=True))
 
     def _notify(self, seen: Observation) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import random
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -123,8 +124,7 @@ class Member:
         """Held by the one thread that writes the key: torchrun's main thread, the record writer or the deciding one."""
         self._view = RunView(keys)
         self._core = Core(node_id, limits, session.ttl_s + LEASE_SLACK_S, random.SystemRandom())
-        self._answers: list[Answer] = []
-        self._answered = threading.Lock()
+        self._answers = deque[Answer]()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
@@ -358,7 +358,8 @@ class Member:
             next_at = began + LOOK_AGAIN_S
             try:
                 looked = Looked(seen, self._key.create_revision, self._key.senior, self._key.away)
-                step = self._core.step(self._take_answers(), looked, began)
+                answers = [self._answers.popleft() for _ in range(len(self._answers))]
+                step = self._core.step(answers, looked, began)
                 next_at = step.next_at
                 for effect in step.effects:
                     self._perform(effect)
@@ -369,15 +370,6 @@ class Member:
             now = self._clock.monotonic()
             self._clock.wait(self._stop, min(RESTS_PER_TURN * (now - began), LONGEST_REST_S, max(0.0, next_at - began)))
             self._view.wait_change(seen.serial, next_at - self._clock.monotonic())
-
-    def _take_answers(self) -> list[Answer]:
-        with self._answered:
-            answers, self._answers = self._answers, []
-        return answers
-
-    def _answer(self, event: Answer) -> None:
-        with self._answered:
-            self._answers.append(event)
 
     def _perform(self, effect: Effect) -> None:
         """Perform ``effect`` and queue its outcome for the next step."""
@@ -398,7 +390,7 @@ class Member:
         except RuntimeError:  # for example no thread can be started; the step's other effects do not depend on it
             again_in_s = OUTAGE_S
             logger().exception("decision.failed")
-        self._answer(Ended(effect, again_in_s))
+        self._answers.append(Ended(effect, again_in_s))
 
     def _do(self, effect: Effect) -> bool:
         """Perform ``effect``; False if another node was faster or this node's key is gone."""
@@ -422,7 +414,7 @@ class Member:
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
             self._view.switch(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
-            self._answer(self._oldest(effect))
+            self._answers.append(self._oldest(effect))
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
@@ -450,7 +442,7 @@ class Member:
         return Oldest(tuple(names), effect.seniors)
 
     def _probed(self, answer: Probed) -> None:
-        self._answer(answer)
+        self._answers.append(answer)
         if answer.dead:
             self._view.wake()
 

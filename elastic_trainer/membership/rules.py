@@ -66,7 +66,7 @@ class Decision:
     action: Action
     reason: str
     round: RoundDocument | None = None
-    again_in_s: float | None = None
+    again_in_s: float = math.inf
 
 
 def decide(view: ClusterView, now: float) -> Decision:
