@@ -178,7 +178,7 @@ RECOVERY = {
 }
 HISTORY = {
     "a planned change for a node whose workers are ending": Fault(
-        "membership/writes.py",
+        "membership/member.py",
         "state = NodeState.WARMING if self.at_work else self.record.state",
         "state = self.record.state",
         24,
