@@ -218,8 +218,8 @@ def test_a_run_cannot_reach_the_keys_of_another(server: EtcdServer, users: dict[
             [], [Delete("/elastic_trainer/", "/elastic_trainer0")], deadline=soon()
         ),
         "guard": lambda store: store.transact([absent(f"{A}spec")], [], deadline=soon()),
-        "guard on the value": lambda store: store.transact(
-            [Compare(f"{A}spec", Field.VALUE, Relation.GREATER, b"a")], [Put(f"{B}x", b"")], deadline=soon()
+        "guard on the revision": lambda store: store.transact(
+            [Compare(f"{A}spec", Field.MOD_REVISION, Relation.LESS, 1)], [Put(f"{B}x", b"")], deadline=soon()
         ),
         "in the branch not taken": lambda store: store.transact(
             [absent(f"{B}none")], [Put(f"{B}x", b"")], [Delete(f"{A}spec")], deadline=soon()
