@@ -223,7 +223,7 @@ def test_progress_notifications_keep_a_quiet_watch_ahead_of_compaction(etcd_bina
         assert isinstance(watched, WatchLoop)
         for _ in range(20):
             revision = put(other, "/elsewhere")
-        eventually(lambda: watched.revision >= revision, "no notification came")
+        eventually(lambda: watched._seen.revision >= revision, "no notification came")
         server.call("kv/compaction", revision=revision, physical=True)
         proxy.cut()
         recorder.wait(lambda me: me.connected == [True, False], "the loss")
