@@ -73,12 +73,10 @@ class InPlace(Agent):
     def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
         def look() -> None:
             records = {name: each.record for name, each in self._nodes().items()}
-            missing = tuple(name for name in nodes if name in records and not self.reaches(name))
+            missing = tuple(name for name in nodes if name in records and not self.world.reaches(self.name, name))
             answered(Reached(missing if records else None, records))
 
         self.host.after(self.chance.choice([0.01, 0.5, CONTACT_S]), look)
-
-    reaches: Callable[[str], bool] = staticmethod(lambda other: True)
 
     def _committed(self, pid: int) -> tuple[int, int] | None:
         step = next((each.step for each in self.workers if each.pid == pid), None)

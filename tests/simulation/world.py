@@ -376,10 +376,7 @@ class World:
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         kind = InPlace if self.limits.recovery is RecoveryMode.IN_PLACE else Restart
         size = self.chance.choice([1, 1, 1, 2, 3]) if self.limits.shard_nodes == 1 else self._team
-        agent = kind(node, self, size)
-        if isinstance(agent, InPlace):
-            agent.reaches = lambda other: self.reaches(name, other)
-        self.agents[name] = agent
+        self.agents[name] = kind(node, self, size)
         return True
 
     def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
