@@ -41,7 +41,7 @@ class InPlace(Agent):
         super().__init__(node, world, size)
         self.team = size
         self.workers: list[SimWorker] = []
-        self.evicted = self._done = self._begins = False
+        self._done = self._begins = False
         self._pids = itertools.count(FIRST_PID)
         self._hung: dict[int, str] = {}
         periodic = cast("type[PeriodicThread]", lambda name, turn, clock: Turns(self.host, turn))

@@ -192,11 +192,7 @@ class World:
         return members <= set(able) and len(members) >= least
 
     def _able(self) -> list[str]:
-        return [agent.name for agent in self.agents.values() if agent.awake and not self._leaves(agent)]
-
-    @staticmethod
-    def _leaves(agent: Agent) -> bool:
-        return isinstance(agent, InPlace) and agent.evicted
+        return [agent.name for agent in self.agents.values() if agent.awake and not agent.evicted]
 
     # ---- what is checked
 
@@ -518,7 +514,7 @@ class World:
         for agent in self.agents.values():
             if not agent.alive:
                 continue
-            if self._leaves(agent):
+            if agent.evicted:
                 agent.leave()
                 continue
             self._mend(agent)
