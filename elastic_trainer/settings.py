@@ -279,7 +279,7 @@ class RendezvousOptions(Frozen):
         limits = (self.step_timeout, self.first_step_timeout, self.phase_timeout)
         return GROUP_TIMEOUT_S + sum(limits) if all(limits) else UNLIMITED_S
 
-    def store(self, endpoint: str, environ: Mapping[str, str] | None = None) -> StoreSettings:
+    def store(self, endpoint: str, environ: Mapping[str, str] = os.environ) -> StoreSettings:
         """The store settings for ``--rdzv-endpoint`` ``endpoint``; the environment says what is left open."""
         names = ("prefix", "user", "password", "password_file", "ca_cert", "cert", "key")
         values = {name: getattr(self, name) for name in names}
@@ -383,39 +383,37 @@ _MADE_UP = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f
 """What ``torchrun --standalone`` (a random UUID) and ``elastic-trainer local`` name their runs, anew at each start."""
 
 
-def worker_environment(environ: Mapping[str, str] | None = None) -> WorkerEnvironment:
+def worker_environment(environ: Mapping[str, str] = os.environ) -> WorkerEnvironment:
     """Read the launcher's variables (default: of this process)."""
-    source = os.environ if environ is None else environ
     values: dict[str, Any] = {
-        field: source[variable] for field, variable in WORKER_VARIABLES.items() if source.get(variable)
+        field: environ[variable] for field, variable in WORKER_VARIABLES.items() if environ.get(variable)
     }
-    values["launched"] = "RANK" in source and "WORLD_SIZE" in source
+    values["launched"] = "RANK" in environ and "WORLD_SIZE" in environ
     return validated(WorkerEnvironment, values, "environment")
 
 
-def log_level(environ: Mapping[str, str] | None = None) -> str:
+def log_level() -> str:
     """The log level asked for (``ELASTIC_TRAINER_LOG_LEVEL``), ``info`` by default."""
-    return (os.environ if environ is None else environ).get(ENV_LOG_LEVEL, "info")
+    return os.environ.get(ENV_LOG_LEVEL, "info")
 
 
-def store_endpoint(environ: Mapping[str, str] | None = None) -> str:
+def store_endpoint() -> str:
     """Where commands look for etcd (``ELASTIC_TRAINER_ENDPOINT``); this machine by default."""
-    return (os.environ if environ is None else environ).get(ENV_ENDPOINT) or DEFAULT_ENDPOINT
+    return os.environ.get(ENV_ENDPOINT) or DEFAULT_ENDPOINT
 
 
 def resolved_store(
-    endpoint: str, given: Mapping[str, Any], where: str, environ: Mapping[str, str] | None = None
+    endpoint: str, given: Mapping[str, Any], where: str, environ: Mapping[str, str] = os.environ
 ) -> StoreSettings:
     """How to reach etcd at ``endpoint``: as ``given``, and where that is None as the environment says.
 
     ``where`` begins the sentence of a ConfigError. A password that was given is not replaced by a file's.
     """
-    source = os.environ if environ is None else environ
     values = {name: value for name, value in given.items() if value is not None}
     open_to_environment = {name: variable for name, variable in STORE_VARIABLES.items() if name not in values}
     if "password" in values:
         open_to_environment.pop("password_file", None)
-    found = {name: source[variable] for name, variable in open_to_environment.items() if source.get(variable)}
+    found = {name: environ[variable] for name, variable in open_to_environment.items() if environ.get(variable)}
     told = f"{where} with {', '.join(STORE_VARIABLES[name] for name in found)}" if found else where
     return validated(StoreSettings, {"endpoints": parse_endpoints(endpoint), **values, **found}, told)
 
@@ -432,9 +430,9 @@ def worker_threads() -> int | None:
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
-def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """For data that can be made again: ``$XDG_CACHE_HOME``, if absolute as its specification asks, or ``~/.cache``."""
-    root = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    root = environ.get("XDG_CACHE_HOME", "")
     return (Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))) / "elastic_trainer"
 
 

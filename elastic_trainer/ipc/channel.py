@@ -43,7 +43,7 @@ class Message(BaseModel):
         return as_json(self) + b"\n"
 
 
-class StateReport(BaseModel):
+class Identity(BaseModel):
     """The training state that a worker holds: committed in ``round``, after ``step`` steps."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -76,7 +76,7 @@ class Ready(Message):
     kind: Literal["ready"] = "ready"
     number: int
     planned: bool = False
-    state: StateReport | None = None
+    state: Identity | None = None
     step_time_s: float = 0.0
     joinable: bool = True
     """Whether newcomers may join the next round: not in the middle of an evaluation, which they could not continue."""

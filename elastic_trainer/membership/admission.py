@@ -1,7 +1,7 @@
 """Admission to a run: check its spec, refuse another job, refuse a closed run or reopen it on request.
 
 What else keeps a node out of a round: its preflight (agent.rendezvous.restart), a key that another node has
-(membership.writes), workers that are not ready (membership.cluster_view, ``candidates``), and the rules of who is in
+(membership.member), workers that are not ready (membership.cluster_view, ``candidates``), and the rules of who is in
 the next round (membership.rules).
 
 *Runs in* the agent's main thread, once at the start.

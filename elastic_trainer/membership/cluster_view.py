@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 
-from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
 
 
@@ -116,64 +115,52 @@ class Sightings:
     """Since when a member is lost, or has left unplanned."""
 
 
-@dataclass(frozen=True)
 class ClusterView:
-    """The input of a membership decision. What a decision asks for many times is worked out once."""
+    """The input of a membership decision. What a decision asks for many times is worked out once.
 
-    me: str
-    nodes: Mapping[str, NodeView]
-    round: RoundDocument | None
-    limits: Limits
-    sightings: Sightings
-    nonce: str
-    """A fresh random name for the round that this decision may form."""
-    suspects: frozenset[str] = field(default_factory=frozenset)
-    """Nodes whose agent's port refuses connections: their process is gone."""
+    ``nonce``: a fresh random name for the round that this decision may form. ``suspects``: nodes whose agent's port
+    refuses connections: their process is gone.
+    """
 
-    def since(self, sightings: Sightings) -> ClusterView:
-        """The same with other ``sightings``; keeps what was worked out."""
-        other = object.__new__(ClusterView)
-        other.__dict__.update(self.__dict__, sightings=sightings)
-        return other
-
-    @cached_property
-    def members(self) -> Mapping[str, RoundMember]:
-        """Those of the round, by name."""
-        return {member.node: member for member in self.round.members} if self.round is not None else {}
-
-    @cached_property
-    def ghosts(self) -> frozenset[tuple[str, int, int, int]]:
-        """The keys that the round excludes: node, create- and mod-revision, and life."""
-        found = self.round.ghosts if self.round is not None else ()
-        return frozenset((each.node, each.create_revision, each.mod_revision, each.life) for each in found)
-
-    @cached_property
-    def living_members(self) -> list[tuple[RoundMember, NodeView]]:
-        """Members of the round whose key, of the same create-revision, still exists; in rank order."""
-        if self.round is None:
-            return []
-        return [
+    def __init__(
+        self,
+        me: str,
+        nodes: Mapping[str, NodeView],
+        round: RoundDocument | None,
+        limits: Limits,
+        sightings: Sightings,
+        nonce: str,
+        suspects: frozenset[str] = frozenset(),
+    ) -> None:
+        self.me, self.nodes, self.round, self.limits = me, nodes, round, limits
+        self.sightings, self.nonce, self.suspects = sightings, nonce, suspects
+        members, ghosts = (round.members, round.ghosts) if round is not None else ((), ())
+        self.members = {member.node: member for member in members}
+        self.ghosts = {(each.node, each.create_revision, each.mod_revision, each.life) for each in ghosts}
+        """The keys that the round excludes."""
+        self.living_members = [
             (member, node)
-            for member in self.round.members
-            if (node := self.nodes.get(member.node)) is not None
+            for member in members
+            if (node := nodes.get(member.node)) is not None
             and node.create_revision == member.create_revision
             and not is_ghost(self, node)
         ]
-
-    @cached_property
-    def living(self) -> list[NodeView]:
+        """Members of the round whose key, of the same create-revision, still exists; in rank order."""
+        living = [node for node in nodes.values() if node.id not in suspects and not is_ghost(self, node)]
+        self.living = sorted(living, key=attrgetter("create_revision"))
         """The nodes, oldest key first, without those that were found dead, by this node or by who formed the round:
         their leases may stand."""
-        found = [node for node in self.nodes.values() if node.id not in self.suspects and not is_ghost(self, node)]
-        return sorted(found, key=attrgetter("create_revision"))
-
-    @cached_property
-    def candidates(self) -> list[NodeView]:
-        """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
         ready = NodeState.READY
         willing = [n for n in self.living if n.record.state is ready and is_free(self, n) and not n.record.stuck]
         order = {member.node: rank for rank, (member, _) in enumerate(self.living_members)}
-        return sorted(willing, key=lambda node: order.get(node.id, len(order)))
+        self.candidates = sorted(willing, key=lambda node: order.get(node.id, len(order)))
+        """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
+
+    def since(self, sightings: Sightings) -> ClusterView:
+        """The same with other ``sightings``."""
+        other = object.__new__(ClusterView)
+        other.__dict__.update(self.__dict__, sightings=sightings)
+        return other
 
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:

@@ -1,8 +1,8 @@
-"""One node's state machine of the protocol: from events and the time, what to do and when to look again. Pure.
+"""One node's state machine of the protocol: from what is seen and the time, what to do and when to look again. Pure.
 Who is in a round is decided in membership.rules; this is who decides, and when.
 
-A driver passes it events, performs its effects in order, and passes their outcomes back as events. Safety does not
-depend on the driver's speed: each commit compares the round and the key that the decision was based on.
+A driver passes it what it sees, performs its effects in order, and passes their outcomes back with the next look.
+Safety does not depend on the driver's speed: each commit compares the round and the key that the decision was based on.
 
 *Who watches.* A watch on the nodes delivers every change of every node; if all nodes watched, N changes would cost
 N x N events. So the most senior node, which decides, and its two deputies watch the nodes, and all others only the
@@ -39,7 +39,7 @@ from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundStat
 from elastic_trainer.membership.rules import Action, Decision, broken, decide
 from elastic_trainer.wording import counted
 
-# ---- events
+# ---- what it is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Oldest:
-    """The answer to AskOldest: the most senior nodes, ghosts excluded."""
+    """The answer to AskOldest: the ``seniors`` most senior nodes, ghosts excluded."""
 
     names: tuple[str, ...]
+    seniors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Probed:
     dead: bool
 
 
-Event = Looked | Ended | Oldest | Probed
+Answer = Ended | Oldest | Probed
 
 
 # ---- effects
@@ -172,8 +173,8 @@ class Core:
         self._delays = Delays()
         self._tracker = Tracker()
         self._memory = RollbackGuard()
-        self._look: Looked | None = None
-        self._asked: AskOldest | None = None
+        self._serial = 0
+        """Of the last observation."""
         self._reloads = 0
         self._notified: tuple[int, str, tuple[int, int, int]] | None = None
         self._decided_on: tuple[int, frozenset[tuple[str, int]]] | None = None
@@ -187,33 +188,31 @@ class Core:
         """Until this time nothing is decided, unless the view's serial has changed."""
         self._effects: list[Effect] = []
 
-    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
-        """Process ``events``; returns at most one write, and the next step follows as soon as that has ended."""
+    def step(self, answers: Iterable[Answer], look: Looked, now: float) -> TurnOutcome:
+        """Take in what came of earlier effects, and decide on ``look``.
+
+        Returns at most one write, and the next step follows as soon as that has ended.
+        """
         self._effects = []
-        for event in events:
-            self._take(event, now)
-        if self._look is None:
-            return TurnOutcome((), now + LOOK_AGAIN_S)
-        if self._held is not None and self._held[0] == self._look.seen.serial and now < self._held[1]:
+        for answer in answers:
+            self._take(answer, now)
+        self._serial = look.seen.serial
+        if self._held is not None and self._held[0] == self._serial and now < self._held[1]:
             return TurnOutcome(tuple(self._effects), self._held[1])
         self._held = None
-        again_s = self._turn(self._look, now)
+        again_s = self._turn(look, now)
         return TurnOutcome(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
 
-    def _take(self, event: Event, now: float) -> None:
-        if isinstance(event, Ended):
-            if event.again_in_s is not None:
-                self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
-            elif isinstance(event.effect, PublishAgain):
-                self._reloads = event.effect.reloads
-        elif isinstance(event, Looked):
-            self._look = event
-        elif isinstance(event, Probed):
-            self._probes.on_probed(event)
-        else:
-            seniors = self._asked.seniors if self._asked is not None else 0
-            if (follow := self._scope.on_oldest(event, seniors, now)) is not None:
-                self._effects.append(follow)
+    def _take(self, answer: Answer, now: float) -> None:
+        if isinstance(answer, Ended):
+            if answer.again_in_s is not None:
+                self._held = (self._serial, now + answer.again_in_s)
+            elif isinstance(answer.effect, PublishAgain):
+                self._reloads = answer.effect.reloads
+        elif isinstance(answer, Probed):
+            self._probes.on_probed(answer)
+        elif (follow := self._scope.on_oldest(answer, now)) is not None:
+            self._effects.append(follow)
 
     def _turn(self, look: Looked, now: float) -> float:
         """Decide on one observation; returns the seconds until the next look if nothing changes."""
@@ -228,7 +227,6 @@ class Core:
             return self._put_back(seen, now)
         change, scope_s = self._scope.adjust(look, now)
         if change is not None:
-            self._asked = change if isinstance(change, AskOldest) else None
             self._effects.append(change)
         if seen.follows_nodes:
             return min(scope_s, self._decide(seen, now))
@@ -259,8 +257,7 @@ class Core:
             if decision.action is not Action.WAIT:
                 self._decided_on = None  # with another nonce next time
                 return self._do(CommitRound(decision, seen))
-            again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
-            self._decides_at = now + min(LOOK_AGAIN_S, again_s)
+            self._decides_at = now + min(LOOK_AGAIN_S, decision.again_in_s)
         probe, probing_s = self._probes.is_due(self._silent, now)
         if probe is not None:
             self._effects.append(probe)
@@ -270,7 +267,7 @@ class Core:
         """The store was rolled back: end the newest known round in it, so that the next one follows that."""
         decision = self._memory.decide(self._node_id, seen.round, now)
         if decision.action is Action.WAIT:
-            return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+            return decision.again_in_s
         return self._do(CommitRound(decision, seen, rolled_back=True))
 
     def _notify(self, seen: Observation) -> None:
@@ -380,10 +377,10 @@ class WatchScope:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def on_oldest(self, answer: Oldest, seniors: int, now: float) -> ChangeWatch | None:
+    def on_oldest(self, answer: Oldest, now: float) -> ChangeWatch | None:
         """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
-            return ChangeWatch(nodes=True, reason=f"it is among the {seniors} most senior")
+            return ChangeWatch(nodes=True, reason=f"it is among the {answer.seniors} most senior")
         self._asked += 1
         self._asked_at_s = (now - self._quiet_since) / self._spread
         return None

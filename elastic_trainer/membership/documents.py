@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from elastic_trainer.errors import PermanentError
+from elastic_trainer.ipc.channel import Identity
 from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
 from elastic_trainer.settings import as_json
 from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
@@ -159,20 +160,6 @@ class NodeState(StrEnum):
     FINISHING = "finishing"
     """In place: its workers have finished the training but have not exited yet."""
     DONE = "done"
-
-
-class Identity(BaseModel):
-    """The training state that a node holds (see model.StateIdentity)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    round: int
-    step: int
-    epoch: int = 0
-    samples: int = 0
-    """Samples of ``epoch`` already used."""
-    batch: int = 0
-    """Samples of the next step, if known."""
 
 
 class NodeRecord(Document):

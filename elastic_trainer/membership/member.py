@@ -16,6 +16,7 @@ import contextlib
 import random
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from elastic_trainer.errors import (
     ConfigError,
     ElasticTrainerError,
     JoinTimeoutError,
+    LeaseLostError,
     OutcomeUnknownError,
     ReplacedError,
     RunClosedError,
@@ -32,18 +34,19 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc.address import LOOPBACK, refusal_proves
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Observation, Sightings, has_slots
+from elastic_trainer.membership.cluster_view import Limits, NodeView, Observation, has_slots
 from elastic_trainer.membership.core import (
     LEASE_SLACK_S,
     LOOK_AGAIN_S,
     PROBE_TIMEOUT_S,
+    SENIORS,
+    Answer,
     AskOldest,
     ChangeWatch,
     CommitRound,
     Core,
     Effect,
     Ended,
-    Event,
     LogDelay,
     Looked,
     Notify,
@@ -56,6 +59,7 @@ from elastic_trainer.membership.documents import (
     Departure,
     DocumentError,
     NodeRecord,
+    NodeState,
     RoundDocument,
     RoundMember,
     RoundState,
@@ -63,17 +67,9 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.view import RunView
 from elastic_trainer.membership.writes import (
-    ATTEMPT_S,
     STRAYS,
     Author,
-    OwnKey,
-    Pause,
-    ProbePort,
-    Renew,
-    Request,
     RoundFailure,
-    Steps,
-    Transaction,
     breaking,
     closing,
     first_names,
@@ -85,12 +81,27 @@ from elastic_trainer.membership.writes import (
     round_write,
     written_by_nodes,
 )
-from elastic_trainer.store.api import Read, RunKeys, Store, TransactionResult, prefix_end
+from elastic_trainer.store.api import (
+    Compare,
+    Delete,
+    KeyValue,
+    Operation,
+    Put,
+    Read,
+    RunKeys,
+    Store,
+    TransactionResult,
+    absent,
+    prefix_end,
+    unchanged,
+)
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.wording import counted
 
 WRITE_TIMEOUT_S = 5.0
+ATTEMPT_S = 1.5
+"""Limit of one attempt: a write sent to an etcd leader that has just died is lost, and gets no answer for 7 s."""
 ASK_LIMIT_S = 2.0
 PARTING_S = 2.0
 LOST_RACE_S = 0.1
@@ -118,13 +129,10 @@ class Member:
     ) -> None:
         self._store, self._keys, self.limits, self._clock = store, keys, limits, clock
         self.node_id, self._session, self._replaced = node_id, session, replaced
-        self._key = OwnKey(keys, node_id, session, clock)
-        self._key_lock = threading.RLock()
-        """Held by the one thread that writes the key: torchrun's main thread, the record writer or the deciding one."""
+        self._key = OwnKey(store, keys, node_id, session, clock)
         self._view = RunView(keys)
         self._core = Core(node_id, limits, session.ttl_s + LEASE_SLACK_S, random.SystemRandom())
-        self._answers: list[Event] = []
-        self._answered = threading.Lock()
+        self._answers = deque[Answer]()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
@@ -167,7 +175,7 @@ class Member:
 
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record`` to this node's key; waits out an outage of the store until ``deadline``."""
-        self._complete(self._key.publishing(record, deadline))
+        self._key.publish(record, deadline)
         self._view.wake()
 
     def work_begins(self) -> None:
@@ -227,7 +235,7 @@ class Member:
                     return current
                 if (record := free_again(self.record(), current.number)) is not None:  # else all would wait for it
                     self.announce(record, Deadline.after(join_timeout_s, self._clock))
-            if active and self._has_live_members(seen):
+            if active and _has_live_members(seen):
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
@@ -306,48 +314,6 @@ class Member:
         except ElasticTrainerError as error:
             logger().warning("incident.unclosed", error=str(error))
 
-    # ---- the own key
-
-    @property
-    def _address(self) -> str:
-        """The one that this node announces."""
-        return self._key.record.address if self._key.record is not None else LOOPBACK
-
-    def _complete(self, steps: Steps) -> None:
-        """Answer the requests of ``steps``; holds the key's lock except during shared pauses."""
-        answer: TransactionResult | bool | None = None
-        error: ElasticTrainerError | None = None
-        with self._key_lock:
-            while True:
-                try:
-                    request = steps.throw(error) if error is not None else steps.send(answer)
-                except StopIteration:
-                    return
-                answer = error = None
-                shared = isinstance(request, Pause) and request.shared
-                if shared:
-                    self._key_lock.release()
-                try:
-                    answer = self._ask(request)
-                except ElasticTrainerError as raised:
-                    error = raised
-                finally:
-                    if shared:
-                        self._key_lock.acquire()
-
-    def _ask(self, request: Request) -> TransactionResult | bool | None:
-        if isinstance(request, Transaction):
-            limit = Deadline.after(request.limit_s, self._clock)
-            return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
-        if isinstance(request, ProbePort):
-            proves = refusal_proves(self._address, request.host)
-            return proves and refuses(request.host, request.port, PROBE_LIMIT_S)
-        if isinstance(request, Renew):
-            self._session.renew(Deadline.after(request.limit_s, self._clock))
-        else:
-            pause(request.seconds, clock=self._clock)
-        return None
-
     # ---- the deciding thread
 
     def _run(self) -> None:
@@ -358,7 +324,8 @@ class Member:
             next_at = began + LOOK_AGAIN_S
             try:
                 looked = Looked(seen, self._key.create_revision, self._key.senior, self._key.away)
-                step = self._core.step([*self._take_answers(), looked], began)
+                answers = [self._answers.popleft() for _ in range(len(self._answers))]
+                step = self._core.step(answers, looked, began)
                 next_at = step.next_at
                 for effect in step.effects:
                     self._perform(effect)
@@ -369,15 +336,6 @@ class Member:
             now = self._clock.monotonic()
             self._clock.wait(self._stop, min(RESTS_PER_TURN * (now - began), LONGEST_REST_S, max(0.0, next_at - began)))
             self._view.wait_change(seen.serial, next_at - self._clock.monotonic())
-
-    def _take_answers(self) -> list[Event]:
-        with self._answered:
-            answers, self._answers = self._answers, []
-        return answers
-
-    def _answer(self, event: Event) -> None:
-        with self._answered:
-            self._answers.append(event)
 
     def _perform(self, effect: Effect) -> None:
         """Perform ``effect`` and queue its outcome for the next step."""
@@ -398,7 +356,7 @@ class Member:
         except RuntimeError:  # for example no thread can be started; the step's other effects do not depend on it
             again_in_s = OUTAGE_S
             logger().exception("decision.failed")
-        self._answer(Ended(effect, again_in_s))
+        self._answers.append(Ended(effect, again_in_s))
 
     def _do(self, effect: Effect) -> bool:
         """Perform ``effect``; False if another node was faster or this node's key is gone."""
@@ -407,12 +365,12 @@ class Member:
                 listener(effect.document)
         elif isinstance(effect, Return):
             was_away = self._key.away
-            self._complete(self._key.returning(Deadline.after(WRITE_TIMEOUT_S, self._clock)))
+            self._key.come_back(Deadline.after(WRITE_TIMEOUT_S, self._clock))
             if was_away:
                 logger().warning("node.returned", node=self.node_id, create_revision=self._key.create_revision)
             self._view.wake()
         elif isinstance(effect, PublishAgain):
-            self._complete(self._key.publishing_again(Deadline.after(WRITE_TIMEOUT_S, self._clock)))
+            self._key.publish_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
         elif isinstance(effect, CommitRound):
             if (document := effect.decision.round) is not None:
                 if effect.rolled_back:
@@ -422,7 +380,7 @@ class Member:
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
             self._view.switch(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
-            self._answer(self._oldest(effect))
+            self._answers.append(self._oldest(effect))
         elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
@@ -437,7 +395,9 @@ class Member:
         dead = False
         try:
             address = node.record.address
-            dead = refusal_proves(self._address, address) and refuses(address, node.record.probe_port, PROBE_TIMEOUT_S)
+            dead = refusal_proves(self._key.address, address) and refuses(
+                address, node.record.probe_port, PROBE_TIMEOUT_S
+            )
             if dead:
                 logger().warning("node.found_dead", node=node.id, address=address)
         finally:
@@ -446,10 +406,11 @@ class Member:
     def _oldest(self, effect: AskOldest) -> Oldest:
         wanted = oldest_keys(self._keys, effect.seniors + len(effect.ghosts))
         found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
-        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)))
+        names = first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.seniors)
+        return Oldest(tuple(names), effect.seniors)
 
     def _probed(self, answer: Probed) -> None:
-        self._answer(answer)
+        self._answers.append(answer)
         if answer.dead:
             self._view.wake()
 
@@ -458,18 +419,17 @@ class Member:
     ) -> bool:
         """Write the round document; False if another node was faster or this node's key is gone."""
         author = Author(self._keys, self.node_id, self._key.create_revision)
-        with self._key_lock if record is not None else nullcontext():
+        with self._key.lock if record is not None else nullcontext():
             more = []
             if record is not None:
                 self._key.written = None
                 more = [self._key.put(record)]
             wall, left = self._clock.wall(), document.state is RoundState.ACTIVE and is_left(seen.round, document)
-            write = round_write(author, document, seen.round_revision, wall, *more, limit_s=limit_s, left=left)
+            write = round_write(author, document, seen.round_revision, wall, *more, left=left)
             if write is None:
                 return False
             try:
-                deadline = Deadline.after(write.limit_s, self._clock)
-                result = self._store.transact(write.guards, write.success, deadline=deadline)
+                result = self._store.transact(*write, deadline=Deadline.after(limit_s, self._clock))
             except OutcomeUnknownError:
                 return False  # the watch shows whether it happened
             if result.succeeded and record is not None:
@@ -487,11 +447,7 @@ class Member:
     def _roll_call(self, seen: Observation) -> RollCall:
         if not seen.follows_nodes:
             return roll_call(self._store, self._keys, seen.round, Deadline.after(ASK_LIMIT_S, self._clock))
-        return RollCall(named(sorted(seen.nodes)), self._has_live_members(seen))
-
-    def _has_live_members(self, seen: Observation) -> bool:
-        view = ClusterView(self.node_id, seen.nodes, seen.round, self.limits, Sightings(), nonce="")
-        return bool(view.living_members)
+        return RollCall(named(sorted(seen.nodes)), _has_live_members(seen))
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least, were = counted(self.limits.min_nodes, "node"), "was" if self.limits.min_nodes == 1 else "were"
@@ -500,6 +456,198 @@ class Member:
             f"fewer than {least}{grouped} {were} ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
+
+
+# ---- the own key
+
+
+KEY_ATTEMPT_S = 3.0
+KEY_PAUSE_S = 0.1
+
+
+class OwnKey:
+    """The key of ``node_id``, bound to the lease of ``session``; ``create_revision`` is 0 until the key exists.
+
+    It is written only while it is absent or at the version that this object knows, so a delayed write of unknown
+    outcome cannot undo a newer one.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock) -> None:
+        self._store, self._keys, self._session, self._clock = store, keys, session, clock
+        self._key = keys.node(node_id)
+        self._oldest = oldest_keys(keys, SENIORS)
+        self.lock = threading.RLock()
+        """Held by the one thread that writes the key: torchrun's main thread, the record writer or the deciding one."""
+        self.node_id = node_id
+        self.create_revision = 0
+        self.senior = False
+        """Whether it was among the most senior nodes when its key was created."""
+        self.record: NodeRecord | None = None
+        """The record that the key holds or should hold."""
+        self.at_work = False
+        """In restart mode: whether this life's workers were started. They cannot join another round."""
+        self.written: NodeRecord | None = None
+        """What the key is known to hold while its lease lives; None while the outcome of a write is unknown."""
+        self._mod_revision = 0
+        self._was_there = False
+        """Whether the key has existed: then another node with this name came later."""
+        self._taken: tuple[float, float] | None = None
+        """When the key was seen to be that of another node that may live: first, in several attempts, and last."""
+
+    @property
+    def address(self) -> str:
+        """The one that this node announces."""
+        return self.record.address if self.record is not None else LOOPBACK
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the lease has ended in the store, and the key with it."""
+        return self._session.lost.is_set()
+
+    @property
+    def published(self) -> NodeRecord | None:
+        """The record that the key is known to hold; None if it may be absent or may already hold a newer record."""
+        return None if self.has_ended or not self.create_revision else self.written
+
+    @property
+    def away(self) -> bool:
+        """Whether the key must be written (again): its lease has ended, or no write is known to have succeeded."""
+        return self.record is not None and (self.has_ended or self.create_revision == 0)
+
+    def is_mine(self, member: RoundMember | None) -> bool:
+        """Whether ``member`` of a round is the present life of this node."""
+        mine = (self.create_revision, self.record.life) if self.record is not None else None
+        return member is not None and (member.create_revision, member.life) == mine
+
+    def put(self, record: NodeRecord) -> Put:
+        """The write of ``record``, for a transaction guarded by the round and this key's create-revision."""
+        return Put(self._key, record.encode(), self._session.lease_id)
+
+    def wrote(self, record: NodeRecord, revision: int) -> None:
+        """Take note that such a write succeeded, at ``revision`` of the store."""
+        self.record = self.written = record
+        self._mod_revision = revision
+
+    def publish(self, record: NodeRecord, deadline: Deadline) -> None:
+        """Write ``record``; retries during an outage of the store until ``deadline``."""
+        with self.lock:
+            self.at_work = False
+            while True:
+                self.record = record
+                try:
+                    if self.has_ended:
+                        self._session.renew(deadline.at_most(KEY_ATTEMPT_S))
+                        self.create_revision = 0
+                    self._write(record, deadline)
+                    return
+                except LeaseLostError:
+                    self._session.lost.set()
+                except TransientError:
+                    if deadline.expired:
+                        raise
+                self.lock.release()  # another thread may write the key meanwhile
+                try:
+                    pause(KEY_PAUSE_S, clock=self._clock)
+                finally:
+                    self.lock.acquire()
+
+    def come_back(self, deadline: Deadline) -> None:
+        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown.
+
+        A life that is at work is not shown as ready: it is no member of any round under its new key.
+        """
+        with self.lock:
+            if self.record is None or not self.away:
+                return
+            if self.has_ended:
+                self._session.renew(deadline)
+                self.create_revision = 0
+            state = NodeState.WARMING if self.at_work else self.record.state
+            self._write_again(self.record.model_copy(update={"state": state}), deadline)
+
+    def publish_again(self, deadline: Deadline) -> None:
+        """Write the present record once more: a restored store may hold an older one."""
+        with self.lock:
+            if self.record is not None and not self.away:
+                self._write_again(self.record, deadline)
+
+    def _write_again(self, record: NodeRecord, deadline: Deadline) -> None:
+        try:
+            self._write(record, deadline)
+        except LeaseLostError:
+            self._session.lost.set()
+
+    def _write(self, record: NodeRecord, deadline: Deadline) -> None:
+        put = self.put(record)
+        self.written = None
+        while self.create_revision:
+            result = self._transact(deadline, unchanged(self._key, self._mod_revision), put)
+            if result.succeeded:
+                self.wrote(record, result.revision)
+                return
+            there = result.reads[0].first
+            if there is not None and there.create_revision == self.create_revision:
+                self._mod_revision = there.mod_revision  # our write, whose answer was lost; or a restored store
+            else:
+                self.create_revision = 0
+        self._create(record, put, deadline)
+
+    def _create(self, record: NodeRecord, put: Put, deadline: Deadline) -> None:
+        while True:
+            result = self._transact(deadline, absent(self._key), put, self._oldest, Delete(self._keys.departure))
+            if result.succeeded:
+                self._created(record, result.revision, result)
+                return
+            left_behind = result.reads[0].first
+            if left_behind is None:
+                continue
+            at_that = unchanged(self._key, left_behind.mod_revision)
+            if left_behind.lease == self._session.lease_id:  # an earlier write of ours, whose answer was lost
+                result = self._transact(deadline, at_that, put, self._oldest)
+                if result.succeeded:
+                    self._created(record, left_behind.create_revision, result)
+                return
+            if self._is_dead(left_behind):
+                self._transact(deadline, at_that, Delete(self._key))
+            else:
+                self._note_taken(deadline)
+                pause(KEY_PAUSE_S, clock=self._clock)
+
+    def _is_dead(self, key: KeyValue) -> bool:
+        """Whether the host of the node that wrote ``key`` refuses connections to its agent's port."""
+        try:
+            record = NodeRecord.decode(key.value, key.key)
+        except DocumentError:
+            return False
+        proves = record.probe_port > 0 and refusal_proves(self.address, record.address)
+        return proves and refuses(record.address, record.probe_port, PROBE_LIMIT_S)
+
+    def _note_taken(self, deadline: Deadline) -> None:
+        """The key is that of another node. Raises at ``deadline``, and once a dead node's lease would have ended."""
+        now, ttl_s = self._clock.monotonic(), self._session.ttl_s
+        since, last = self._taken or (now, now)
+        if now - last > ttl_s:
+            since = now  # leases last longer when the store was away
+        self._taken = since, now
+        if now - since > 2 * ttl_s + 2.0:
+            whose = f"another live node of this run has the id {self.node_id!r}"
+            hint = "give each node its own --rdzv-conf node_id, or omit the option"
+            if self._was_there:
+                raise ReplacedError(f"{whose} since this one lost its lease; the run goes on without it", hint=hint)
+            raise ConfigError(whose, hint=hint)
+        if deadline.expired:
+            raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not disappear in time")
+
+    def _transact(self, deadline: Deadline, guard: Compare, *writes: Operation) -> TransactionResult:
+        """Do ``writes`` if ``guard`` holds, else read the key."""
+        return self._store.transact([guard], writes, [Read(self._key)], deadline=deadline.at_most(KEY_ATTEMPT_S))
+
+    def _created(self, record: NodeRecord, create_revision: int, result: TransactionResult) -> None:
+        first = written_by_nodes(result.reads[0].items, self._keys)[:SENIORS]
+        self.senior = any(name == self.node_id for name, _ in first)
+        self.create_revision = create_revision
+        self._was_there, self._taken = True, None
+        self.wrote(record, result.revision)
 
 
 def closed_error(document: RoundDocument) -> RunClosedError:
@@ -588,6 +736,16 @@ def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadli
         for key, member in zip(there, members, strict=True)
     )
     return RollCall(named(names), lives)
+
+
+def _has_live_members(seen: Observation) -> bool:
+    current = seen.round
+    return current is not None and any(
+        (node := seen.nodes.get(member.node)) is not None
+        and node.create_revision == member.create_revision
+        and node.ghost not in current.ghosts
+        for member in current.members
+    )
 
 
 def named(names: list[str]) -> str:

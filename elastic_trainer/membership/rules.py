@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from elastic_trainer.ipc.channel import Identity
 from elastic_trainer.membership.cluster_view import (
     ClusterView,
     Limits,
@@ -32,7 +33,6 @@ from elastic_trainer.membership.cluster_view import (
 )
 from elastic_trainer.membership.documents import (
     Ghost,
-    Identity,
     NodeRecord,
     NodeState,
     RoundDocument,
@@ -66,7 +66,7 @@ class Decision:
     action: Action
     reason: str
     round: RoundDocument | None = None
-    again_in_s: float | None = None
+    again_in_s: float = math.inf
 
 
 def decide(view: ClusterView, now: float) -> Decision:

@@ -37,10 +37,8 @@ class Feed:
         self._watch: Watch | None = None
 
     def begin(self, store: Store) -> None:
-        if self.follows_nodes:
-            self._watch = store.watch(self._keys.root, self)
-        else:
-            self._watch = store.watch(self._keys.round, self, exact=True)
+        wide = self.follows_nodes
+        self._watch = store.watch(self._keys.root if wide else self._keys.round, self, exact=not wide)
 
     def end(self) -> None:
         """Close the watch. Call it without the lock, which the watch's thread may be waiting for."""

@@ -43,18 +43,14 @@ class Snapshot:
 class Field(StrEnum):
     """The field that a comparison examines."""
 
-    VALUE = "value"
     CREATE_REVISION = "create_revision"
     MOD_REVISION = "mod_revision"
-    LEASE = "lease"
 
 
 class Relation(StrEnum):
     """The operator of a comparison."""
 
     EQUAL = "equal"
-    NOT_EQUAL = "not_equal"
-    GREATER = "greater"
     LESS = "less"
 
 
@@ -62,14 +58,14 @@ class Relation(StrEnum):
 class Compare:
     """A guard of a transaction.
 
-    With ``range_end`` it must hold for every key in ``[key, range_end)``.
-    A missing key, and likewise an empty range, has revisions and lease 0 and never satisfies a VALUE comparison.
+    With ``range_end`` it must hold for every key in ``[key, range_end)``. A missing key, and likewise an empty range,
+    has revision 0.
     """
 
     key: str
     field: Field
     relation: Relation
-    operand: int | bytes
+    operand: int
     range_end: str | None = None
 
 

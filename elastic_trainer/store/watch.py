@@ -91,11 +91,6 @@ class WatchLoop:
         self._thread = threading.Thread(target=self._run, name=f"watch-{what}", daemon=True)
         self._thread.start()
 
-    @property
-    def revision(self) -> int:
-        """Everything up to this revision has been delivered; 0: nothing yet."""
-        return self._seen.revision
-
     def close(self) -> None:
         self.closed.set()
         with self._lock:

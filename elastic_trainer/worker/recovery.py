@@ -36,7 +36,7 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.ipc import channel as messages
-from elastic_trainer.ipc.channel import ChannelClosedError, Ready, StateReport, connect
+from elastic_trainer.ipc.channel import ChannelClosedError, Identity, Ready, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
@@ -681,7 +681,7 @@ class InPlaceRecovery(Recovery):
     def _offer(self, number: int, *, planned: bool) -> Ready:
         position, held = self._state.position, None
         if self._valid:
-            held = StateReport(
+            held = Identity(
                 round=position.lineage,
                 step=position.step,
                 epoch=position.cursor.epoch,

@@ -98,7 +98,7 @@ def _write(store: Store, keys: RunKeys, count: int) -> None:
         for document in (active, ended):
             write = round_write(author, document, revision, wall)
             assert write is not None
-            done = store.transact(write.guards, write.success, deadline=Deadline.after(LIMIT_S))
+            done = store.transact(*write, deadline=Deadline.after(LIMIT_S))
             assert done.succeeded
             revision = done.revision
         health.write_incident(_incident(number, wall))

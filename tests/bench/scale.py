@@ -22,7 +22,7 @@ from unittest import mock
 
 from elastic_trainer.membership import core
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.core import Core, Event, TurnOutcome
+from elastic_trainer.membership.core import Answer, Core, Looked, TurnOutcome
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import WatchEvent
@@ -256,10 +256,10 @@ def counted(world: Scale) -> Iterator[None]:
         world.sent += sum(len(each.key) + len(each.value) for each in world.etcd.read(self._key, self._end))
         attach(self)
 
-    def stepping(self: Core, events: Iterable[Event], now: float) -> TurnOutcome:
-        outcome = step(self, events, now)
-        if self._look is not None and self._look.seen.follows_nodes:
-            sleep(PER_NODE_S * len(self._look.seen.nodes))
+    def stepping(self: Core, answers: Iterable[Answer], look: Looked, now: float) -> TurnOutcome:
+        outcome = step(self, answers, look, now)
+        if look.seen.follows_nodes:
+            sleep(PER_NODE_S * len(look.seen.nodes))
         return outcome
 
     with (

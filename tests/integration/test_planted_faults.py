@@ -108,7 +108,7 @@ MEMBERSHIP = {
         CLUSTER_VIEW_PY, "else view.round.last_number) + 1", "else view.round.number) + 1", 206
     ),
     "a round is written over any other": Fault(
-        "store/api.py", "Relation.EQUAL, mod_revision)", "Relation.GREATER, -1)", 0
+        "store/api.py", "Relation.EQUAL, mod_revision)", "Relation.LESS, 1 << 60)", 0
     ),
     "the next round has the number of this one": Fault(
         CLUSTER_VIEW_PY,
@@ -178,7 +178,7 @@ RECOVERY = {
 }
 HISTORY = {
     "a planned change for a node whose workers are ending": Fault(
-        "membership/writes.py",
+        "membership/member.py",
         "state = NodeState.WARMING if self.at_work else self.record.state",
         "state = self.record.state",
         24,

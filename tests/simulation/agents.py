@@ -20,7 +20,7 @@ class Agent:
     def __init__(self, node: SimNode, world: World, size: int) -> None:
         self.node, self.name, self.host = node, node.name, node.host
         self.loop, self.chance, self.world = node.loop, node.chance, world
-        self.left = False
+        self.left = self.evicted = False
         self.base = NodeRecord(host="h", address=node.name, local_world_size=size, store_port=1, probe_port=1)
 
     workers: Sequence[SimWorker]

@@ -41,7 +41,7 @@ class InPlace(Agent):
         super().__init__(node, world, size)
         self.team = size
         self.workers: list[SimWorker] = []
-        self.evicted = self._done = self._begins = False
+        self._done = self._begins = False
         self._pids = itertools.count(FIRST_PID)
         self._hung: dict[int, str] = {}
         periodic = cast("type[PeriodicThread]", lambda name, turn, clock: Turns(self.host, turn))
@@ -73,12 +73,10 @@ class InPlace(Agent):
     def _ask(self, nodes: tuple[str, ...], answered: Callable[[Reached], None]) -> None:
         def look() -> None:
             records = {name: each.record for name, each in self._nodes().items()}
-            missing = tuple(name for name in nodes if name in records and not self.reaches(name))
+            missing = tuple(name for name in nodes if name in records and not self.world.reaches(self.name, name))
             answered(Reached(missing if records else None, records))
 
         self.host.after(self.chance.choice([0.01, 0.5, CONTACT_S]), look)
-
-    reaches: Callable[[str], bool] = staticmethod(lambda other: True)
 
     def _committed(self, pid: int) -> tuple[int, int] | None:
         step = next((each.step for each in self.workers if each.pid == pid), None)

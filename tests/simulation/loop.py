@@ -26,20 +26,23 @@ class Loop:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Host | None, Callable[..., object], tuple[Any, ...]]] = []
         self._asked = 0
 
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Make the call in ``seconds``."""
+    def after(self, seconds: float, call: Callable[..., object], *arguments: Any, host: Host | None = None) -> None:
+        """Make the call in ``seconds``, on ``host`` if one is given."""
         self._asked += 1
-        heapq.heappush(self._queue, (self.now + seconds, self._asked, call, arguments))
+        heapq.heappush(self._queue, (self.now + seconds, self._asked, host, call, arguments))
 
     def run(self, until: float) -> None:
         """Let time pass."""
         queue = self._queue
         while queue and queue[0][0] <= until:
-            self.now, _, call, arguments = heapq.heappop(queue)
-            call(*arguments)
+            self.now, _, host, call, arguments = heapq.heappop(queue)
+            if host is None or not (host.dead or host.frozen):
+                call(*arguments)
+            else:
+                host.deliver(call, *arguments)
         self.now = until
 
     # ---- the product's clock
@@ -91,7 +94,7 @@ class Host:
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
         """Let it happen in ``seconds``."""
-        self.loop.after(seconds, self.deliver, call, *arguments)
+        self.loop.after(seconds, call, *arguments, host=self)
 
     def freeze(self) -> None:
         """Stand still."""

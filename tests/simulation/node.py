@@ -12,12 +12,12 @@ from typing import Any, cast
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.cluster_view import Limits, NodeView
-from elastic_trainer.membership.core import LEASE_SLACK_S, Core, Effect, Event, Probe, Probed, TurnOutcome
+from elastic_trainer.membership.core import LEASE_SLACK_S, Answer, Core, Effect, Looked, Probe, Probed, TurnOutcome
 from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.member import Member, OwnKey
 from elastic_trainer.membership.view import RunView
-from elastic_trainer.membership.writes import ProbePort, Request
 from elastic_trainer.store.api import (
+    KeyValue,
     Read,
     RunKeys,
     Snapshot,
@@ -74,27 +74,29 @@ class SimStore:
 class SlowCore(Core):
     """A turn takes time, as a real one does: what happens meanwhile is seen by the next one, all at once."""
 
-    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
+    def step(self, answers: Iterable[Answer], look: Looked, now: float) -> TurnOutcome:
         sleep(TURN_S)
-        return super().step(events, now)
+        return super().step(answers, look, now)
+
+
+class SimKey(OwnKey):
+    """Its lock is one of greenlets, and it proves no death of the owner of a key."""
+
+    def _is_dead(self, key: KeyValue) -> bool:
+        return False
 
 
 class SimMember(Member):
-    """Its chance is that of the schedule, and it probes over the schedule's network.
-
-    Its lock is one of greenlets, and it proves no death of the owner of a key.
-    """
+    """Its chance is that of the schedule, and it probes over the schedule's network."""
 
     def __init__(self, node: SimNode, probe: Callable[[str, str], bool | None]) -> None:
         lease = cast("LeaseSession", node.lease)
         super().__init__(node.store, KEYS, node.name, lease, node.limits, lambda error: None, node.loop)
-        self.key, self._key_lock = self._key, Lock()  # type: ignore[assignment]
+        self.key = self._key = SimKey(node.store, KEYS, node.name, lease, node.loop)
+        self.key.lock = Lock()  # type: ignore[assignment]
         self.name, self._host, self._chance, self._is_gone = node.name, node.host, node.chance, probe
         self.view = self._view = RunView(KEYS, Changed(node.loop, node.changed))
         self._core = SlowCore(node.name, node.limits, TTL_S + LEASE_SLACK_S, node.chance)
-
-    def _ask(self, request: Request) -> TransactionResult | bool | None:
-        return False if isinstance(request, ProbePort) else super()._ask(request)
 
     def _do(self, effect: Effect) -> bool:
         if not isinstance(effect, Probe):

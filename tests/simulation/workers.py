@@ -17,8 +17,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, RoundBrokenError, TransientError
-from elastic_trainer.ipc.channel import Exit, Formation, Leaving, Message, Over, Ping, Pong, Welcome
-from elastic_trainer.membership.documents import Identity
+from elastic_trainer.ipc.channel import Exit, Formation, Identity, Leaving, Message, Over, Ping, Pong, Welcome
 from elastic_trainer.model import Cursor, Phase, StateIdentity
 from elastic_trainer.worker.comm.control import JSON, Control, Pending, Purpose
 from elastic_trainer.worker.comm.groups import Group, RankAssignment

@@ -192,11 +192,7 @@ class World:
         return members <= set(able) and len(members) >= least
 
     def _able(self) -> list[str]:
-        return [agent.name for agent in self.agents.values() if agent.awake and not self._leaves(agent)]
-
-    @staticmethod
-    def _leaves(agent: Agent) -> bool:
-        return isinstance(agent, InPlace) and agent.evicted
+        return [agent.name for agent in self.agents.values() if agent.awake and not agent.evicted]
 
     # ---- what is checked
 
@@ -376,10 +372,7 @@ class World:
         node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
         kind = InPlace if self.limits.recovery is RecoveryMode.IN_PLACE else Restart
         size = self.chance.choice([1, 1, 1, 2, 3]) if self.limits.shard_nodes == 1 else self._team
-        agent = kind(node, self, size)
-        if isinstance(agent, InPlace):
-            agent.reaches = lambda other: self.reaches(name, other)
-        self.agents[name] = agent
+        self.agents[name] = kind(node, self, size)
         return True
 
     def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
@@ -521,7 +514,7 @@ class World:
         for agent in self.agents.values():
             if not agent.alive:
                 continue
-            if self._leaves(agent):
+            if agent.evicted:
                 agent.leave()
                 continue
             self._mend(agent)

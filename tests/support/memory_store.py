@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from elastic_trainer.store.api import (
     Compare,
     Delete,
     EventKind,
-    Field,
     KeyValue,
     Lease,
     Operation,
@@ -246,17 +245,9 @@ def _covers(first: str, range_end: str | None, key: str) -> bool:
     return key == first if range_end is None else first <= key < range_end
 
 
-_RELATIONS: dict[Relation, Callable[[Any, Any], bool]] = {
-    Relation.EQUAL: operator.eq, Relation.NOT_EQUAL: operator.ne,
-    Relation.GREATER: operator.gt, Relation.LESS: operator.lt,
-}  # fmt: skip
-
-
 def holds(guard: Compare, items: Sequence[KeyValue]) -> bool:
     """Whether ``guard`` holds for ``items``; an empty range compares as one missing key does, as in etcd."""
-    if not items and guard.field is Field.VALUE:
-        return False
-    relation, field = _RELATIONS[guard.relation], guard.field.value
+    relation, field = operator.eq if guard.relation is Relation.EQUAL else operator.lt, guard.field.value
     return all(relation(getattr(item, field), guard.operand) for item in items or (_MISSING,))
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.ipc.channel import Identity
 from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, PageReader, Reading
-from elastic_trainer.membership.documents import Identity
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 

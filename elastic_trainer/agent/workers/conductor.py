@@ -27,6 +27,7 @@ from elastic_trainer.ipc.channel import (
     Exit,
     Failed,
     Formation,
+    Identity,
     Leaving,
     Message,
     Over,
@@ -37,7 +38,6 @@ from elastic_trainer.ipc.channel import (
 )
 from elastic_trainer.membership.documents import (
     Ghost,
-    Identity,
     NodeRecord,
     NodeState,
     RoundDocument,
@@ -339,7 +339,7 @@ class Life:
             "life": self.number,
             "reported": min((worker.free_for() for worker in self.workers.values()), default=0) if complete else 0,
             "planned": all(report.planned for report in reports),
-            "identity": Identity.model_validate(newest.model_dump()) if newest else None,
+            "identity": newest,
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
             "stuck": any(worker.stuck for worker in self.workers.values()),
             "joinable": all(report.joinable for report in reports),
@@ -888,7 +888,7 @@ class Conductor:
         if message.planned and message.number == worker.offered:
             worker.inside = message.number
         if message.state is not None:
-            self._life.set_progress(Identity.model_validate(message.state.model_dump()))
+            self._life.set_progress(message.state)
         self._publish()
 
     def _left(self, worker: Worker, message: Leaving) -> None:

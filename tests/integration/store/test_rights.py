@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from elastic_trainer.local.etcd import EtcdServer, ServerTls, find_binary
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import Account, Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
-from elastic_trainer.store.etcd import StoreConnection
 from tests.integration.store.support import client, put, settings
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder
@@ -220,8 +218,8 @@ def test_a_run_cannot_reach_the_keys_of_another(server: EtcdServer, users: dict[
             [], [Delete("/elastic_trainer/", "/elastic_trainer0")], deadline=soon()
         ),
         "guard": lambda store: store.transact([absent(f"{A}spec")], [], deadline=soon()),
-        "guard on the value": lambda store: store.transact(
-            [Compare(f"{A}spec", Field.VALUE, Relation.GREATER, b"a")], [Put(f"{B}x", b"")], deadline=soon()
+        "guard on the revision": lambda store: store.transact(
+            [Compare(f"{A}spec", Field.MOD_REVISION, Relation.LESS, 1)], [Put(f"{B}x", b"")], deadline=soon()
         ),
         "in the branch not taken": lambda store: store.transact(
             [absent(f"{B}none")], [Put(f"{B}x", b"")], [Delete(f"{A}spec")], deadline=soon()
@@ -278,28 +276,6 @@ def test_leases_are_protected_by_the_keys_that_they_hold(server: EtcdServer, use
         stranger.revoke(empty.id, soon())
         with pytest.raises(LeaseLostError):
             put(owner, f"{A}nodes/n1", b"1", empty.id)
-
-
-def test_what_authentication_does_not_cover(server: EtcdServer, users: dict[str, dict[str, str]]) -> None:
-    """Contents are safe from whoever reaches etcd's port without a user; its service is not. That is why etcd asks for
-    certificates too, and the network lets in only who needs it."""
-    with closing(StoreConnection(settings(server.endpoint))) as nobody:
-        rpc = nobody.rpc
-        requests: list[tuple[Callable[[Any], Any], Any]] = [
-            (lambda wire: wire.maintenance.Status, rpc.StatusRequest()),
-            (lambda wire: wire.lease.LeaseLeases, rpc.LeaseLeasesRequest()),
-            (lambda wire: wire.lease.LeaseGrant, rpc.LeaseGrantRequest(TTL=60)),
-            (lambda wire: wire.kv.Compact, rpc.CompactionRequest(revision=1)),
-            (lambda wire: wire.maintenance.Alarm, rpc.AlarmRequest(action=1, memberID=1, alarm=1)),
-        ]
-        for method, request in requests:
-            nobody.call(method, request, soon(), write=True)
-    with client(server.endpoint, **users["run-a"]) as owner:
-        assert owner.get(f"{A}spec", soon()).first is not None
-    # a store would try again until its time is over
-    once = StoreConnection(settings(server.endpoint, **users["run-a"]))
-    with closing(once), pytest.raises(StoreUnavailableError, match="no space left"):
-        once.call(lambda wire: wire.kv.Put, rpc.PutRequest(key=f"{A}x".encode()), soon(), write=True)
 
 
 def test_a_certificate_can_take_the_place_of_a_password(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from elastic_trainer.agent.workers.conductor import Conductor, ConductorConfig, Reached, WorkerFacts
 from elastic_trainer.agent.workers.conductor_shell import ConductorPorts, ConductorShell, RecordWriter
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Message, Progress, Ready, StateReport
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Identity, Message, Progress, Ready
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.writes import RoundFailure
 from tests.support.memory_store import ManualClock
@@ -96,7 +96,7 @@ class Worker:
         self._conductor.receive(self.seat, message)
 
     def ready(self, number: int, step: int | None = None, *, planned: bool = False, **position: int) -> None:
-        state = None if step is None else StateReport(round=number - 1, step=step, **position)
+        state = None if step is None else Identity(round=number - 1, step=step, **position)
         self.say(Ready(number=number, planned=planned, state=state))
 
     def progress(self, round: int, step: int) -> None:

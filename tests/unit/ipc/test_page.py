@@ -72,8 +72,12 @@ def test_every_field_comes_back_as_it_was_written(tmp_path_factory: pytest.TempP
     reader.close()
 
 
-def test_a_page_is_none_until_pulse_and_notes_are_there(writer: PageWriter) -> None:
-    """An agent may look while a worker makes its page."""
+def test_a_page_is_made_once_and_none_until_pulse_and_notes_are_there(writer: PageWriter) -> None:
+    """An agent may look while a worker makes its page. No process writes into another's, and only its owner may read
+    it."""
+    with pytest.raises(FileExistsError):
+        PageWriter.create(path_of(writer))
+    assert path_of(writer).stat().st_mode & 0o077 == 0
     reader = PageReader(path_of(writer))
     assert reader.read() is None
     writer.beat(Heartbeat())
@@ -91,13 +95,6 @@ def test_a_file_of_another_size_is_no_page(tmp_path: Path) -> None:
             PageReader(path)
 
 
-def test_a_page_is_made_once(writer: PageWriter) -> None:
-    """No process writes into another's page, and only its owner may read it."""
-    with pytest.raises(FileExistsError):
-        PageWriter.create(path_of(writer))
-    assert path_of(writer).stat().st_mode & 0o077 == 0
-
-
 @pytest.mark.parametrize("at", [pages._PULSE_AT, pages._PULSE_AT + 77, pages._PULSE_SUM_AT, pages._NOTES_AT + 20])
 def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
     """One bit is enough, wherever it is; and the next whole record is read again."""
@@ -109,14 +106,9 @@ def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
     writer.beat(Heartbeat(step=8))
     writer.write_notes(NOTES)
     assert read(reader).pulse.step == 8
-
-
-@pytest.mark.parametrize("length", [0, pages._LONGEST_NOTES + 1, 2**64 - 1])
-def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int) -> None:
-    writer.beat(Heartbeat())
-    writer.write_notes(NOTES)
-    struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)
-    assert PageReader(path_of(writer)).read() is None
+    for length in (0, pages._LONGEST_NOTES + 1, 2**64 - 1):
+        struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)
+        assert reader.read() is None, "the notes have an impossible length"
 
 
 def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: PageWriter) -> None:
@@ -194,17 +186,13 @@ def test_a_reader_never_sees_a_torn_record(tmp_path: Path) -> None:
 
 
 def test_the_life_of_a_process_is_that_of_its_start(writer: PageWriter) -> None:
-    """A process that has the number of a dead one is another."""
+    """A process that has the number of a dead one is another. A zombie is dead, and only its parent does not know."""
     writer.beat(Heartbeat())
     reader = PageReader(path_of(writer))
     writer.write_notes({"pid": os.getpid(), "start": start_of("self")})
     assert read(reader).is_alive
     writer.write_notes({"pid": os.getpid(), "start": 1})
     assert not read(reader).is_alive
-
-
-def test_a_dead_process_has_no_start() -> None:
-    """A zombie neither: it is dead, and only its parent does not know yet."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert start_of(process.pid) is not None
         process.kill()

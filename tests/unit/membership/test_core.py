@@ -52,7 +52,7 @@ def step(core: Core, document: RoundDocument | None, now: float, *answers: Ended
     """Nodes a and b and ``document`` are seen, always at one revision of the store."""
     nodes = {each.id: each for each in PAIR}
     seen = Observation(nodes, document, REVISION if document else 0, True, serial, revision=REVISION)
-    return core.step([*answers, Looked(seen, create_revision=1, senior=True, away=False)], now)
+    return core.step(answers, Looked(seen, create_revision=1, senior=True, away=False), now)
 
 
 def told(taken: TurnOutcome) -> list[RoundDocument]:
@@ -138,10 +138,12 @@ def test_the_first_members_ask_at_once_and_the_next_in_line_watch_a_round_that_s
 def test_a_crowd_asks_seldom_while_a_round_is_on_and_passes_by_deciders_that_do_nothing() -> None:
     """A thousand nodes send fewer questions in all than a tenth of their number in each patience, yet all ask. While no
     round is on each fruitless question widens the circle by three, less and less often."""
-    waits = [planned(run_of(1024), seniority).after_s for seniority in range(SENIORS, 1024)]
+    document = run_of(1024)
+    waits = [planned(document, seniority).after_s for seniority in range(SENIORS, 1024)]
     assert sum(PATIENCE_S / after_s for after_s in waits) < 1024 / 7
     assert all(map(math.isfinite, waits))
-    plans = [planned(run_of(64, RoundState.BROKEN), 40, asked) for asked in range(6)]
+    over = run_of(64, RoundState.BROKEN)
+    plans = [planned(over, 40, asked) for asked in range(6)]
     assert [each.seniors for each in plans] == [3, 6, 9, 12, 15, 18]
     assert [each.after_s / PATIENCE_S for each in plans] == [1, 2, 4, 8, 8, 8]
 
@@ -256,9 +258,10 @@ def test_probes_go_on_after_many_that_could_not_be_started() -> None:
         with no_new_threads():
             member._perform(ChangeWatch(nodes=True, reason="it is among the most senior"))
             member._perform(probe)
-        for answer in member._take_answers():
+        for answer in member._answers:
             if isinstance(answer, Probed):
                 probes.on_probed(answer)
+        member._answers.clear()
         now += 1.0
     assert probes.dead(scene.nodes) == frozenset()
 

@@ -86,8 +86,9 @@ def test_a_round_is_written_over_the_one_seen_and_by_a_node_whose_key_stands() -
     document = round_of(2, PAIR)
     write = round_write(Author(KEYS, "a", 11), document, 7, 0.0, Put("more", b""))
     assert write is not None
-    assert write.guards == (unchanged(KEYS.round, 7), created_at(KEYS.node("a"), 11))
-    assert [each.key for each in write.success if isinstance(each, Put)] == [KEYS.round, KEYS.event(8), "more"]
+    guards, operations = write
+    assert guards == (unchanged(KEYS.round, 7), created_at(KEYS.node("a"), 11))
+    assert [each.key for each in operations if isinstance(each, Put)] == [KEYS.round, KEYS.event(8), "more"]
     assert round_write(Author(KEYS, "a", 0), document, 7, 0.0) is None
     assert absent(KEYS.node("a")) == created_at(KEYS.node("a"), 0), "as a guard 0 would mean that"
 

@@ -7,101 +7,22 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.membership.documents import (
-    MOST_WORKERS,
     PROTOCOL_VERSION,
     Document,
     DocumentError,
-    Ghost,
-    Identity,
     JournalEntry,
     NodeRecord,
-    NodeState,
     RoundDocument,
     RoundMember,
     RoundState,
-    RunResult,
     Spec,
     join_address,
     split_address,
 )
 from elastic_trainer.model import RecoveryMode
-
-names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
-numbers = st.integers(0, 2**53)
-workers = st.integers(1, MOST_WORKERS)
-ports = st.integers(0, 65535)
-texts = st.text(max_size=30).filter(lambda text: text.isprintable())
-identities = st.builds(Identity, round=numbers, step=numbers)
-members = st.builds(
-    RoundMember,
-    node=names,
-    create_revision=numbers,
-    life=numbers,
-    first_rank=numbers,
-    local_world_size=workers,
-    role=texts,
-)
-specs = st.builds(
-    Spec,
-    epoch=numbers,
-    min_nodes=st.integers(1, 2**53),
-    max_nodes=st.integers(1, 2**53),
-    recovery=st.sampled_from(RecoveryMode),
-)
-records = st.builds(
-    NodeRecord,
-    host=texts,
-    address=texts,
-    local_world_size=workers,
-    store_port=ports,
-    probe_port=ports,
-    state=st.sampled_from(NodeState),
-    life=numbers,
-    acknowledged=numbers,
-    reported=numbers,
-    step_time_s=st.floats(0.0, 1e9),
-    planned=st.booleans(),
-    identity=st.none() | identities,
-    unreachable=st.tuples(names),
-    cause=texts,
-)
-plain_rounds = st.builds(
-    RoundDocument,
-    epoch=numbers,
-    number=numbers,
-    nonce=texts,
-    state=st.sampled_from(RoundState),
-    members=st.lists(members, max_size=4).map(tuple),
-    store=texts,
-    last_step=st.none() | numbers,
-    ghosts=st.lists(st.builds(Ghost, node=names, mod_revision=numbers), max_size=2).map(tuple),
-    reason=texts,
-    result=st.none() | st.sampled_from(RunResult),
-    next=st.none(),
-)
-rounds = plain_rounds | st.builds(
-    lambda document, following: document.model_copy(update={"next": following}), plain_rounds, plain_rounds
-)
-entries = st.builds(
-    JournalEntry,
-    wall=st.floats(0.0, 1e10),
-    by=names,
-    round=numbers,
-    state=st.sampled_from(RoundState),
-    reason=texts,
-    nodes=st.lists(names, max_size=3).map(tuple),
-    world_size=numbers,
-)
-
-
-@given(specs | records | rounds | entries)
-def test_every_document_is_read_back_as_it_was_written(document: Document) -> None:
-    assert type(document).decode(document.encode(), "/key") == document
 
 
 def test_documents_are_of_the_protocol_that_refusals_name() -> None:

@@ -45,57 +45,44 @@ def names(store: MemoryStore) -> list[str]:
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_run_that_is_over_goes_with_all_its_keys(version: int) -> None:
+    """Of any version, also if it had many nodes. What somebody else has written among its nodes goes with the rest."""
     store = store_with(RoundState.CLOSED, version=version)
     remains = look(store, KEYS, soon())
     assert (remains.count, remains.closed, remains.last_wall) == (3, True, 1000.0)
+    members = tuple(RoundMember(f"n{n}", n, 1, n, 1) for n in range(1000))
+    document = RoundDocument(number=4, nonce="x", state=RoundState.CLOSED, members=members, result=RunResult.SUCCEEDED)
+    strange = Put(KEYS.nodes + "\x1b[2Jn0", NODE.encode())
+    store.transact([], [Put(KEYS.round, document.encode()), strange], deadline=soon())
+    remains = look(store, KEYS, soon())
+    assert remains.closed
     assert refusal(remains, unfinished=False) is None
     forget(store, remains, soon())
     assert names(store) == [NEIGHBOR.spec]
 
 
-def test_a_run_of_many_nodes_that_is_over_goes_too() -> None:
-    store = store_with(RoundState.CLOSED)
-    members = tuple(RoundMember(f"n{n}", n, 1, n, 1) for n in range(1000))
-    document = RoundDocument(number=4, nonce="x", state=RoundState.CLOSED, members=members, result=RunResult.SUCCEEDED)
-    store.transact([], [Put(KEYS.round, document.encode())], deadline=soon())
-    assert look(store, KEYS, soon()).closed
+def test_a_run_that_is_not_over_goes_on_request_only() -> None:
+    """Its nodes may be on their way back: the sentence says what to add if they are not. What cannot be read counts as
+    unfinished."""
+    unread = MemoryStore()
+    unread.transact([], [Put(KEYS.round, b"hello")], deadline=soon())
+    states = (RoundState.ACTIVE, RoundState.DRAINING, RoundState.BROKEN)
+    for store in (unread, *map(store_with, states)):
+        remains = look(store, KEYS, soon())
+        refused = refusal(remains, unfinished=False)
+        assert refused is not None
+        assert refused.exit_code == EXIT_CONFIG
+        assert "--unfinished" in str(refused.hint)
+        assert refusal(remains, unfinished=True) is None
 
 
-@pytest.mark.parametrize("state", [RoundState.ACTIVE, RoundState.DRAINING, RoundState.BROKEN])
-def test_a_run_that_is_not_over_goes_on_request_only(state: RoundState) -> None:
-    """Its nodes may be on their way back: the sentence says what to add if they are not."""
-    remains = look(store_with(state), KEYS, soon())
-    refused = refusal(remains, unfinished=False)
-    assert isinstance(refused, ConfigError)
-    assert refused.exit_code == EXIT_CONFIG
-    assert "--unfinished" in str(refused.hint)
-    assert refusal(remains, unfinished=True) is None
-
-
-def test_what_cannot_be_read_counts_as_unfinished() -> None:
-    store = MemoryStore()
-    store.transact([], [Put(KEYS.round, b"hello")], deadline=soon())
-    assert refusal(look(store, KEYS, soon()), unfinished=False) is not None
-
-
-@pytest.mark.parametrize("unfinished", [False, True])
-def test_a_run_with_nodes_is_kept_in_any_case(unfinished: bool) -> None:
+def test_a_run_with_nodes_is_kept_in_any_case() -> None:
     store = store_with(RoundState.CLOSED)
     for number in range(7):
         store.transact([], [Put(KEYS.node(f"n{number}"), NODE.encode())], deadline=soon())
-    refused = refusal(look(store, KEYS, soon()), unfinished=unfinished)
-    assert refused is not None
-    assert "has nodes: n0, n1, n2, n3, n4 and others" in refused.message
-
-
-def test_keys_of_no_node_do_not_keep_a_run() -> None:
-    """What somebody else has written among its nodes goes with the rest; else it would stay for ever."""
-    store = store_with(RoundState.CLOSED)
-    store.transact([], [Put(KEYS.nodes + "\x1b[2Jn0", NODE.encode())], deadline=soon())
-    remains = look(store, KEYS, soon())
-    assert refusal(remains, unfinished=False) is None
-    forget(store, remains, soon())
-    assert names(store) == [NEIGHBOR.spec]
+    for unfinished in (False, True):
+        refused = refusal(look(store, KEYS, soon()), unfinished=unfinished)
+        assert refused is not None
+        assert "has nodes: n0, n1, n2, n3, n4 and others" in refused.message
 
 
 @pytest.mark.parametrize("key", [KEYS.node("late"), KEYS.round])

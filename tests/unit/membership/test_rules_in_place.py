@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.ipc.channel import Identity
 from elastic_trainer.membership.cluster_view import NodeView, in_groups, move, slot_of
-from elastic_trainer.membership.documents import Identity, NodeState, RoundState, RunResult
+from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
 from elastic_trainer.membership.rules import (
     FAILED_ROUNDS,
     UNFORMED_ROUNDS,

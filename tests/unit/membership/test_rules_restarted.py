@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RunResult
+from elastic_trainer.ipc.channel import Identity
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RunResult
 from elastic_trainer.membership.rules import Action
 from elastic_trainer.model import Cause
 from tests.unit.membership.scenes import LIMITS, Scene, made, names, node, round_of

@@ -73,7 +73,7 @@ class Owner:
         end = self.limit(limit_s)
         while not end.expired and self.key.away:
             with suppress(StoreUnavailableError):
-                self.member._complete(self.key.returning(self.limit(min(5.0, limit_s))))
+                self.key.come_back(self.limit(min(5.0, limit_s)))
             with suppress(StoreUnavailableError):
                 self.publish(NEW, min(5.0, limit_s))
 
@@ -257,7 +257,7 @@ def written(document: RoundDocument, *, left: bool = False) -> tuple[Operation, 
     """What node a writes with the round document."""
     write = round_write(Author(KEYS, "a", 11), document, 7, 5.0, left=left)
     assert write is not None
-    return write.success
+    return write[1]
 
 
 def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:

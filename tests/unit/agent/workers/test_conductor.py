@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.agent.workers.conductor import ENOUGH_STEPS, LONGEST_S, Backoff, FalseStart
-from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Leaving, Over, Ready, Welcome
-from elastic_trainer.membership.documents import Identity, NodeState, RoundState
+from elastic_trainer.ipc.channel import Drain, Evicted, Exit, Failed, Formation, Identity, Leaving, Over, Ready, Welcome
+from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.model import Cause
 from tests.unit.agent.stage import OTHER, Stage, Worker
 from tests.unit.membership.scenes import node
