@@ -598,11 +598,12 @@ class PlainScriptGuard:
 
     def _find_suspect(self) -> bool:
         """Whether a suspect is connected, or is waiting to be accepted."""
-        connected = {
-            each.pid
-            for each in psutil.net_connections("tcp")
-            if each.raddr and each.raddr.port == self.port and each.raddr.ip.endswith("127.0.0.1")
-        }
+        try:
+            connections = psutil.net_connections("tcp")
+        except (OSError, RuntimeError, psutil.Error):  # what the kernel does not show proves nothing
+            connections = []
+        trap = [(address, self.port) for address in ("127.0.0.1", "::ffff:127.0.0.1")]
+        connected = {each.pid for each in connections if each.raddr in trap}
         if not connected.isdisjoint(self._suspects()):
             return True
         if not self._warned:

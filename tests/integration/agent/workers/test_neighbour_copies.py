@@ -131,14 +131,6 @@ def test_those_who_are_left_read_all_parts_of_the_newest_state_that_all_had_copi
         assert local in (1, 2)
 
 
-def test_without_the_part_of_a_node_there_is_no_state(nodes: list[Node]) -> None:
-    for index, node in enumerate(nodes):
-        node.leaves(1, nodes[(index + 1) % 3])
-    for here in (nodes[0].here, None):
-        with joined_copies(Control(), nodes[0].parts(), here) as joined:
-            assert joined is None
-
-
 def test_the_older_copy_is_overwritten_and_never_the_one_that_the_job_has_resumed(nodes: list[Node]) -> None:
     for step in (1, 2, 3):
         nodes[0].leaves(step, nodes[1])
@@ -159,9 +151,12 @@ def test_a_copy_that_is_cut_off_is_none_and_the_one_before_stays(nodes: list[Nod
     assert nodes[1].kept() == [2, 4]
 
 
-def test_a_bit_that_changed_in_a_copy_is_found(nodes: list[Node]) -> None:
+def test_without_the_part_of_a_node_there_is_no_state_and_a_bit_that_changed_in_one_is_found(nodes: list[Node]) -> None:
     for index, node in enumerate(nodes):
         node.leaves(1, nodes[(index + 1) % 3])
+    for here in (nodes[0].here, None):
+        with joined_copies(Control(), nodes[0].parts(), here) as joined:
+            assert joined is None
     (kept,) = (each for each in nodes[1].agent.files if read(each) is not None)
     (byte,) = os.pread(kept, 1, DATA + 500_000)
     os.pwrite(kept, bytes([byte ^ 1]), DATA + 500_000)

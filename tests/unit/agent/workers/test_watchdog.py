@@ -69,17 +69,14 @@ def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -
     assert LATE * watchdog.every_s < LIMIT
 
 
-def test_a_worker_that_hangs_up_is_no_error(judge: NoKills) -> None:
+@pytest.mark.parametrize("state", ["running", "traced"])
+def test_a_worker_that_hangs_up_is_no_error_and_one_in_a_debugger_is_not_killed(
+    judge: NoKills, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_trainer.agent.workers.watchdog.process_state", lambda pid: state)
     clock, worker = ManualClock(), worker_of(1, closed=True)
-    turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 12)
-    assert set(judge.ended) == {1}
-
-
-def test_a_worker_in_a_debugger_is_not_killed(judge: NoKills, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_trainer.agent.workers.watchdog.process_state", lambda pid: "traced")
-    clock, worker = ManualClock(), worker_of(1)
     turns(Watchdog(LIMIT, lambda: [worker], judge.kill, clock), clock, 30)
-    assert judge.ended == []
+    assert set(judge.ended) == ({1} if state == "running" else set())
 
 
 def test_the_state_of_a_process_is_the_kernels_word() -> None:
