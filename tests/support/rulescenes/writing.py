@@ -1,14 +1,14 @@
 """Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing DIRECTORY``.
 
 Scenes share a Prometheus, each as a run of its own: what an evaluation costs hardly depends on the number of runs.
-Samples are written as promtool has them: ``0+30x9`` for a line, ``_x3`` for nothing, ``stale`` at an end.
+Samples are written as promtool has them: ``_`` for nothing, ``stale`` at an end.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +24,11 @@ def series(key: Key) -> str:
 
 
 def values(samples: Mapping[int, float | None]) -> str:
-    """The samples (by number of the scrape; None: the series ends there) as a line of expressions."""
-    pieces: list[str] = []
-    run: list[float] = []
-    last = -1
-    for number in sorted(samples):
-        if number > last + 1:
-            pieces += [*_lines(run), f"_x{number - last - 1}"]
-            run = []
-        sample, last = samples[number], number
-        if sample is None:
-            pieces += [*_lines(run), "stale"]
-            run = []
-        else:
-            run.append(sample)
-    return " ".join([*pieces, *_lines(run)])
-
-
-def _lines(run: list[float]) -> Iterable[str]:
-    """``run`` cut into pieces of equal steps, the longest possible from the left."""
-    start = 0
-    while start < len(run):
-        step = run[start + 1] - run[start] if start + 1 < len(run) else 0.0
-        end = start + 1
-        while end < len(run) and abs(run[end] - run[end - 1] - step) < 1e-9:
-            end += 1
-        if end - start == 1:
-            yield _number(run[start])
-        else:
-            yield f"{_number(run[start])}{'-' if step < 0 else '+'}{_number(abs(step))}x{end - start - 1}"
-        start = end
-
-
-def _number(value: float) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".")
+    """The samples, by number of the scrape (None: the series ends there), one after the other."""
+    return " ".join(
+        "_" if number not in samples else "stale" if (sample := samples[number]) is None else f"{sample:.6f}"
+        for number in range(max(samples) + 1)
+    )
 
 
 NAMES = "ElasticTrainer"
