@@ -355,8 +355,9 @@ def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > UNHEARD_S else []
             who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
-            texts = (Text(cell) for cell in cells)  # written by others: no markup
-            rows.append([Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent])])
+            texts = [Text(cell) for cell in (*who, *cells)]  # written by others: no markup
+            texts[2].style = style
+            rows.append([*texts, Text(", ".join([*marks, *silent]), style="bold red")])
     if not any(row[-1].plain for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Fitted(columns, rows, wide=wide)
@@ -371,10 +372,6 @@ def _state(node: NodeStatus) -> str:
     if node.place is None:
         return node.state
     return f"{node.state} {'-' if node.group is None else node.group}.{node.place}"
-
-
-def _marks(marks: list[str]) -> Text:
-    return Text(", ".join(marks), style="bold red")
 
 
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:
