@@ -72,55 +72,36 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- form
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert PAGES
-    assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
-    """A link with a # names a heading that its page has."""
-    text = page.read_text(encoding="utf-8")
-    for target, anchor in re.findall(r"\]\(([\w.]*)#([^)]+)\)", text):
+def test_the_readme_leads_to_a_page_and_its_links_to_headings(page: Path) -> None:
+    assert f"](elastic_trainer/docs/{page.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([\w.]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         there = (DOCS / target if target else page).read_text(encoding="utf-8")
-        headings = {slug(title) for title in re.findall(r"^#+ (.+)$", there, re.MULTILINE)}
+        titles = re.findall(r"^#+ (.+)$", there, re.MULTILINE)
+        headings = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
         assert anchor in headings, f"{page.name}: {target}#{anchor} leads nowhere"
 
 
-def slug(title: str) -> str:
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_executed_or_says_why_not(block: Block) -> None:
-    """What may stand in a page: code that is run, or with its reason for not being run; files; what is printed."""
+def test_a_block_is_checked_and_executed_or_says_why_not(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may stand in a page: code that is run, or with its reason for not being run; files; what is printed. The
+    real parsers take each command line; keys of jobs and of ``--rdzv-conf`` are known; job files are jobs."""
     assert block.language in ("python", "sh", "yaml", ""), f"{block}: nobody checks {block.language}"
     if block.not_run is not None:
         assert block.language in ("python", "sh"), f"{block}: is not executed anyway"
         assert len(block.not_run.split()) >= 3, f"{block}: says no reason"
-    if block.language == "yaml":
-        assert block.file is not None, f"{block}: say which file it is"
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
-def test_python_is_python(block: Block) -> None:
-    compile(block.text, str(block), "exec")
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
-def test_commands_exist_with_their_options(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real parsers take each command line; keys of jobs and of ``--rdzv-conf`` are known."""
     with written_files(block.page, tmp_path, monkeypatch):
-        for words in block.commands:
-            understand(words)
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
-def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with written_files(block.page, tmp_path, monkeypatch):
-        config = load_job(str(block.file))
-        find_task(config.task)(config)
+        if block.language == "python":
+            compile(block.text, str(block), "exec")
+        elif block.language == "sh":
+            for words in block.commands:
+                understand(words)
+        elif block.language == "yaml":
+            assert block.file is not None, f"{block}: say which file it is"
+            config = load_job(str(block.file))
+            find_task(config.task)(config)
 
 
 # ---- completeness
@@ -142,26 +123,19 @@ def public(kind: type) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", list(REFERENCE), ids=lambda kind: kind.__name__)
-def test_the_reference_names_every_public_member(kind: type) -> None:
-    """A new method, property or attribute without a row fails here; a row without one too."""
-    told = {name for heading in REFERENCE[kind] for name in documented(API, heading)}
-    told = {name for name in told if not name.startswith("__")}
-    lacking = sorted(public(kind) - told)
+def test_the_reference_names_every_public_member_with_its_arguments(kind: type) -> None:
+    """A new method, property or attribute without a row fails here; a row without one too. Names, order and defaults of
+    arguments are those of the code."""
+    told = {name: row for heading in REFERENCE[kind] for name, row in documented(API, heading).items()}
+    names = {name for name in told if not name.startswith("__")}
+    lacking = sorted(public(kind) - names)
     assert not lacking, f"{API.name} says nothing of {kind.__name__}.{lacking[0]}: add a row below {REFERENCE[kind]}"
-    assert sorted(told - public(kind)) == [], f"{API.name} has rows that {kind.__name__} has nothing for"
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in REFERENCE if kind is not SeekableStream], ids=lambda kind: kind.__name__
-)
-def test_calls_in_the_reference_have_their_arguments(kind: type) -> None:
-    """Names, order and defaults are those of the code."""
-    for heading in REFERENCE[kind]:
-        for name, row in documented(API, heading).items():
-            (written,) = [code for code in codes(row[0]) if re.split(r"[(\s]", code)[0] == name]
-            found = inspect.getattr_static(kind, name, None)
-            if inspect.isfunction(found) and "internal" not in row[1] and "itself" not in row[1]:
-                assert written == f"{name}({', '.join(arguments(found))})", f"{API.name} on {kind.__name__}.{name}"
+    assert sorted(names - public(kind)) == [], f"{API.name} has rows that {kind.__name__} has nothing for"
+    for name, row in told.items() if kind is not SeekableStream else ():
+        (written,) = [code for code in codes(row[0]) if re.split(r"[(\s]", code)[0] == name]
+        found = inspect.getattr_static(kind, name, None)
+        if inspect.isfunction(found) and "internal" not in row[1] and "itself" not in row[1]:
+            assert written == f"{name}({', '.join(arguments(found))})", f"{API.name} on {kind.__name__}.{name}"
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
@@ -216,27 +190,13 @@ def test_the_reference_has_a_part_for_every_public_name() -> None:
         assert set(codes(shown[kind.__name__][1])) == set(kind.__slots__)
 
 
-def test_the_errors_of_a_session_have_their_exit_codes() -> None:
-    for name, row in documented(API, "What a Session raises").items():
-        if name != "SystemExit":
-            assert row[2] == str(getattr(errors, name).exit_code), name
-
-
-def told_keys(page: Path, heading: str) -> dict[str, Key]:
-    return {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(page, heading))}
-
-
 @pytest.mark.parametrize(
     ("heading", "kind"), [("Job file", JobConfig), ("Options of --rdzv-conf", settings.RendezvousOptions)]
 )
 def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) -> None:
     """Each key with its type and default, in the order of the code."""
-    told, wanted = told_keys(API, heading), keys(kind)
-    lacking = [name for name in wanted if name not in told]
-    assert not lacking, f"{API.name}, '{heading}' says nothing of the key {lacking[0]}: add a row"
-    for name, key in wanted.items():
-        assert told[name] == key, f"{API.name}, '{heading}': the row of {name} is not what the code says"
-    assert list(told) == list(wanted)
+    told = {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(API, heading))}
+    assert list(told.items()) == list(keys(kind).items())
 
 
 @pytest.mark.parametrize("task", [mnist.Mnist, imagefolder.ImageClasses, keypoints.Keypoints, gpt.Gpt])
@@ -299,26 +259,18 @@ def test_the_arguments_of_the_script_are_those_of_its_text() -> None:
             assert re.search(rf'"{name}".*default="?{re.escape(default)}"?[,)]', text), name
 
 
-def environment_variables() -> set[str]:
-    """All names of variables: this package's, and those of others that settings read."""
+def test_the_tables_of_environment_variables_and_exit_codes_are_complete() -> None:
+    """Variables come through settings.py and variables.py alone, so those named there are all: this package's, and
+    those of others. Exit codes are those of the errors, and those of success and of SIGINT."""
     trees = [ast.parse(Path(str(each.__file__)).read_text(encoding="utf-8")) for each in (settings, variables)]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
-
-
-def test_the_table_of_environment_variables_is_complete() -> None:
-    """Variables come through settings.py and variables.py alone, so those named there are all."""
-    told = set(documented(API, "Environment variables"))
-    lacking = sorted(environment_variables() - told)
-    assert not lacking, f"{API.name} says nothing of the environment variable {lacking[0]}: add a row"
-    assert sorted(told - environment_variables()) == []
-
-
-def test_the_table_of_exit_codes_is_complete() -> None:
-    """Those of the errors, and those of success and of SIGINT."""
+    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    names = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
+    assert set(documented(API, "Environment variables")) == names
     told = {int(row[0]) for row in rows(section(API, "Exit codes"))}
     assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
+    for name, row in documented(API, "What a Session raises").items():
+        if name != "SystemExit":
+            assert row[2] == str(getattr(errors, name).exit_code), name
 
 
 def test_the_page_about_health_lists_every_metric_and_phase() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,15 +110,6 @@ def test_the_sharded_script_survives_a_node_and_resumes_in_one_process(tmp_path:
 def _loss_of_sharded(text: str) -> float:
     (loss,) = re.findall(r"step 60: loss ([\d.]+) on \d ranks", text)
     return float(loss)
-
-
-def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
-    """Four changes are enough: the survivor goes on in place, and all points are used once an epoch."""
-    job = (str(SCRIPTS / "ddp_script_elastic.py"), "--epochs", "8", "--directory", str(tmp_path / "checkpoints"))
-    command = _survived(started, tmp_path, ("--nodes", "1:2", "--kill-worker-at", "20"), job)
-    epochs: list[dict[str, Any]] = command.summary()["audit"]["epochs"]
-    assert [epoch["used"] for epoch in epochs] == [4000] * 8
-    assert _right(_said_by_workers(command)) > 90.0
 
 
 def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, started: list[Local]) -> None:

@@ -45,20 +45,13 @@ def test_the_state_follows_from_round_and_nodes(documents: RunDocuments, expecte
     assert (state.world_size(documents) > 0) is (expected in ("training", "changing"))
 
 
-def test_a_ghost_is_no_node() -> None:
-    """The key of an excluded node lasts until its lease ends; it counts again once it changes."""
+def test_who_is_there_and_in_the_round() -> None:
+    """The key of an excluded node lasts until its lease ends; it counts again once it changes. The round means one life
+    of a node's workers: after a restart, or under a new key, it is a newcomer."""
     ghost = run(2).nodes["n1"].ghost
-    documents = run(2, round_={"ghosts": (ghost,)})
-    assert set(documents.living_nodes) == {"n0"}
+    assert set(run(2, round_={"ghosts": (ghost,)}).living_nodes) == {"n0"}
     assert set(run(2, round_={"ghosts": (ghost.model_copy(update={"mod_revision": 20}),)}).living_nodes) == {"n0", "n1"}
-
-
-def test_a_member_in_another_life_is_not_in_the_round() -> None:
-    """The round means one life of a node's workers: after a restart, or under a new key, it is a newcomer."""
-    documents = run(3)
-    nodes = dict(documents.nodes)
-    nodes["n1"] = NodeView("n1", 11, 30, record(life=2))
-    nodes["n2"] = NodeView("n2", 99, 99, record())
+    nodes = {**run(3).nodes, "n1": NodeView("n1", 11, 30, record(life=2)), "n2": NodeView("n2", 99, 99, record())}
     assert set(state.members(run(3, nodes=nodes))) == {"n0"}
 
 
@@ -237,6 +230,8 @@ def test_the_curves_are_those_of_what_was_seen() -> None:
     assert curves.wall == [5000.0, 5000.7]
     assert (curves.step, curves.loss, curves.world_size) == ([3, 3], [0.7, 0.7], [4, 2])
     assert curves.step_s == [pytest.approx(0.3)] * 2
+    gap = observer.observe(run(health=told), 3.0, 5002.0, known=False).curves
+    assert (gap.step[-1], gap.loss[-1], gap.world_size[-1]) == (None, None, None)
 
 
 def test_a_long_course_is_thinned_over_its_whole_length() -> None:
@@ -265,11 +260,6 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
         seen = observer.observe(run(1, health=told), 100.0 + second, 1000.0 + second)
         assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
     assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
-
-
-def test_a_run_that_has_ended_keeps_its_rate() -> None:
-    observer = Observer()
-    for second in range(3):
-        observer.observe(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
-    ended = run(0, state=RoundState.CLOSED, health={"n0": health("n0", counters={"samples": 20.0})})
-    assert [observer.observe(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]
+    ended = run(0, state=RoundState.CLOSED, health=told)
+    rates = [observer.observe(ended, now, 0.0).samples_per_s for now in (104.0, 200.0)]
+    assert rates == [seen.samples_per_s] * 2, "a run that has ended keeps its rate"
