@@ -159,7 +159,7 @@ def test_prometheus_accepts_its_configuration_and_all_rules() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_each_fault_fires_its_alerts_and_all_else_is_silent(name: str, tmp_path: Path) -> None:
     """All scenes, as ``promtool test rules`` plays them."""
-    write(tmp_path, {name: FILES[name]})
+    write(tmp_path, name)
     ran = promtool("test", "rules", tmp_path / name)
     assert ran.returncode == 0, said(ran)
 
