@@ -1,5 +1,4 @@
-"""``deploy/etcd/certificates.sh``: an etcd with its certificates is joined over them; they are renewed without a new
-key; mistakes are told in one sentence."""
+"""``deploy/etcd/certificates.sh``: certificates are renewed without a new key, and mistakes are told in one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
-from tests.drills.endings.job import Job
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.requirements import needs
 
@@ -104,29 +102,6 @@ def test_its_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) ->
     """Nothing is written, and nothing can be slipped into a certificate."""
     assert sentence in make(*words, code=78)
     assert not Path("x").exists()
-
-
-@pytest.mark.timeout(300)
-def test_nodes_join_an_etcd_with_these_certificates(tmp_path: Path, etcd_binary: str, run_id: str) -> None:
-    """The nodes get them by the environment, as on Kubernetes: two of them train."""
-    made = tmp_path / "made"
-    make(made)
-    shown = files(made)
-    variables = {f"ELASTIC_TRAINER_{name.upper()}": str(path) for name, path in shown.items()}
-    with (
-        server_of(made, tmp_path / "etcd", etcd_binary) as server,
-        Job(
-            tmp_path / "job",
-            server.endpoint,
-            run_id,
-            most=2,
-            store=dict(shown),
-            environment={"OMP_NUM_THREADS": "1"} | variables,
-        ) as job,
-    ):
-        job.start(2)
-        job.await_world("n0", "n1", count=5)
-        assert set(job.finish().values()) == {0}, job.describe()
 
 
 def test_certificates_that_do_not_fit_are_told_in_one_sentence(tmp_path: Path, etcd_binary: str) -> None:
