@@ -82,7 +82,6 @@ Shown = Iterable[tuple[StoreReading, bool]]
 
 
 def _readings(reader: Reader, reading: StoreReading, name: str | None) -> Iterator[tuple[StoreReading, bool]]:
-    """One after the other until the run is over."""
     pacing, over = Pacing(_EVERY_S), False
     while not over:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
@@ -114,7 +113,6 @@ def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing |
 
 
 def _mark(reading: StoreReading) -> tuple[object, ...]:
-    """Differs when there is something new to show."""
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
 

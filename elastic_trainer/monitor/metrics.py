@@ -47,7 +47,6 @@ class MonitorCollector(Collector):
         self._reading, self._forget_s = reading, forget_s
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another."""
         reading = self._reading()
         runs = [(name, run) for name, run in sorted(reading.runs.items()) if not run.forgotten(self._forget_s)]
         told = [(name, gauges(run), run.documents.counters) for name, run in runs]
@@ -105,7 +104,6 @@ def _add(
     present: Mapping[str, Mapping[Labels, float]],
     counters: Mapping[str, float],
 ) -> None:
-    """Add the series of ``run`` to ``family``'s metric."""
     for values in label_values(family):
         labels = run | dict(zip(family.values, values, strict=True))
         if family.kind is MetricKind.GAUGE:

@@ -64,7 +64,6 @@ class DocumentCache(Generic[DocumentT]):
         self.retain(present)
 
     def put(self, item: KeyValue) -> None:
-        """Add or update ``item``."""
         if self.knows(item):
             return
         self.changes += 1
@@ -77,7 +76,6 @@ class DocumentCache(Generic[DocumentT]):
             self._refused[item.key] = item.mod_revision
 
     def retain(self, keys: Iterable[str]) -> None:
-        """Drop all keys except ``keys``."""
         present = set(keys)
         for gone in [key for key in (*self._kept, *self._refused) if key not in present]:
             self.changes += 1
@@ -85,18 +83,15 @@ class DocumentCache(Generic[DocumentT]):
             self._refused.pop(gone, None)
 
     def knows(self, item: KeyValue) -> bool:
-        """Whether this version of ``item`` was seen before."""
         kept = self._kept.get(item.key)
         return (kept is not None and kept[0] == item.mod_revision) or self._refused.get(item.key) == item.mod_revision
 
     @property
     def items(self) -> list[tuple[str, int, DocumentT]]:
-        """Key, mod-revision and document of each, by key."""
         return [(key, *self._kept[key]) for key in sorted(self._kept)]
 
     @property
     def refused(self) -> list[str]:
-        """Keys whose present content cannot be read."""
         return sorted(self._refused)
 
 
@@ -125,7 +120,6 @@ class RunFeed:
         self._round_revision = 0
 
     def read(self, deadline: Deadline) -> RunDocuments:
-        """Read the run."""
         keys = self._keys
         single = [Read(keys.spec), Read(keys.round), Read(keys.progress), Read(keys.departure)]
         pages = [_page(keys.nodes), _page(keys.health), _page(keys.incidents, keys_only=True)]
@@ -155,7 +149,6 @@ class RunFeed:
         self._round_revision = revision
 
     def _newest(self, listed: Sequence[KeyValue], cache: DocumentCache[Any], count: int, deadline: Deadline) -> None:
-        """Update ``cache`` to the ``count`` newest of the ``listed`` documents."""
         newest = sorted(listed, key=lambda item: item.mod_revision)[-count:]
         wanted = [item.key for item in newest if not cache.knows(item)]
         for start in range(0, len(wanted), BATCH):

@@ -59,7 +59,6 @@ class Board:
 
     @property
     def published_s(self) -> float:
-        """Seconds since the newest reading was published."""
         return self._clock.monotonic() - self._published_at
 
     @property
@@ -69,7 +68,6 @@ class Board:
         return None if read_at is None else self._clock.monotonic() - read_at
 
     def publish(self, reading: StoreReading) -> None:
-        """Make ``reading`` the newest."""
         with self._changed:
             self.reading, self._published_at = reading, self._clock.monotonic()
             self._changed.notify_all()
@@ -87,7 +85,6 @@ class Board:
             return self.reading
 
     def listing(self) -> Listing:
-        """All runs."""
         reading = self.reading
         rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
         return listing(rows, reading.store, reading.wall)
@@ -99,7 +96,6 @@ class Board:
         return None if found is None else make(snapshot(found.documents, found.seen, reading.store))
 
     def run_body(self, run: str) -> Body | None:
-        """The JSON of a run."""
         return self.once(f"run/{run}", lambda: self.of_run(run, lambda found: Body.compressed(as_json(found))))
 
     def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
@@ -209,7 +205,6 @@ class MonitorSite:
         self._collector = MonitorCollector(lambda: board.reading, forget_s=forget_s)
 
     def answer(self, request: Request) -> Answer | Stream:
-        """The answer to ``request``."""
         stuck, unread_s = self._board.published_s > STUCK_S, self._board.unread_s
         late = f"the store was last read {unread_s:.0f} s ago" if (unread_s or 0.0) > UNREAD_LIMIT_S else ""
         probes = {

@@ -62,12 +62,10 @@ class RunDocuments:
 
     @property
     def is_run(self) -> bool:
-        """Whether the documents make up a run."""
         return bool(self.spec or self.round or self.nodes or self.unreadable)
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
         return self.round is not None and self.round.state is RoundState.CLOSED
 
     @cached_property
@@ -393,7 +391,6 @@ class Recorder:
             self._points = [*self._points[:-1:2], self._points[-1]]
 
     def curves(self) -> Curves:
-        """The collected points."""
         columns = [list(column) for column in zip(*self._points, strict=True)] or [[] for _ in Point._fields]
         return Curves(*columns)
 

@@ -131,7 +131,6 @@ class Access:
     loopback: bool = True
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether the value of the header ``Authorization`` grants access."""
         if self.token is None:
             return True
         # A constant-time comparison of bytes.
@@ -318,7 +317,6 @@ class _Client:
         self.wait()
 
     def wait(self) -> None:
-        """Start to wait for a request."""
         self.answered, self.limit = False, SYSTEM.monotonic() + REQUEST_LIMIT_S
 
     def read(self) -> bool:
