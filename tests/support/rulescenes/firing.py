@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import methodcaller as do
 
 from elastic_trainer.telemetry import families
-from tests.support.rulescenes.scene import Fires, Monitor, PlayedJob, Scene
+from tests.support.rulescenes.scene import Fires, Happens, Monitor, PlayedJob, Scene
 
 TWO, THREE, FOUR = ("n0", "n1"), ("n0", "n1", "n2"), ("n0", "n1", "n2", "n3")
 ALL_HIDDEN = do("become", hidden=set(FOUR))
@@ -19,7 +19,7 @@ ABANDON_SAVES = do("become", due_at=float("inf"))
 OPEN_AGAIN = do("regroup", *TWO, reason="node_joined", fresh=True)
 SPARE = do("show_beside", {4: "n4"}, "waiting", step_s=0.0, compute_s=0.0)
 NO_ROUND = do("become", state="gathering", round=0, ranks={}, gathering_since=1.0, step=0.0)
-HANDOVER = [
+HANDOVER: list[Happens] = [
     (20, lambda job: job.become(state="changing", nodes={**job.nodes, "n0": "draining"})),
     (20.5, do("regroup", "n1", "n2", "n3", reason="node_left"), do("show_beside", {3: "n0"}, "ending")),  # a moment
     (21, do("drop", 3)),

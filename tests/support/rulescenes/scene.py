@@ -159,7 +159,7 @@ class PlayedJob:
             for name, value in values.items():
                 setattr(thing, name, value)
 
-    def show_beside(self, nodes: Mapping[int, str], phase: str, **values: float) -> None:
+    def show_beside(self, nodes: Mapping[int, str], phase: str, **values: Any) -> None:
         """Ranks that are shown and not in the round: of nodes that wait, or that leave."""
         self.ranks |= {number: Rank(node, phase=phase, last_step=self.now, **values) for number, node in nodes.items()}
         self.passive = set(nodes)
