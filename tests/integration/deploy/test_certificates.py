@@ -1,4 +1,4 @@
-"""``deploy/etcd/certificates.sh``: certificates are renewed without a new key, and mistakes are told in one sentence."""
+"""``deploy/etcd/certificates.sh``: certificates are renewed without a new key; mistakes are told in one sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +21,10 @@ from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
 from tests.integration.store.support import client, put, settings, soon
+from tests.support.deployment import DEPLOY, ran
 from tests.support.requirements import needs
 
-SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
+SCRIPT = DEPLOY / "etcd" / "certificates.sh"
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,7 @@ def make(*words: str | Path, code: int = 0) -> str:
     """Run the script; what it printed, or what it said when it failed with ``code``."""
     needs("openssl", "it makes the certificates")
     elsewhere = {**os.environ, "TMPDIR": "/nowhere"}  # what is copied across file systems may arrive in halves
-    command = [str(SCRIPT), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=elsewhere)
+    done = ran(SCRIPT, *words, env=elsewhere)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
@@ -59,8 +58,7 @@ def contents(directory: Path, pattern: str) -> dict[str, bytes]:
 
 
 def names(certificate: Path) -> str:
-    command = ["openssl", "x509", "-in", str(certificate), "-noout", "-text"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return ran("openssl", "x509", "-in", certificate, "-noout", "-text").stdout
 
 
 def test_again_it_replaces_no_key_and_renews_what_ends_soon(tmp_path: Path) -> None:
@@ -210,4 +208,4 @@ def _expire(directory: Path, target: Path, name: str = "client") -> None:
     (directory / "e").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
     ca = "-CA ca.crt -CAkey ca.key -set_serial 7 -days -1 -extfile e"
     for words in (f"req -new -key {name}.key -subj /CN={name} -out r", f"x509 -req -in r {ca} -out {target}"):
-        subprocess.run(["openssl", *words.split()], cwd=directory, check=True, capture_output=True, timeout=60)
+        assert ran("openssl", *words.split(), cwd=directory).returncode == 0

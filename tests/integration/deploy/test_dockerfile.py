@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -18,7 +17,7 @@ from elastic_trainer.cli import health
 from elastic_trainer.cli.main import COMMANDS
 from elastic_trainer.monitor.serve import DEFAULT_PORT
 from tests.integration.worker.launch import LIMIT_S, finished, plain, run, started, tail
-from tests.support.deployment import DEPLOY, PROMETHEUS, ROOT, load
+from tests.support.deployment import DEPLOY, PROMETHEUS, ROOT, load, ran
 from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
 from tests.support.requirements import needs, needs_root
 from tests.support.waiting import eventually
@@ -29,9 +28,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 def test_hadolint_finds_nothing() -> None:
     """The usual mistakes, among them those of the shell lines; consecutive RUNs are layers that change apart."""
     tool = needs("hadolint", "judges the Dockerfile")
-    call = [tool, "--no-color", "--ignore", "DL3059", str(DOCKERFILE)]
-    ran = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "")
+    done = ran(tool, "--no-color", "--ignore", "DL3059", DOCKERFILE)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_one_base_image_of_an_exact_version_is_fetched_with_a_python_that_the_package_accepts() -> None:
@@ -95,8 +93,7 @@ def test_dockerignore_lets_through_what_is_copied_and_nothing_else() -> None:
     assert all(line.startswith(("!", "**/")) for line in lines[1:])
     git = needs("git", "knows which files belong to the repository")
     for name in copied():
-        call = [git, "-C", str(ROOT), "ls-files", "--", name]
-        assert subprocess.run(call, capture_output=True, text=True, timeout=100, check=True).stdout.strip(), name
+        assert ran(git, "-C", ROOT, "ls-files", "--", name).stdout.strip(), name
 
 
 ORPHAN = """

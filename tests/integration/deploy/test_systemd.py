@@ -18,6 +18,7 @@ from elastic_trainer.local.etcd import EtcdServer, find_binary, spawn
 from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.commands import quiet, understand
+from tests.support.deployment import ran
 from tests.support.platform import status
 from tests.support.requirements import needs
 from tests.support.units import SYSTEMD, UNITS, environment_file, unit
@@ -48,7 +49,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
         text = re.sub(r"/opt/elastic-trainer/bin/[\w-]+|/usr/bin/etcd\b", "/bin/true", path.read_text(encoding="utf-8"))
         (tmp_path / name).write_text(text, encoding="utf-8")
         names.append(str(tmp_path / name))
-    done = subprocess.run([analyze, "verify", "--man=no", *names], capture_output=True, text=True, check=False)
+    done = ran(analyze, "verify", "--man=no", *names)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -57,8 +58,7 @@ def test_a_service_has_no_privileges_to_speak_of(name: str, tmp_path: Path) -> N
     """systemd's own measure of exposure is below 2.5 of 10 ("OK"); each setting is one that systemd knows."""
     analyze = needs("systemd-analyze", "it rates the units")
     path = shutil.copy(SYSTEMD / name, tmp_path / name.replace("@.", "@mnist-1."))
-    call = [analyze, "security", "--offline=yes", "--no-pager", "--threshold=25", str(path)]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    done = ran(analyze, "security", "--offline=yes", "--no-pager", "--threshold=25", path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
@@ -128,7 +128,7 @@ def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}/bin:/bin:/usr/bin", "STATE_DIRECTORY": str(kept), "KEPT": "3"}
 
     def back_up() -> int:
-        return subprocess.run(BACKUP.words({}), env=environment, check=False, capture_output=True).returncode
+        return ran(*BACKUP.words({}), env=environment).returncode
 
     etcdctl.write_text('#!/bin/sh\n[ "$2" != save ] || echo data > "$3"\n')
     etcdctl.chmod(0o755)
