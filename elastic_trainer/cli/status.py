@@ -45,7 +45,6 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.families import GAUGES, Unit
 from elastic_trainer.wording import UNKNOWN, counted, duration, moment, named, number, percent, ranges
 
-_EVERY_S = 1.0
 _REPRINT_EVERY_S = 5.0
 """Where nothing can be redrawn in place, at most so often."""
 
@@ -82,7 +81,7 @@ Shown = Iterable[tuple[StoreReading, bool]]
 
 
 def _readings(reader: Reader, reading: StoreReading, name: str | None) -> Iterator[tuple[StoreReading, bool]]:
-    pacing, over = Pacing(_EVERY_S), False
+    pacing, over = Pacing(), False
     while not over:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
         yield reading, over

@@ -256,7 +256,7 @@ def test_only_one_run_is_read_where_only_one_is_asked_for(store: CountingStore, 
 
 def test_long_polls_are_followed_by_longer_pauses() -> None:
     """So that the store is never busy with a monitor for more than a fifth of the time; one in vain was no work."""
-    pacing = Pacing(1.0)
+    pacing = Pacing()
     assert pacing.pause_s(1.0, True) == pytest.approx(4.0)
     assert pacing.pause_s(5.0, False) == 1.0
     assert pacing.pause_s(0.01, True) == pytest.approx(0.99)
