@@ -215,11 +215,11 @@ def test_the_curves_are_those_of_what_was_seen() -> None:
     observer.observe(run(health=told), 1.0, 5000.0)
     observer.observe(run(health=told), 1.5, 5000.5)
     curves = observer.observe(run(1, health=told), 1.7, 5000.7).curves
-    assert curves.wall == [5000.0, 5000.7]
-    assert (curves.step, curves.loss, curves.world_size) == ([3, 3], [0.7, 0.7], [4, 2])
-    assert curves.step_s == [pytest.approx(0.3)] * 2
+    assert curves["wall"] == [5000.0, 5000.7]
+    assert (curves["step"], curves["loss"], curves["world_size"]) == ([3, 3], [0.7, 0.7], [4, 2])
+    assert curves["step_s"] == [pytest.approx(0.3)] * 2
     gap = observer.observe(run(health=told), 3.0, 5002.0, known=False).curves
-    assert (gap.step[-1], gap.loss[-1], gap.world_size[-1]) == (None, None, None)
+    assert (gap["step"][-1], gap["loss"][-1], gap["world_size"][-1]) == (None, None, None)
 
 
 def test_a_long_course_is_thinned_over_its_whole_length() -> None:
@@ -228,8 +228,8 @@ def test_a_long_course_is_thinned_over_its_whole_length() -> None:
     for second in range(100_000):
         recorder.offer(Point(float(second), second, 1.0, 0.1, 4))
         if second % 997 == 0:
-            assert len(recorder.curves().wall) <= 100
-    wall = recorder.curves().wall
+            assert len(recorder.curves()["wall"]) <= 100
+    wall = recorder.curves()["wall"]
     assert len(wall) >= 50
     assert wall == sorted(wall)
     assert wall[0] == 0.0
@@ -247,7 +247,7 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
         }
         seen = observer.observe(run(1, health=told), 100.0 + second, 1000.0 + second)
         assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
-    assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
+    assert seen.curves["step_s"] == [0.2, 0.2, None, 0.2]
     ended = run(0, state=RoundState.CLOSED, health=told)
     rates = [observer.observe(ended, now, 0.0).samples_per_s for now in (104.0, 200.0)]
     assert rates == [seen.samples_per_s] * 2, "a run that has ended keeps its rate"
