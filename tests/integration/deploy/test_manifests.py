@@ -393,17 +393,6 @@ DNS = Pod({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"
 WORLD = Pod({}, {}, "8.8.8.8")
 
 
-def policies_and_pods() -> tuple[list[Manifest], dict[str, Pod]]:
-    """The policies of production with its run, and its pods by name; another run's as well."""
-    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
-    labelled = {
-        name: Pod(named(objects, kind, name)["spec"]["template"]["metadata"]["labels"], HERE)
-        for kind, name in (("StatefulSet", "etcd"), ("Deployment", "monitor"), ("Job", "gpt"))
-    }
-    labelled["other"] = Pod({**labelled["gpt"].labels, "elastic-trainer/run": "other"}, HERE)
-    return of_kind(objects, "NetworkPolicy"), labelled
-
-
 NEEDED = [
     ("gpt", "etcd", DEFAULT_ETCD_PORT), ("monitor", "etcd", DEFAULT_ETCD_PORT), ("etcd", "etcd", 2380),
     ("gpt", "gpt", 29500), ("gpt", "gpt", 41234), ("prometheus", "gpt", 9471), ("prometheus", "monitor", DEFAULT_PORT),
@@ -422,15 +411,19 @@ REFUSED = [
 def test_what_is_needed_may_connect_and_everything_else_is_refused() -> None:
     """Nodes and the monitor reach etcd, nodes of a run each other, Prometheus all three, everybody names; not other
     runs, other pods of the namespace, other namespaces, the world, or ports that are not these."""
-    policies, own = policies_and_pods()
-    known = own | {"prometheus": PROMETHEUS, "dns": DNS, "neighbor": NEIGHBOR, "stranger": STRANGER, "world": WORLD}
-
-    def allowed(source: str, target: str, port: int) -> bool:
-        protocols = ("TCP", "UDP") if target == "dns" else ("TCP",)
-        return all(may_connect(policies, HERE, known[source], known[target], port, each) for each in protocols)
-
-    assert [each for each in NEEDED if not allowed(*each)] == []
-    assert [each for each in REFUSED if allowed(*each)] == []
+    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
+    policies = of_kind(objects, "NetworkPolicy")
+    known = {
+        name: Pod(named(objects, kind, name)["spec"]["template"]["metadata"]["labels"], HERE)
+        for kind, name in (("StatefulSet", "etcd"), ("Deployment", "monitor"), ("Job", "gpt"))
+    }
+    known["other"] = Pod({**known["gpt"].labels, "elastic-trainer/run": "other"}, HERE)
+    known |= {"prometheus": PROMETHEUS, "dns": DNS, "neighbor": NEIGHBOR, "stranger": STRANGER, "world": WORLD}
+    for source, target, port in NEEDED:
+        for protocol in ("TCP", "UDP") if target == "dns" else ("TCP",):
+            assert may_connect(policies, HERE, known[source], known[target], port, protocol), (source, target, port)
+    for source, target, port in REFUSED:
+        assert not may_connect(policies, HERE, known[source], known[target], port), (source, target, port)
 
 
 @pytest.mark.parametrize(("target", "patch"), PATCHES, ids=[patch for _, patch in PATCHES])
