@@ -19,6 +19,7 @@ from elastic_trainer.monitor.reading import MOST_RUNS, run_names
 from elastic_trainer.settings import StoreSettings, resolved_store, store_endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import RunKeys, Store
+from elastic_trainer.wording import named
 
 CONNECT_S = 10.0
 """How long etcd may take to answer a command that a person waits for."""
@@ -96,15 +97,10 @@ def _is_there(store: Store, keys: RunKeys) -> bool:
 def no_run(store: Store, settings: StoreSettings, run: str) -> ConfigError:
     """The error for a run that is not there, with those that are."""
     where = ", ".join(str(endpoint) for endpoint in settings.endpoints)
-    return ConfigError(f"there is no run {run!r} in the etcd at {where}", hint=_others(store, settings))
-
-
-def _others(store: Store, settings: StoreSettings) -> str:
     try:
         names = list(islice(run_names(store, settings.prefix, CONNECT_S), MOST_RUNS))
     except AccessDeniedError:
-        return f"{settings.user or 'this user'} may not see which ones there are"
-    if not names:
-        return f"there are none below {settings.prefix}"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"there are: {', '.join(names[:_SHOWN])}{more}"
+        hint = f"{settings.user or 'this user'} may not see which ones there are"
+    else:
+        hint = f"there are: {named(names, _SHOWN)}" if names else f"there are none below {settings.prefix}"
+    return ConfigError(f"there is no run {run!r} in the etcd at {where}", hint=hint)

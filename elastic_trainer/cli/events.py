@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from queue import Empty
 from typing import Any
 
@@ -59,7 +58,8 @@ def run_events(arguments: argparse.Namespace) -> int:
         expect(store, settings, keys)
         show = as_json if arguments.json else as_line
         if arguments.incident is not None:
-            _print([_reported(store, keys, arguments)])
+            as_object = arguments.json or arguments.format == "json"
+            print(report(arguments.run, arguments.incident, past(store, keys, KEPT), as_json=as_object), flush=True)
             return 0
         if not arguments.follow:
             _print(map(show, past(store, keys, limit)))
@@ -68,13 +68,6 @@ def run_events(arguments: argparse.Namespace) -> int:
         _print(map(show, in_order(news.read_first(Deadline.after(connection.CONNECT_S)))[-limit:]))
         while True:
             _print(map(show, in_order(news.take(_WAIT_S))))
-
-
-def _reported(store: Store, keys: RunKeys, arguments: argparse.Namespace) -> str:
-    found = report(keys.run_id, arguments.incident, past(store, keys, KEPT))
-    if arguments.json or arguments.format == "json":
-        return report_json(found)
-    return report_markdown(found, [*map(as_line, in_order([*found.incidents, *found.transitions]))])
 
 
 def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
@@ -131,7 +124,7 @@ class News:
 
 def as_json(each: Happening) -> str:
     """One JSON object: ``type`` and the document's fields."""
-    values: dict[str, Any] = each.model_dump(mode="json", exclude={"version"})
+    (values,) = _values([each])
     if isinstance(each, Incident):
         return json.dumps({"type": "incident", **values, "total_s": each.total_s, "outcome": each.outcome})
     return json.dumps({"type": "transition", **values})
@@ -167,53 +160,37 @@ def _print(lines: Iterable[str]) -> None:
 # ---- the report of one round
 
 
-@dataclass(frozen=True, slots=True)
-class PostMortem:
-    """What happened in round ``number`` of ``run``, and the transitions of that round and of the one that followed."""
-
-    run: str
-    number: int
-    incidents: tuple[Incident, ...]
-    transitions: tuple[JournalEntry, ...]
-
-
-def report(run: str, number: int, happened: Sequence[JournalEntry | Incident]) -> PostMortem:
-    """Chosen from all that ``happened``. Raises ConfigError where nothing is known of such an incident."""
+def report(run: str, number: int, happened: Sequence[Happening], *, as_json: bool = False) -> str:
+    """All about round ``number`` of ``run``, for a post-mortem: its incidents, and the transitions of it and of the one
+    that followed. A page with a table for each incident, or one JSON object; ConfigError where no incident is known."""
     known = [each for each in happened if isinstance(each, Incident)]
-    mine = tuple(each for each in known if each.round == number)
-    if not mine:
+    incidents = [each for each in known if each.round == number]
+    if not incidents:
         rounds = ranges(each.round for each in known)
         hint = f"there are some of rounds {rounds}" if rounds else "the run has had none"
         raise ConfigError(f"no incident of round {number} of run {run!r} is known", hint=hint)
-    rounds_of = {number, *(each.next_round for each in mine)}
-    told = tuple(each for each in happened if isinstance(each, JournalEntry) and each.round in rounds_of)
-    return PostMortem(run, number, mine, told)
-
-
-def report_json(report: PostMortem) -> str:
-    """One object: ``run``, ``round``, ``incidents``, ``transitions``."""
-    incidents, transitions = (
-        [each.model_dump(mode="json", exclude={"version"}) for each in found]
-        for found in (report.incidents, report.transitions)
-    )
-    told = {"run": report.run, "round": report.number, "incidents": incidents, "transitions": transitions}
-    return json.dumps(told, indent=2)
-
-
-def report_markdown(report: PostMortem, lines: Sequence[str]) -> str:
-    """A page with a table for each incident; ``lines`` are what happened, one line each."""
-    sections = [f"# Run {report.run}, round {report.number}"]
-    for each in report.incidents:
+    followed = {number, *(each.next_round for each in incidents)}
+    transitions = [each for each in happened if isinstance(each, JournalEntry) and each.round in followed]
+    if as_json:
+        told = {"incidents": _values(incidents), "transitions": _values(transitions)}
+        return json.dumps({"run": run, "round": number, **told}, indent=2)
+    sections = [f"# Run {run}, round {number}"]
+    for each in incidents:
         what = (str(each.cause) if each.cause is not None else each.kind).replace("_", " ").capitalize()
         rows = "\n".join(f"| {name} | {text.replace('|', '/')} |" for name, text in _facts(each) if text)
         sections.append(f"## {what}\n\n| | |\n|---|---|\n{rows}")
-    sections.append("## What happened when\n\n" + "\n".join(f"- {line}" for line in lines))
+    lines = "\n".join(f"- {as_line(each)}" for each in in_order([*incidents, *transitions]))
+    sections.append(f"## What happened when\n\n{lines}")
     sections.append(
         "## Where to read on\n\n"
-        f"- `elastic-trainer events {report.run}`: the rounds before and after\n"
-        f"- `elastic-trainer logs {report.run}`: what the workers of each rank wrote"
+        f"- `elastic-trainer events {run}`: the rounds before and after\n"
+        f"- `elastic-trainer logs {run}`: what the workers of each rank wrote"
     )
     return "\n\n".join(sections)
+
+
+def _values(documents: Iterable[Happening]) -> list[dict[str, Any]]:
+    return [each.model_dump(mode="json", exclude={"version"}) for each in documents]
 
 
 def _facts(each: Incident) -> list[tuple[str, str]]:

@@ -369,7 +369,6 @@ class _Script:
 
 
 def _loops_in(node: ast.AST) -> Iterator[ast.For]:
-    """The loops of ``node``, itself among them."""
     return (each for each in ast.walk(node) if isinstance(each, ast.For))
 
 

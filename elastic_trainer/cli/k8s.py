@@ -251,11 +251,6 @@ class KubernetesRun(Frozen):
         return max(1, int(quantity(self.cpu[1])) // self.workers)
 
     @property
-    def budget(self) -> bool:
-        """Whether there is a disruption budget: with no pod more than the minimum no machine could be drained."""
-        return self.pods > self.least
-
-    @property
     def variables(self) -> dict[str, str]:
         """Where etcd is, if the ConfigMap of the platform does not say it, and the user's own."""
         known: dict[str, str] = {}
@@ -312,7 +307,7 @@ def _documents(run: KubernetesRun, namespace: str | None) -> dict[str, str]:
     wanted = {
         "job": True,
         "checkpoints": run.checkpoint_claim is not None and run.checkpoint_size is not None,
-        "disruption": run.budget,
+        "disruption": run.pods > run.least,  # else no machine could be drained
         "network": run.network_policy,
     }
     return {f"{name}.yaml": _rendered(name, run, namespace) for name, there in wanted.items() if there}

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 
 from elastic_trainer.cli import connection
@@ -14,7 +15,7 @@ from elastic_trainer.cli.main import seconds
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.processes import Interrupts
-from elastic_trainer.monitor.serve import Monitor, MonitorOptions
+from elastic_trainer.monitor.serve import Monitor
 from elastic_trainer.settings import secret
 from elastic_trainer.store import connect
 from elastic_trainer.telemetry import logs
@@ -47,25 +48,21 @@ def run_monitor(arguments: argparse.Namespace) -> int:
     token = None if arguments.token_file is None else secret(arguments.token_file, "--token-file")
     if token is not None and not token.isascii():
         raise ConfigError("the token of --token-file is not ASCII", hint="headers of HTTP carry nothing else safely")
-    options = MonitorOptions(
-        prefix=settings.prefix,
-        host=host,
-        port=port,
-        access=Access(token, loopback=is_loopback(host)),
-        context=None if arguments.cert is None else tls_context(arguments.cert, arguments.key),
-        forget_s=seconds(arguments.forget, "--forget"),
-    )
-    if token is None and not options.access.loopback:
+    access = Access(token, loopback=is_loopback(host))
+    context = None if arguments.cert is None else tls_context(arguments.cert, arguments.key)
+    forget_s = seconds(arguments.forget, "--forget")
+    if token is None and not access.loopback:
         logs.logger().warning("monitor.unguarded", listen=arguments.listen, hint="give --token-file")
-    with Interrupts() as interrupts:
-        store = connect(settings)
-        try:
-            with Monitor(store, options) as monitor:
-                print(f"the status page is at {monitor.url}", flush=True)
-                while interrupts.signal is None:
-                    pause(_LOOK_EVERY_S)
-        finally:
-            store.close()
+    with (
+        Interrupts() as interrupts,
+        closing(connect(settings)) as store,
+        Monitor(
+            store, settings.prefix, host=host, port=port, access=access, context=context, forget_s=forget_s
+        ) as monitor,
+    ):
+        print(f"the status page is at {monitor.url}", flush=True)
+        while interrupts.signal is None:
+            pause(_LOOK_EVERY_S)
     return 0
 
 

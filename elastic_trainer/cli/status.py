@@ -45,7 +45,6 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.families import GAUGES, Unit
 from elastic_trainer.wording import UNKNOWN, counted, duration, moment, named, number, percent, ranges
 
-_EVERY_S = 1.0
 _REPRINT_EVERY_S = 5.0
 """Where nothing can be redrawn in place, at most so often."""
 
@@ -82,8 +81,7 @@ Shown = Iterable[tuple[StoreReading, bool]]
 
 
 def _readings(reader: Reader, reading: StoreReading, name: str | None) -> Iterator[tuple[StoreReading, bool]]:
-    """One after the other until the run is over."""
-    pacing, over = Pacing(_EVERY_S), False
+    pacing, over = Pacing(), False
     while not over:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
         yield reading, over
@@ -114,7 +112,6 @@ def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing |
 
 
 def _mark(reading: StoreReading) -> tuple[object, ...]:
-    """Differs when there is something new to show."""
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
 
@@ -355,8 +352,9 @@ def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > UNHEARD_S else []
             who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
-            texts = (Text(cell) for cell in cells)  # written by others: no markup
-            rows.append([Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent])])
+            texts = [Text(cell) for cell in (*who, *cells)]  # written by others: no markup
+            texts[2].style = style
+            rows.append([*texts, Text(", ".join([*marks, *silent]), style="bold red")])
     if not any(row[-1].plain for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Fitted(columns, rows, wide=wide)
@@ -371,10 +369,6 @@ def _state(node: NodeStatus) -> str:
     if node.place is None:
         return node.state
     return f"{node.state} {'-' if node.group is None else node.group}.{node.place}"
-
-
-def _marks(marks: list[str]) -> Text:
-    return Text(", ".join(marks), style="bold red")
 
 
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate, product
 from typing import Final
 
@@ -46,7 +47,6 @@ class MonitorCollector(Collector):
         self._reading, self._forget_s = reading, forget_s
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another."""
         reading = self._reading()
         runs = [(name, run) for name, run in sorted(reading.runs.items()) if not run.forgotten(self._forget_s)]
         told = [(name, gauges(run), run.documents.counters) for name, run in runs]
@@ -104,7 +104,6 @@ def _add(
     present: Mapping[str, Mapping[Labels, float]],
     counters: Mapping[str, float],
 ) -> None:
-    """Add the series of ``run`` to ``family``'s metric."""
     for values in label_values(family):
         labels = run | dict(zip(family.values, values, strict=True))
         if family.kind is MetricKind.GAUGE:
@@ -114,7 +113,11 @@ def _add(
             continue
         counter = COUNTED[family.name].format(*values)
         if family.kind is MetricKind.HISTOGRAM:
-            _add_histogram(metric, family, labels, histogram(counters, counter, family.buckets))
+            upto, total = histogram(counters, counter, family.buckets)
+            for bound, count in zip([*map(floatToGoString, family.buckets), "+Inf"], upto, strict=True):
+                metric.add_sample(f"{family.full_name}_bucket", labels | {"le": bound}, count)
+            metric.add_sample(f"{family.full_name}_count", labels, upto[-1])
+            metric.add_sample(f"{family.full_name}_sum", labels, total)
         else:
             metric.add_sample(family.full_name, labels, counters.get(counter, 0.0))
 
@@ -127,22 +130,8 @@ def histogram(counters: Mapping[str, float], name: str, bounds: tuple[float, ...
     counts = [0.0] * (len(bounds) + 1)
     start = f"{name}.le."
     for counter, value in counters.items():
-        if counter.startswith(start) and (bound := _number(counter.removeprefix(start))) is not None:
-            counts[bisect_left(bounds, bound)] += value
+        with suppress(ValueError):  # a bound that is no number
+            if counter.startswith(start):
+                counts[bisect_left(bounds, float(counter.removeprefix(start)))] += value
     counts[-1] += max(0.0, counters.get(f"{name}.count", 0.0) - sum(counts))
     return list(accumulate(counts)), counters.get(f"{name}.sum", 0.0)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _add_histogram(metric: Metric, family: Family, labels: dict[str, str], made: tuple[list[float], float]) -> None:
-    upto, total = made
-    for bound, count in zip([*map(floatToGoString, family.buckets), "+Inf"], upto, strict=True):
-        metric.add_sample(f"{family.full_name}_bucket", labels | {"le": bound}, count)
-    metric.add_sample(f"{family.full_name}_count", labels, upto[-1])
-    metric.add_sample(f"{family.full_name}_sum", labels, total)

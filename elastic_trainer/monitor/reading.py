@@ -64,7 +64,6 @@ class DocumentCache(Generic[DocumentT]):
         self.retain(present)
 
     def put(self, item: KeyValue) -> None:
-        """Add or update ``item``."""
         if self.knows(item):
             return
         self.changes += 1
@@ -77,7 +76,6 @@ class DocumentCache(Generic[DocumentT]):
             self._refused[item.key] = item.mod_revision
 
     def retain(self, keys: Iterable[str]) -> None:
-        """Drop all keys except ``keys``."""
         present = set(keys)
         for gone in [key for key in (*self._kept, *self._refused) if key not in present]:
             self.changes += 1
@@ -85,18 +83,15 @@ class DocumentCache(Generic[DocumentT]):
             self._refused.pop(gone, None)
 
     def knows(self, item: KeyValue) -> bool:
-        """Whether this version of ``item`` was seen before."""
         kept = self._kept.get(item.key)
         return (kept is not None and kept[0] == item.mod_revision) or self._refused.get(item.key) == item.mod_revision
 
     @property
     def items(self) -> list[tuple[str, int, DocumentT]]:
-        """Key, mod-revision and document of each, by key."""
         return [(key, *self._kept[key]) for key in sorted(self._kept)]
 
     @property
     def refused(self) -> list[str]:
-        """Keys whose present content cannot be read."""
         return sorted(self._refused)
 
 
@@ -125,7 +120,6 @@ class RunFeed:
         self._round_revision = 0
 
     def read(self, deadline: Deadline) -> RunDocuments:
-        """Read the run."""
         keys = self._keys
         single = [Read(keys.spec), Read(keys.round), Read(keys.progress), Read(keys.departure)]
         pages = [_page(keys.nodes), _page(keys.health), _page(keys.incidents, keys_only=True)]
@@ -155,7 +149,6 @@ class RunFeed:
         self._round_revision = revision
 
     def _newest(self, listed: Sequence[KeyValue], cache: DocumentCache[Any], count: int, deadline: Deadline) -> None:
-        """Update ``cache`` to the ``count`` newest of the ``listed`` documents."""
         newest = sorted(listed, key=lambda item: item.mod_revision)[-count:]
         wanted = [item.key for item in newest if not cache.knows(item)]
         for start in range(0, len(wanted), BATCH):
@@ -343,17 +336,6 @@ class _Followed:
             self._feed = RunFeed(self._store, self.keys, serial=self.documents.serial + 1)
         return reading
 
-    @property
-    def signs_of_life(self) -> tuple[Read, Read]:
-        """The reads that show whether a resting run has resumed."""
-        nodes = Read(self.keys.nodes, prefix_end(self.keys.nodes), limit=1, keys_only=True)
-        return Read(self.keys.round, keys_only=True), nodes
-
-    def lives(self, round_: Snapshot, nodes: Snapshot) -> bool:
-        """Whether it has resumed, by their results."""
-        revision = round_.first.mod_revision if round_.first is not None else 0
-        return bool(nodes.items) or revision != self.documents.round_revision
-
 
 class Reader:
     """See the module. ``only``: the one run to read. ``forget_s``: see RunReading.forgotten."""
@@ -429,12 +411,16 @@ class Reader:
         return True
 
     def _wake(self, resting: Sequence[_Followed], limit_s: float) -> None:
+        """Let those be read again that have a node, or another round document than when they came to rest."""
         for start in range(0, len(resting), RESTING_BATCH):
-            batch = resting[start : start + RESTING_BATCH]
-            reads = [read for followed in batch for read in followed.signs_of_life]
+            batch, reads = resting[start : start + RESTING_BATCH], list[Read]()
+            for keys in (each.keys for each in batch):
+                reads.append(Read(keys.round, keys_only=True))
+                reads.append(Read(keys.nodes, prefix_end(keys.nodes), limit=1, keys_only=True))
             answers = self._store.transact([], reads, deadline=Deadline.after(limit_s, self._clock)).reads
-            for followed, round_, nodes in zip(batch, answers[::2], answers[1::2], strict=True):
-                followed.resting = not followed.lives(round_, nodes)
+            for each, round_, nodes in zip(batch, answers[::2], answers[1::2], strict=True):
+                revision = round_.first.mod_revision if round_.first is not None else 0
+                each.resting = not nodes.items and revision == each.documents.round_revision
 
     def _reading(self) -> StoreReading:
         now, wall = self._clock.monotonic(), self._clock.wall()
@@ -473,12 +459,12 @@ class Pacing:
     moment, and a pause of four times that would make etcd look unreachable.
     """
 
-    def __init__(self, every_s: float = EVERY_S) -> None:
-        self._every_s, self._last_s = every_s, math.inf
+    def __init__(self) -> None:
+        self._last_s = math.inf
 
     def pause_s(self, poll_s: float, connected: bool) -> float:
         """Seconds to wait after a poll that took ``poll_s`` seconds; a failed poll does not count as work."""
         if not connected:
-            return self._every_s
+            return EVERY_S
         usual_s, self._last_s = min(poll_s, self._last_s), poll_s
-        return max(self._every_s - poll_s, usual_s * (1 - SHARE) / SHARE)
+        return max(EVERY_S - poll_s, usual_s * (1 - SHARE) / SHARE)

@@ -15,7 +15,6 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from elastic_trainer.clock import SYSTEM, Clock, pause
@@ -60,7 +59,6 @@ class Board:
 
     @property
     def published_s(self) -> float:
-        """Seconds since the newest reading was published."""
         return self._clock.monotonic() - self._published_at
 
     @property
@@ -70,7 +68,6 @@ class Board:
         return None if read_at is None else self._clock.monotonic() - read_at
 
     def publish(self, reading: StoreReading) -> None:
-        """Make ``reading`` the newest."""
         with self._changed:
             self.reading, self._published_at = reading, self._clock.monotonic()
             self._changed.notify_all()
@@ -88,7 +85,6 @@ class Board:
             return self.reading
 
     def listing(self) -> Listing:
-        """All runs."""
         reading = self.reading
         rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
         return listing(rows, reading.store, reading.wall)
@@ -100,16 +96,27 @@ class Board:
         return None if found is None else make(snapshot(found.documents, found.seen, reading.store))
 
     def run_body(self, run: str) -> Body | None:
-        """The JSON of a run."""
         return self.once(f"run/{run}", lambda: self.of_run(run, lambda found: Body.compressed(as_json(found))))
 
     def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
-        """The page of the run for a reader's ``choice``; the default one is rendered once for all."""
+        """The page of the run for a reader's ``choice``, as an update."""
+        return self._for_reader("update", run, choice, page.run_update)
 
-        def made() -> page.Update | None:
-            return self.of_run(run, lambda found: page.run_update(as_values(found), choice))
+    def run_page(self, run: str, choice: page.Choice) -> Body | None:
+        """The same as a whole page."""
+        return self._for_reader(
+            "page", run, choice, lambda found, chosen: Body.compressed(page.run_page(found, chosen).encode())
+        )
 
-        return self.once(f"update/{run}", made) if choice == page.ALL else made()
+    def _for_reader(
+        self, kind: str, run: str, choice: page.Choice, make: Callable[[dict[str, Any], page.Choice], MadeT]
+    ) -> MadeT | None:
+        """What ``make`` makes of the run; kept for the default choice alone, as the number of others is unbounded."""
+
+        def made() -> MadeT | None:
+            return self.of_run(run, lambda found: make(as_values(found), choice))
+
+        return self.once(f"{kind}/{run}", made) if choice == page.ALL else made()
 
     def once(self, key: str, make: Callable[[], MadeT]) -> MadeT:
         """The result of ``make()`` for the newest reading, computed once."""
@@ -198,7 +205,6 @@ class MonitorSite:
         self._collector = MonitorCollector(lambda: board.reading, forget_s=forget_s)
 
     def answer(self, request: Request) -> Answer | Stream:
-        """The answer to ``request``."""
         stuck, unread_s = self._board.published_s > STUCK_S, self._board.unread_s
         late = f"the store was last read {unread_s:.0f} s ago" if (unread_s or 0.0) > UNREAD_LIMIT_S else ""
         probes = {
@@ -218,7 +224,7 @@ class MonitorSite:
                 names = ", ".join(sorted(board.reading.runs)[:20]) or "none"
                 return text(404, f"there is no run {run[:128]!r}; there are: {names}")
             case ["runs", run]:
-                return _answer(HTML, self._run_page(run, choice))
+                return _answer(HTML, board.run_page(run, choice))
             case ["runs", run, "update"]:
                 found = board.run_update(run, choice)
                 return _answer(JSON, Body.compressed(page.message(found)) if found is not None else None)
@@ -243,16 +249,6 @@ class MonitorSite:
 
     def _once(self, kind: str, key: str, make: Callable[[], bytes]) -> Answer:
         return _answer(kind, self._board.once(key, lambda: Body.compressed(make())))
-
-    def _run_page(self, run: str, choice: page.Choice) -> Body | None:
-        """The page of a run; pages with a reader's choice are not cached, since their number is unbounded."""
-
-        def made() -> Body | None:
-            return self._board.of_run(
-                run, lambda found: Body.compressed(page.run_page(as_values(found), choice).encode())
-            )
-
-        return self._board.once(f"page/{run}", made) if choice == page.ALL else made()
 
 
 def _answer(kind: str, body: Body | None) -> Answer:
@@ -285,34 +281,31 @@ def _static(name: str, known: str) -> Answer:
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9470
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorOptions:
-    """The address to listen on, and the access control."""
-
-    prefix: str
-    host: str = DEFAULT_HOST
-    port: int = DEFAULT_PORT
-    access: Access = field(default_factory=Access)
-    context: ssl.SSLContext | None = None
-    forget_s: float = FORGET_S
+OPEN = Access()
 
 
 class Monitor:
     """See the module. A context manager that starts and stops it."""
 
-    def __init__(self, store: Store, options: MonitorOptions) -> None:
-        self._reader = Reader(store, options.prefix, forget_s=options.forget_s)
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        *,
+        host: str = DEFAULT_HOST,
+        port: int = DEFAULT_PORT,
+        access: Access = OPEN,
+        context: ssl.SSLContext | None = None,
+        forget_s: float = FORGET_S,
+    ) -> None:
+        self._reader = Reader(store, prefix, forget_s=forget_s)
         self.board = Board()
-        site = MonitorSite(self.board, options.access, forget_s=options.forget_s)
-        self._server = Server(options.host, options.port, site.answer, options.context)
+        site = MonitorSite(self.board, access, forget_s=forget_s)
+        self._server = Server(host, port, site.answer, context)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="monitor", daemon=True)
-        scheme = "https" if options.context is not None else "http"
-        host = f"[{options.host}]" if ":" in options.host else options.host
         self.port = self._server.port
-        self.url = f"{scheme}://{host}:{self.port}"
+        self.url = self._server.url()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -323,7 +316,7 @@ class Monitor:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self.board.close()
-        self._server.stop()
+        self._server.close()
         self._thread.join(timeout=2.0)  # a poll may be waiting for the store; the thread is a daemon
         logger().info("monitor.stopped")
 

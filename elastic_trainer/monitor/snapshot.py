@@ -181,7 +181,6 @@ def as_values(value: object) -> dict[str, Any]:
 
 
 def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
-    """The values of RunFacts."""
     spec, round_ = documents.spec, documents.round
     return {
         "run": documents.run,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import NodeView
@@ -62,12 +62,10 @@ class RunDocuments:
 
     @property
     def is_run(self) -> bool:
-        """Whether the documents make up a run."""
         return bool(self.spec or self.round or self.nodes or self.unreadable)
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
         return self.round is not None and self.round.state is RoundState.CLOSED
 
     @cached_property
@@ -362,15 +360,8 @@ class Point(NamedTuple):
     world_size: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """The points by column, oldest first."""
-
-    wall: list[float]
-    step: list[int | None]
-    loss: list[float | None]
-    step_s: list[float | None]
-    world_size: list[int | None]
+Curves = Mapping[str, list[Any]]
+"""The points by column, oldest first."""
 
 
 class Recorder:
@@ -393,9 +384,8 @@ class Recorder:
             self._points = [*self._points[:-1:2], self._points[-1]]
 
     def curves(self) -> Curves:
-        """The collected points."""
-        columns = [list(column) for column in zip(*self._points, strict=True)] or [[] for _ in Point._fields]
-        return Curves(*columns)
+        columns = zip(*self._points, strict=True) if self._points else [()] * len(Point._fields)
+        return dict(zip(Point._fields, map(list, columns), strict=True))
 
 
 RATE_WINDOW_S = 30.0

@@ -92,6 +92,7 @@ class Gauge:
 
 
 def _shown(
+    default: float,
     metric: str,
     text: str,
     title: str,
@@ -100,9 +101,11 @@ def _shown(
     wide: bool = True,
     of_node: Callable[[Iterable[float]], float] = median,
     zero: bool = False,
-) -> dict[str, Any]:
+) -> Any:
+    """A field of :class:`RankGauges`."""
     family = Family(metric, MetricKind.GAUGE, MetricSource.NODE, text, RANK)
-    return {"title": title, "unit": unit, "metric": family, "wide": wide, "of_node": of_node, "zero": zero}
+    shown = {"title": title, "unit": unit, "metric": family, "wide": wide, "of_node": of_node, "zero": zero}
+    return field(default=default, metadata=shown)
 
 
 @dataclass(slots=True)
@@ -111,26 +114,19 @@ class RankGauges:
 
     rank: int = -1
     """-1 before it has joined a round."""
-    step: int = field(
-        default=0, metadata=_shown("step", "The last step that this rank committed.", "Step", of_node=min, zero=True)
-    )
+    step: int = _shown(0, "step", "The last step that this rank committed.", "Step", of_node=min, zero=True)
     """The last committed step of the job: that of the state which this rank holds."""
-    step_s: float = field(
-        default=0.0,
-        metadata=_shown(
-            "step_duration_seconds", "Duration of a step, smoothed.", "Step time", Unit.SECONDS, wide=False
-        ),
+    step_s: float = _shown(
+        0.0, "step_duration_seconds", "Duration of a step, smoothed.", "Step time", Unit.SECONDS, wide=False
     )
-    compute_s: float = field(
-        default=0.0,
-        metadata=_shown(
-            "compute_duration_seconds",
-            "Duration of a step without the wait for other ranks, smoothed: shows a slow rank.",
-            "Computing",
-            Unit.SECONDS,
-        ),
+    compute_s: float = _shown(
+        0.0,
+        "compute_duration_seconds",
+        "Duration of a step without the wait for other ranks, smoothed: shows a slow rank.",
+        "Computing",
+        Unit.SECONDS,
     )
-    threads: int = field(default=0, metadata=_shown("threads", "Threads of this rank's process.", "Threads"))
+    threads: int = _shown(0, "threads", "Threads of this rank's process.", "Threads")
 
 
 GAUGES: Final = tuple(Gauge(each.name, **each.metadata) for each in fields(RankGauges) if each.metadata)
@@ -160,16 +156,21 @@ Values = Mapping[str, tuple[str, ...]]
 NONE: Final[Values] = {}
 
 
-def _rank(name: str, text: str, kind: MetricKind = MetricKind.GAUGE, *labels: str, values: Values = NONE) -> Family:
+_GAUGE, _COUNTER, _HISTOGRAM = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
+
+
+def _rank(
+    name: str, text: str, kind: MetricKind = _GAUGE, labels: tuple[str, ...] = (), values: Values = NONE
+) -> Family:
     return Family(name, kind, MetricSource.NODE, text, (*RANK, *values, *labels), values)
 
 
-def _node(name: str, text: str, kind: MetricKind = MetricKind.GAUGE) -> Family:
+def _node(name: str, text: str, kind: MetricKind = _GAUGE) -> Family:
     return Family(name, kind, MetricSource.NODE, text, NODE)
 
 
 def _run(
-    name: str, text: str, kind: MetricKind = MetricKind.GAUGE, *, values: Values = NONE, buckets: tuple[float, ...] = ()
+    name: str, text: str, kind: MetricKind = _GAUGE, values: Values = NONE, buckets: tuple[float, ...] = ()
 ) -> Family:
     return Family(name, kind, MetricSource.MONITOR, text, (*RUN, *values), values, buckets)
 
@@ -181,25 +182,21 @@ RANK_INFO = _rank(
     "rank",
     "Identity of a rank: its node, device and versions.",
     MetricKind.INFO,
-    "node",
-    "local_rank",
-    "device",
-    "torch",
-    "version",
+    labels=("node", "local_rank", "device", "torch", "version"),
 )
 LAST_STEP = _rank(
     "last_step_timestamp_seconds", "When it committed that step (Unix time); before the first, when it started."
 )
 PHASE = _rank("phase", "1 for the present phase of this rank, 0 for all others.", values={"phase": PHASES})
-NONFINITE = _rank("nonfinite_steps", "Checks of the loss that found it NaN or infinite.", MetricKind.COUNTER)
+NONFINITE = _rank("nonfinite_steps", "Checks of the loss that found it NaN or infinite.", _COUNTER)
 GPU_MEMORY = _rank("gpu_memory_bytes", "Memory of this rank's device.", values={"kind": MEMORY})
 
-STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", MetricKind.COUNTER)
+STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", _COUNTER)
 STORE_SUCCESS = _node(
     "store_last_success_timestamp_seconds",
     "When the store last answered this node and accepted its write (Unix time).",
 )
-WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent has killed.", MetricKind.COUNTER)
+WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent has killed.", _COUNTER)
 
 WORLD_SIZE = _run("world_size", "Ranks in the present round; 0 while there is none.")
 NODES = _run("nodes", "Present nodes, by state.", values={"state": NODE_STATES})
@@ -214,38 +211,36 @@ RUN_ENDED = _run(
 RENDEZVOUS_START = _run(
     "rendezvous_start_timestamp_seconds", "When the present rendezvous started (Unix time); 0 while ranks train."
 )
-RESTARTS = _run("restarts", "Rounds that ended, by cause.", MetricKind.COUNTER, values={"reason": CAUSES})
+RESTARTS = _run("restarts", "Rounds that ended, by cause.", _COUNTER, values={"reason": CAUSES})
 RECOVERY = _run(
     "recovery_seconds",
     "How long training stood still: from the last committed step of a round to the first of the next.",
-    MetricKind.HISTOGRAM,
+    _HISTOGRAM,
     values={"kind": RECOVERIES},
     buckets=RECOVERY_BUCKETS,
 )
-TIME = _run("time_seconds", "Time of all ranks together, by phase.", MetricKind.COUNTER, values={"phase": PHASES})
+TIME = _run("time_seconds", "Time of all ranks together, by phase.", _COUNTER, values={"phase": PHASES})
 NONFINITE_LOSSES = _run(
     "nonfinite_losses",
     "Checks of the loss that found it NaN or infinite, over all ranks, including ranks that ended because of it.",
-    MetricKind.COUNTER,
+    _COUNTER,
 )
-DIFFERENCES = _run(
-    "parameter_differences", "Comparisons that found ranks with different parameters.", MetricKind.COUNTER
-)
+DIFFERENCES = _run("parameter_differences", "Comparisons that found ranks with different parameters.", _COUNTER)
 AUDIT_MISMATCHES = _run(
-    "audit_mismatches", "Audits that found ranks computing wrong results, by rank or pair.", MetricKind.COUNTER
+    "audit_mismatches", "Audits that found ranks computing wrong results, by rank or pair.", _COUNTER
 )
-SAMPLES = _run("samples", "Samples trained on, including repeated ones.", MetricKind.COUNTER)
+SAMPLES = _run("samples", "Samples trained on, including repeated ones.", _COUNTER)
 LOSS = _run("loss", "The newest known loss.")
 PROGRESS = _run("committed_step", "The newest committed step that rank 0's node has published.")
 CHECKPOINT_SUCCESS = _run("checkpoint_last_success_timestamp_seconds", "When a checkpoint was last saved (Unix time).")
 CHECKPOINT_INTERVAL = _run("checkpoint_interval_seconds", "Configured interval between checkpoints; 0: not by time.")
 CHECKPOINTS = _run(
-    "checkpoints", "Checkpoints saved and loaded.", MetricKind.COUNTER, values={"op": OPERATIONS, "result": RESULTS}
+    "checkpoints", "Checkpoints saved and loaded.", _COUNTER, values={"op": OPERATIONS, "result": RESULTS}
 )
 CHECKPOINT_DURATION = _run(
     "checkpoint_duration_seconds",
     "Duration of saving and loading.",
-    MetricKind.HISTOGRAM,
+    _HISTOGRAM,
     values={"op": OPERATIONS},
     buckets=SAVE_BUCKETS,
 )

@@ -10,9 +10,7 @@ are missing from the next scrape on, since only the pages hold values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -37,18 +35,8 @@ from elastic_trainer.web.server import (
 )
 
 
-class StoreFigures(Protocol):
-    """Figures about the connection to the store."""
-
-    @property
-    def errors(self) -> int: ...
-
-    @property
-    def last_success_wall(self) -> float: ...
-
-
 class NodeCollector(Collector):
-    """All families of Source.NODE. ``store`` None: a process without one."""
+    """All families of Source.NODE. ``store()``: failed requests, and when it last answered; None: a process without."""
 
     def __init__(
         self,
@@ -57,7 +45,7 @@ class NodeCollector(Collector):
         look: Callable[[], list[Reading]],
         nonfinite: Callable[[Reading], int],
         counters: Callable[[], dict[str, float]],
-        store: StoreFigures | None,
+        store: Callable[[], tuple[int, float]] | None,
     ) -> None:
         self._run, self._node, self._look, self._nonfinite = run, node, look, nonfinite
         self._counters, self._store = counters, store
@@ -87,8 +75,9 @@ class NodeCollector(Collector):
         )
         here = (self._run, self._node)
         if self._store is not None:
-            yield _metric(families.STORE_ERRORS, [(here, self._store.errors)])
-            yield _metric(families.STORE_SUCCESS, [(here, self._store.last_success_wall)])
+            errors, answered_wall = self._store()
+            yield _metric(families.STORE_ERRORS, [(here, errors)])
+            yield _metric(families.STORE_SUCCESS, [(here, answered_wall)])
             yield _metric(families.WORKERS_KILLED, [(here, self._counters().get("workers_killed", 0.0))])
 
 
@@ -116,17 +105,6 @@ def _metric(family: Family, samples: Iterable[tuple[tuple[str, ...], float]]) ->
 LEAST_TOKEN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointOptions:
-    """The address to listen on, and the access control."""
-
-    address: str
-    port: int
-    token_file: Path | None
-    cert: Path | None
-    key: Path | None
-
-
 def node_site(collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> Site:
     """A node's answers. ``not_ready()`` says why the node is not in a round; None if it is."""
 
@@ -140,30 +118,24 @@ def node_site(collector: Collector, access: Access, not_ready: Callable[[], str 
     return answer
 
 
-class NodeEndpoint:
-    """The server of a node's site."""
+class NodeEndpoint(Server):
+    """The server of a node's site, started."""
 
     def __init__(
-        self, options: EndpointOptions, collector: Collector, not_ready: Callable[[], str | None] = lambda: None
+        self,
+        address: str,
+        port: int,
+        collector: Collector,
+        *,
+        token_file: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._host = options.address
-        site = node_site(collector, Access(_token(options.token_file), is_loopback(self._host)), not_ready)
-        tls = tls_context(options.cert, options.key) if options.cert is not None and options.key is not None else None
-        self._scheme = "http" if tls is None else "https"
-        self._server = Server(self._host, options.port, site, tls, hint="change metrics_address or metrics_port")
-        self.port = self._server.port
-        self._server.start()
-
-    def url(self, address: str) -> str:
-        """The endpoint's URL; ``address`` is this machine's, for an endpoint that listens on all addresses."""
-        host = address if self._host in ("0.0.0.0", "::", "") else self._host
-        return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
-
-    def descriptors(self) -> list[int]:
-        return self._server.descriptors()
-
-    def close(self) -> None:
-        self._server.stop()
+        site = node_site(collector, Access(_token(token_file), is_loopback(address)), not_ready)
+        tls = tls_context(cert, key) if cert is not None and key is not None else None
+        super().__init__(address, port, site, tls, hint="change metrics_address or metrics_port")
+        self.start()
 
 
 def _token(file: Path | None) -> str | None:

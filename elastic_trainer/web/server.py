@@ -131,7 +131,6 @@ class Access:
     loopback: bool = True
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether the value of the header ``Authorization`` grants access."""
         if self.token is None:
             return True
         # A constant-time comparison of bytes.
@@ -318,7 +317,6 @@ class _Client:
         self.wait()
 
     def wait(self) -> None:
-        """Start to wait for a request."""
         self.answered, self.limit = False, SYSTEM.monotonic() + REQUEST_LIMIT_S
 
     def read(self) -> bool:
@@ -365,7 +363,7 @@ class Server:
         *,
         hint: str = "choose another --listen",
     ) -> None:
-        self._site, self._context = site, context
+        self._host, self._site, self._context = host, site, context
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._clients: dict[_Client, None] = {}
         """The waiting connections, the longest waiting first."""
@@ -391,7 +389,7 @@ class Server:
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Accept no more connections, and close all."""
         self._stopping.set()
         self._wake()
@@ -407,6 +405,12 @@ class Server:
         self._close_unreturned()
         for each in (self._listener, self._alarm, self._alarmed):
             each.close()
+
+    def url(self, address: str = "") -> str:
+        """Where it answers; ``address`` is this machine's, for a server that listens on all addresses."""
+        host = address if address and self._host in ("0.0.0.0", "::", "") else self._host
+        scheme = "http" if self._context is None else "https"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     def descriptors(self) -> list[int]:
         own = [self._listener, self._alarm, self._alarmed, *(client.connected for client in self._clients)]

@@ -43,7 +43,7 @@ from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.families import SAVE_BUCKETS
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
+from elastic_trainer.web.node import NodeCollector, NodeEndpoint
 
 if TYPE_CHECKING:
     import torch
@@ -470,13 +470,13 @@ def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) ->
     collector = NodeCollector(
         environment.run_id, environment.node, look, lambda reading: reading.pulse.nonfinite, dict, None
     )
-    options = EndpointOptions(
+    endpoint = NodeEndpoint(
         environment.metrics_address,
         environment.metrics_base_port + environment.local_rank,
-        environment.metrics_token_file,
-        environment.metrics_cert,
-        environment.metrics_key,
+        collector,
+        token_file=environment.metrics_token_file,
+        cert=environment.metrics_cert,
+        key=environment.metrics_key,
     )
-    endpoint = NodeEndpoint(options, collector)
-    logger().info("endpoint.opened", url=endpoint.url(options.address))
+    logger().info("endpoint.opened", url=endpoint.url(environment.metrics_address))
     return endpoint

@@ -33,7 +33,7 @@ from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
-from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
+from elastic_trainer.web.node import NodeCollector, NodeEndpoint
 from elastic_trainer.worker.report import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
@@ -238,7 +238,7 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
             collector = NodeCollector(RUN, "n0", pages.living, pages.nonfinite_losses, pages.counters, None)
-            with closing(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector)) as endpoint:
+            with closing(NodeEndpoint("127.0.0.1", 0, collector)) as endpoint:
                 scrapes = [_timed(endpoint.port, "/metrics") for _ in range(20)]
         finally:
             pages.close()

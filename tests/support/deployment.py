@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ PROMETHEUS = DEPLOY / "prometheus"
 RUNBOOKS = DEPLOY / "runbooks"
 DASHBOARDS = sorted((DEPLOY / "grafana/dashboards").glob("*.json"))
 RUNBOOK_URL = "https://github.com/elastic-trainer/elastic_trainer/blob/main/deploy/runbooks"
+
+
+def ran(*words: str | Path, limit_s: float = 100.0, **more: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, well or not, with what it said."""
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=limit_s, check=False, **more)
 
 
 def load(path: Path) -> Any:

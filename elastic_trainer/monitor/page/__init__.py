@@ -223,7 +223,6 @@ class Span:
 
     @property
     def lasts(self) -> bool:
-        """Whether it is in effect."""
         return text(self.last.get("state")) not in OVER and self.end is None
 
     @property
@@ -667,12 +666,10 @@ def _runs(listing: Json) -> list[Json]:
 
 @cache
 def _nothing(kind: type[RunSummary] | type[RunSnapshot]) -> dict[str, Any]:
-    """All fields, unknown."""
     return dict.fromkeys(each.name for each in fields(kind))
 
 
 def _title(runs: Sequence[Json]) -> str:
-    """The page title, with the number of runs that need attention."""
     sick = sum(1 for each in runs if each["attention"])
     return f"({sick}) Runs" if sick else "Runs"
 

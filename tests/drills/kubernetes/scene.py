@@ -13,7 +13,7 @@ from elastic_trainer.local.ledger import LedgerTail, Line, LineKind
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster
-from tests.support.kubelet.pods import Condition, PodStatus
+from tests.support.kubelet.pods import Condition, Pod
 from tests.support.manifests import Manifest, named
 from tests.support.requirements import needs
 
@@ -39,12 +39,12 @@ def add_options(documents: list[Manifest], **options: str) -> None:
     words[at] += "".join(f",{name}={value}" for name, value in options.items())
 
 
-def check_left(pod: PodStatus, grace_s: float = 90.0) -> None:
+def check_left(pod: Pod, grace_s: float = 90.0) -> None:
     """It went when it was told to, by itself and in time."""
     assert pod.exit_code == EXIT_LEFT, pod
-    assert pod.leaving is not None
-    assert not pod.leaving.killed
-    assert pod.leaving.took_s < grace_s
+    assert not pod.killed
+    assert pod.left_after_s is not None
+    assert pod.left_after_s < grace_s
 
 
 class Scene:
@@ -64,13 +64,13 @@ class Scene:
 
     # ---- pods
 
-    def living(self) -> list[PodStatus]:
+    def living(self) -> list[Pod]:
         return self.cluster.living(OWNER)
 
     def scale(self, size: int) -> None:
         self.cluster.scale(JOB, size)
 
-    def await_end(self, name: str) -> PodStatus:
+    def await_end(self, name: str) -> Pod:
         self.wait_for(lambda: not self.cluster.pod(name).living, f"{name} does not end")
         return self.cluster.pod(name)
 

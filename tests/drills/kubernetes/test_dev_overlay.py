@@ -14,8 +14,8 @@ from elastic_trainer.model import Cause
 from tests.drills.kubernetes import paced
 from tests.drills.kubernetes.scene import JOB, OWNER, Scene, add_options, change_job_file, check_left, rendered
 from tests.support.kubelet.cluster import Cluster, check_possible
-from tests.support.kubelet.pods import DISRUPTED, UID, Condition, Phase, PodStatus, image
-from tests.support.manifests import Manifest, named
+from tests.support.kubelet.pods import DISRUPTED, UID, Condition, image
+from tests.support.manifests import Manifest
 
 TRAINING_SAMPLES = 4000
 EPOCHS = 4
@@ -115,7 +115,7 @@ def check_ends(cluster: Cluster, known: dict[str, int]) -> None:
     ends = {pod.name: pod.exit_code for pod in cluster.all_pods(OWNER)}
     assert {name: code for name, code in ends.items() if name in known} == known
     assert {code for name, code in ends.items() if name not in known} == {0}, ends
-    assert not any(pod.leaving and pod.leaving.killed for pod in cluster.all_pods(OWNER))
+    assert not any(pod.killed for pod in cluster.all_pods(OWNER))
     for pod in cluster.pods("Deployment/monitor"):
         assert (pod.restarts, pod.ready) == (0, True)
 
@@ -137,34 +137,29 @@ def without_monitor() -> list[Manifest]:
     return documents
 
 
-def check_failed_at_once(scene: Scene, sentence: str) -> None:
-    """The Job is Failed by its rule about wrong configurations, after the first pods, which said why."""
+@pytest.mark.parametrize(
+    ("options", "job", "sentence"),
+    [({"tll": "3"}, {}, "--rdzv-conf: unknown key 'tll'"), ({}, {"epochz": 3}, "unknown key 'epochz'")],
+)
+def test_a_mistake_fails_the_job_without_a_retry(
+    options: dict[str, str], job: dict[str, int], sentence: str, scene: Scene
+) -> None:
+    """A rendezvous option that does not exist; a key that the job's YAML does not know: found by the workers, passed on
+    by torchrun. The Job is Failed by its rule about wrong configurations, after the first pods, which said why."""
+    documents = without_monitor()
+    add_options(documents, **options)
+    change_job_file(documents, job)
+    scene.start(documents)
     assert scene.await_over() is Condition.FAILED
     assert scene.cluster.job(JOB).reason.startswith("PodFailurePolicy")
     pods = scene.cluster.all_pods(OWNER)
     assert sorted(pod.index for pod in pods) == [0, 1], pods
     # Whoever was told to go while its interpreter ended says more than it would say by itself.
-    guilty = [pod for pod in pods if pod.exit_code == EXIT_CONFIG and pod.leaving is None]
+    guilty = [pod for pod in pods if pod.exit_code == EXIT_CONFIG and pod.left_after_s is None]
     assert guilty, pods
     assert {pod.exit_code for pod in pods} <= {EXIT_CONFIG, EXIT_LEFT}, pods
     assert sentence in scene.cluster.log(guilty[0].name)
     assert "Traceback" not in scene.cluster.log(guilty[0].name)
-
-
-def test_a_wrong_option_fails_the_job_without_a_retry(scene: Scene) -> None:
-    """A rendezvous option that does not exist."""
-    documents = without_monitor()
-    add_options(documents, tll="3")
-    scene.start(documents)
-    check_failed_at_once(scene, "--rdzv-conf: unknown key 'tll'")
-
-
-def test_a_wrong_job_file_fails_the_job_without_a_retry(scene: Scene) -> None:
-    """A key that the job's YAML does not know: found by the workers, passed on by torchrun."""
-    documents = without_monitor()
-    change_job_file(documents, {"epochz": 3})
-    scene.start(documents)
-    check_failed_at_once(scene, "unknown key 'epochz'")
 
 
 def test_pods_on_unfit_machines_are_replaced(scene: Scene) -> None:
@@ -183,52 +178,3 @@ def test_pods_on_unfit_machines_are_replaced(scene: Scene) -> None:
     data.chmod(0o777)
     assert scene.await_over() is Condition.COMPLETE
     assert scene.cluster.job(JOB).failed == set()
-
-
-def test_pods_are_evicted_before_they_train(scene: Scene) -> None:
-    """One that has just been started, and one that waits for etcd: both leave at once with 143, and are replaced."""
-    documents = [document for document in without_monitor() if document["kind"] != "StatefulSet"]
-    scene.start(documents)
-    scene.wait_for(lambda: sum(begun(scene, pod) for pod in scene.living()) == 2, "no pods")
-    loading, waiting = scene.living()
-    scene.cluster.evict(loading.name)
-    scene.wait_for(lambda: has_loaded(scene, waiting.name, "grpc"), "it does not look for etcd")
-    scene.cluster.evict(waiting.name)
-    for name in (loading.name, waiting.name):
-        check_left(scene.await_end(name))
-    scene.wait_for(lambda: len(scene.living()) == 2, "they are not replaced")
-    assert scene.cluster.job(JOB).failures == {}
-
-
-def begun(scene: Scene, pod: PodStatus) -> bool:
-    """Whether torchrun's process is there: before that, for milliseconds, process 1 of a container misses a SIGTERM."""
-    return pod.phase is Phase.RUNNING and len(scene.cluster.processes(pod.name)) > 1
-
-
-def has_loaded(scene: Scene, name: str, library: str) -> bool:
-    """Whether a process of the pod has a library of this package in memory."""
-    found = scene.cluster.processes(name)
-    return any(f"/{library}/" in each.path for process in found for each in process.memory_maps())
-
-
-def test_a_pod_that_stands_still_is_killed_when_its_time_is_over(scene: Scene) -> None:
-    """It cannot answer, so nothing but the end of the grace period ends it; the others go on without it, and its
-    eviction counts as no failure."""
-    documents = without_monitor()
-    change_job_file(documents, {"task": paced.NAME})
-    named(documents, "Job", JOB)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 5
-    scene.start(documents)
-    round_ = scene.await_world(2)
-    frozen, other = scene.living()
-    scene.wait_for(lambda: scene.cluster.pod(frozen.name).ready and scene.cluster.pod(other.name).ready, "not ready")
-    for pid in scene.cluster.processes(frozen.name):
-        pid.suspend()
-    scene.cluster.evict(frozen.name)
-    ended = scene.await_end(frozen.name)
-    assert ended.exit_code == 128 + signal.SIGKILL
-    assert ended.leaving is not None
-    assert ended.leaving.killed
-    assert ended.leaving.took_s >= 5.0
-    scene.await_world(2, after=round_)
-    assert scene.cluster.job(JOB).failures == {}
-    assert scene.living()[1].name == other.name

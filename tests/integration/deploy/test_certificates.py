@@ -1,5 +1,4 @@
-"""``deploy/etcd/certificates.sh``: an etcd with its certificates is joined over them; they are renewed without a new
-key; mistakes are told in one sentence."""
+"""``deploy/etcd/certificates.sh``: certificates are renewed without a new key; mistakes are told in one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import os
 import select
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +20,12 @@ from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
-from tests.drills.endings.job import Job
 from tests.integration.store.support import client, put, settings
+from tests.support.deployment import DEPLOY, ran
 from tests.support.requirements import needs
 from tests.support.waiting import soon
 
-SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
+SCRIPT = DEPLOY / "etcd" / "certificates.sh"
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +39,7 @@ def make(*words: str | Path, code: int = 0) -> str:
     """Run the script; what it printed, or what it said when it failed with ``code``."""
     needs("openssl", "it makes the certificates")
     elsewhere = {**os.environ, "TMPDIR": "/nowhere"}  # what is copied across file systems may arrive in halves
-    command = [str(SCRIPT), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=elsewhere)
+    done = ran(SCRIPT, *words, env=elsewhere)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
@@ -62,8 +59,7 @@ def contents(directory: Path, pattern: str) -> dict[str, bytes]:
 
 
 def names(certificate: Path) -> str:
-    command = ["openssl", "x509", "-in", str(certificate), "-noout", "-text"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return ran("openssl", "x509", "-in", certificate, "-noout", "-text").stdout
 
 
 def test_again_it_replaces_no_key_and_renews_what_ends_soon(tmp_path: Path) -> None:
@@ -105,29 +101,6 @@ def test_its_mistakes_are_one_sentence(words: tuple[str, ...], sentence: str) ->
     """Nothing is written, and nothing can be slipped into a certificate."""
     assert sentence in make(*words, code=78)
     assert not Path("x").exists()
-
-
-@pytest.mark.timeout(300)
-def test_nodes_join_an_etcd_with_these_certificates(tmp_path: Path, etcd_binary: str, run_id: str) -> None:
-    """The nodes get them by the environment, as on Kubernetes: two of them train."""
-    made = tmp_path / "made"
-    make(made)
-    shown = files(made)
-    variables = {f"ELASTIC_TRAINER_{name.upper()}": str(path) for name, path in shown.items()}
-    with (
-        server_of(made, tmp_path / "etcd", etcd_binary) as server,
-        Job(
-            tmp_path / "job",
-            server.endpoint,
-            run_id,
-            most=2,
-            store=dict(shown),
-            environment={"OMP_NUM_THREADS": "1"} | variables,
-        ) as job,
-    ):
-        job.start(2)
-        job.await_world("n0", "n1", count=5)
-        assert set(job.finish().values()) == {0}, job.describe()
 
 
 def test_certificates_that_do_not_fit_are_told_in_one_sentence(tmp_path: Path, etcd_binary: str) -> None:
@@ -236,4 +209,4 @@ def _expire(directory: Path, target: Path, name: str = "client") -> None:
     (directory / "e").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
     ca = "-CA ca.crt -CAkey ca.key -set_serial 7 -days -1 -extfile e"
     for words in (f"req -new -key {name}.key -subj /CN={name} -out r", f"x509 -req -in r {ca} -out {target}"):
-        subprocess.run(["openssl", *words.split()], cwd=directory, check=True, capture_output=True, timeout=60)
+        assert ran("openssl", *words.split(), cwd=directory).returncode == 0

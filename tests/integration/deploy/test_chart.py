@@ -91,12 +91,6 @@ def test_the_recovery_that_is_not_said_follows_from_the_script(text: str, sessio
     assert ("recovery=in_place" in json.dumps([*release.values()])) is session
 
 
-def test_a_job_file_is_recovered_in_place(tmp_path: Path) -> None:
-    """Of this package's own training it is known that it has a Session."""
-    args = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=/checkpoints/mnist"]
-    assert "recovery=in_place" in json.dumps(made({**LEAST, "args": args}, tmp_path))
-
-
 @pytest.mark.parametrize("given", [(), ("--set", "image=x,minNodes=1,maxNodes=2", "--set", "args={/app/train.py}")])
 def test_helm_finds_nothing_wrong(given: tuple[str, ...]) -> None:
     """Lint, strict: warnings count. Also with its defaults, as a catalogue lints it."""
@@ -104,9 +98,13 @@ def test_helm_finds_nothing_wrong(given: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_checkpoints_outlive_a_release(tmp_path: Path) -> None:
-    """`helm uninstall` deletes all objects but those with this annotation."""
-    (claim,) = [each for each in made(LEAST, tmp_path) if each["kind"] == "PersistentVolumeClaim"]
+def test_a_task_is_recovered_in_place_and_its_checkpoints_outlive_the_release(tmp_path: Path) -> None:
+    """Of this package's own training it is known that it has a Session. `helm uninstall` deletes all objects but those
+    with this annotation."""
+    args = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=/checkpoints/mnist"]
+    objects = made({**LEAST, "args": args}, tmp_path)
+    assert "recovery=in_place" in json.dumps(objects)
+    (claim,) = [each for each in objects if each["kind"] == "PersistentVolumeClaim"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 

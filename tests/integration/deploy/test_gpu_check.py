@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.deployment import DEPLOY, ROOT
+from tests.support.deployment import DEPLOY, ROOT, ran
 from tests.support.requirements import needs
 
 SCRIPT = DEPLOY / "gpu" / "check.sh"
@@ -44,15 +43,13 @@ def supervised(tmp_path: Path, program: str, limit_s: float = 60.0) -> Any:
 def test_the_script_is_good_bash() -> None:
     """shellcheck has nothing to say."""
     shellcheck = needs("shellcheck", "it reads deploy/gpu/check.sh")
-    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, check=False)
+    done = ran(shellcheck, SCRIPT)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_without_a_cuda_device_one_sentence_says_so_and_nothing_is_installed(tmp_path: Path) -> None:
     environment = os.environ | NO_DEVICE | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
-    done = subprocess.run(
-        [str(SCRIPT)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = ran(SCRIPT, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (check.IMPOSSIBLE, "")
     (said,) = done.stderr.splitlines()
     assert said.startswith("error: torch ")
@@ -62,9 +59,7 @@ def test_without_a_cuda_device_one_sentence_says_so_and_nothing_is_installed(tmp
 
 def test_a_missing_folder_of_wheels_is_named_with_what_fills_it(tmp_path: Path) -> None:
     places = {"PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "WHEELS": str(tmp_path / "none")}
-    done = subprocess.run(
-        [str(SCRIPT), "--rehearse"], env=os.environ | places, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = ran(SCRIPT, "--rehearse", env=os.environ | places)
     assert done.returncode == check.IMPOSSIBLE
     assert f"no wheels in {tmp_path / 'none'}: run make gpu-wheels" in done.stderr
 

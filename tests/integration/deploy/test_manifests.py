@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from prometheus_client.registry import CollectorRegistry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from elastic_trainer.cli.main import main
@@ -30,17 +28,17 @@ from elastic_trainer.errors import AccessDeniedError, ElasticTrainerError
 from elastic_trainer.jobs.config import load_job
 from elastic_trainer.jobs.task import find_task
 from elastic_trainer.local.hosts import HOST, free_ports
-from elastic_trainer.monitor.serve import DEFAULT_PORT, Board, MonitorSite
+from elastic_trainer.monitor.serve import DEFAULT_PORT
 from elastic_trainer.settings import DEFAULT_ETCD_PORT, StoreSettings, rendezvous_options
 from elastic_trainer.store import connect_checked
 from elastic_trainer.variables import ENV_ENDPOINT
-from elastic_trainer.web.node import node_site
-from elastic_trainer.web.server import Access, Answer, Request, Site
+from elastic_trainer.web.server import HEALTH, READINESS
 from tests.integration.store.support import put
 from tests.support.agreement import Training, disagreements, quantity
 from tests.support.commands import quiet, understand
 from tests.support.connections import Pod, may_connect
 from tests.support.deployment import DEPLOY, ROOT, load
+from tests.support.dockerfile import arguments
 from tests.support.manifests import (
     EXAMPLES,
     JOBS,
@@ -69,6 +67,11 @@ OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
 OPERATORS = ("monitoring.coreos.com", "cert-manager.io", "jobset.x-k8s.io", "trainer.kubeflow.org")
 PLATFORM = ("etcd-ha", "tls", "auth", "networkpolicy")
+PAGE = (K8S / "README.md").read_text(encoding="utf-8")
+FLAT = " ".join(PAGE.split())
+SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL))
+LINES = [line.partition(" #")[0].strip() for line in SHELL.splitlines() if line.partition(" #")[0].strip()]
+PATCHES = sorted(set(re.findall(r"kubectl patch (\S+ \S+) --type=merge -p '(\{.*?\})'", FLAT)))
 
 
 def folders_with(name: str) -> set[str]:
@@ -98,21 +101,47 @@ def test_everything_that_can_be_rendered_is_known_here() -> None:
     assert {f"components/{name}" for name in used | {"kueue", "progress"}} == components  # of jobs by themselves
 
 
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("folder", RENDERED)
-def test_the_api_server_accepts_what_is_rendered(folder: str, version: str) -> None:
-    """Every object fits the strict schema of the oldest supported and of the newest known Kubernetes."""
-    objects = rendered(folder)
-    assert [problem for each in objects for problem in invalid(each, version)] == []
-    assert [problem for each in jobs(objects) for problem in invalid(each, version)] == []
+def test_what_is_rendered_is_accepted_and_in_one_piece(folder: str) -> None:
+    """By the strict schemas of the oldest supported and the newest known Kubernetes, and by Pod Security *restricted*.
+
+    Pods run as the user of the image, without a token; what they refer to is in the folder or in the base (`data` is
+    what the page asks people for); certificates and passwords lie where the variables for all pods say."""
+    objects, base = rendered(folder), rendered("base")
+    for version in (OLDEST, NEWEST):
+        assert [problem for each in (*objects, *jobs(objects)) for problem in invalid(each, version)] == []
     names = [(each["kind"], each["metadata"]["name"], each["metadata"].get("namespace")) for each in objects]
     assert len(set(names)) == len(names)
+    there = {(each["kind"], each["metadata"]["name"]) for each in (*objects, *base)} | {
+        ("PersistentVolumeClaim", "data")
+    }
+    assert "`data`" in PAGE
+    settings = settings_of(rendered("overlays/production") if folder == "overlays/production-gpt" else objects)
+    for name, pod in pods(objects):
+        spec, started = pod["spec"], container(pod, settings)
+        assert violations(spec) == [], name
+        context = spec["securityContext"]
+        assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {int(arguments()["UID"])}, name
+        assert referred(spec) <= there, name
+        mounts = started.manifest["volumeMounts"]
+        files = {value for key, value in started.environment.items() if value.startswith("/etc/")}
+        assert {str(Path(file).parent) for file in files} <= {mount["mountPath"] for mount in mounts}, name
+        volumes = {volume["name"] for volume in spec.get("volumes", ())} | {"data"}
+        assert {mount["name"] for mount in mounts} <= volumes, name
+        assert "production" not in folder or files, name
 
 
-@pytest.mark.parametrize("folder", RENDERED)
-def test_pods_satisfy_the_restricted_standard_and_have_no_token(folder: str) -> None:
-    """What the namespace enforces, and beyond it: a read-only root, a numeric user, nothing of the API server's."""
-    assert [f"{name}: {problem}" for name, pod in pods(rendered(folder)) for problem in violations(pod["spec"])] == []
+def referred(spec: Manifest) -> set[tuple[str, str]]:
+    """Kind and name of all that a pod refers to."""
+    found = {("ServiceAccount", spec["serviceAccountName"])}
+    for source in (source for each in spec["containers"] for source in each.get("envFrom", ())):
+        found.add(("ConfigMap", source["configMapRef"]["name"]))
+    for volume in spec.get("volumes", ()):
+        if "configMap" in volume:
+            found.add(("ConfigMap", volume["configMap"]["name"]))
+        if "persistentVolumeClaim" in volume:
+            found.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+    return found
 
 
 @pytest.mark.parametrize(("age_s", "well"), [(0, True), (50, True), (70, False), (None, False)])
@@ -138,17 +167,6 @@ def test_the_namespace_enforces_the_standard() -> None:
     (account,) = of_kind(base, "ServiceAccount")
     assert account["automountServiceAccountToken"] is False
     assert {pod["spec"]["serviceAccountName"] for _, pod in pods(base)} == {account["metadata"]["name"]}
-
-
-@pytest.mark.parametrize("folder", RENDERED)
-def test_pods_run_as_the_user_of_the_image(folder: str) -> None:
-    """The number in the Dockerfile, for the user, its group and the files of volumes."""
-    found = re.search(r"^ARG UID=(\d+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    for name, pod in pods(rendered(folder)):
-        context = pod["spec"]["securityContext"]
-        users = {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
-        assert users == {int(found[1])}, name
 
 
 @pytest.mark.parametrize("chosen", [
@@ -179,43 +197,6 @@ def test_the_component_progress_gives_a_token_for_one_job_alone(tmp_path: Path) 
     pod = job["spec"]["template"]["spec"]
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("progress", True)
     assert {"name": "ELASTIC_TRAINER_KUBE_JOB", "value": "gpt"} in pod["containers"][0]["env"]
-
-
-@pytest.mark.parametrize("folder", RENDERED)
-def test_variables_name_files_that_are_mounted(folder: str) -> None:
-    """Certificates and passwords lie where the variables for all pods say, in the monitor as in the trainers."""
-    objects = rendered(folder)
-    settings = settings_of(rendered("overlays/production") if folder == "overlays/production-gpt" else objects)
-    for name, pod in pods(objects):
-        started = container(pod, settings)
-        mounted = {mount["mountPath"] for mount in started.manifest["volumeMounts"]}
-        files = {value for key, value in started.environment.items() if value.startswith("/etc/")}
-        assert {str(Path(file).parent) for file in files} <= mounted, name
-        volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())} | {"data"}
-        assert {mount["name"] for mount in started.manifest["volumeMounts"]} <= volumes, name
-        assert "production" not in folder or files, name
-
-
-@pytest.mark.parametrize("folder", RENDERED)
-def test_what_pods_refer_to_is_there(folder: str) -> None:
-    """ConfigMaps, claims and accounts are in the overlay or in the base; `data` is what the page asks people for."""
-    objects = [*rendered(folder), *rendered("base")]
-    there = {(each["kind"], each["metadata"]["name"]) for each in objects} | {("PersistentVolumeClaim", "data")}
-    for name, pod in pods(objects):
-        spec = pod["spec"]
-        named_here = {("ServiceAccount", spec["serviceAccountName"])}
-        named_here |= {
-            ("ConfigMap", source["configMapRef"]["name"])
-            for each in spec["containers"]
-            for source in each.get("envFrom", ())
-        }
-        for volume in spec.get("volumes", ()):
-            if "configMap" in volume:
-                named_here.add(("ConfigMap", volume["configMap"]["name"]))
-            if "persistentVolumeClaim" in volume:
-                named_here.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
-        assert named_here <= there, name
-    assert "`data`" in (K8S / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_certificates_of_the_example_are_those_that_are_mounted() -> None:
@@ -362,21 +343,13 @@ def test_three_members_are_kept_apart_and_two_of_them_up() -> None:
 
 
 def test_liveness_never_depends_on_others_and_readiness_does() -> None:
-    """The probes' paths, asked of the real sites: of a node without a round, and of a monitor that has read nothing."""
-    node = node_site(CollectorRegistry(), Access(), lambda: "this node is in no round")
-    monitor = MonitorSite(Board(), Access()).answer
+    """A node's is the time of a file, a monitor's the path that is well while it polls."""
     dev = rendered("overlays/dev")
-    asked: dict[Site, Container] = {
-        node: container(named(dev, "Job", "mnist")["spec"]["template"], settings_of(dev)),
-        monitor: container(named(dev, "Deployment", "monitor")["spec"]["template"], settings_of(dev)),
-    }
-    for site, started in asked.items():
-        for probe, code in {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}.items():
-            if "exec" in started.manifest[probe]:  # a node's: the time of a file
-                continue
-            answer = site(Request("GET", started.probe(probe)[0], {"host": "10.1.2.3:9471"}))
-            assert isinstance(answer, Answer)
-            assert answer.status == code
+    monitor = container(named(dev, "Deployment", "monitor")["spec"]["template"], settings_of(dev))
+    node = container(named(dev, "Job", "mnist")["spec"]["template"], settings_of(dev))
+    asked = [monitor.probe(f"{kind}Probe")[0] for kind in ("startup", "liveness", "readiness")]
+    assert [*asked, node.probe("readinessProbe")[0]] == [HEALTH, HEALTH, READINESS, READINESS]
+    assert all("exec" in node.manifest[f"{kind}Probe"] for kind in ("startup", "liveness"))
 
 
 def test_the_prometheus_rule_is_what_the_rule_files_say() -> None:
@@ -432,17 +405,6 @@ DNS = Pod({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"
 WORLD = Pod({}, {}, "8.8.8.8")
 
 
-def policies_and_pods() -> tuple[list[Manifest], dict[str, Pod]]:
-    """The policies of production with its run, and its pods by name; another run's as well."""
-    objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
-    labelled = {
-        name: Pod(named(objects, kind, name)["spec"]["template"]["metadata"]["labels"], HERE)
-        for kind, name in (("StatefulSet", "etcd"), ("Deployment", "monitor"), ("Job", "gpt"))
-    }
-    labelled["other"] = Pod({**labelled["gpt"].labels, "elastic-trainer/run": "other"}, HERE)
-    return of_kind(objects, "NetworkPolicy"), labelled
-
-
 NEEDED = [
     ("gpt", "etcd", DEFAULT_ETCD_PORT), ("monitor", "etcd", DEFAULT_ETCD_PORT), ("etcd", "etcd", 2380),
     ("gpt", "gpt", 29500), ("gpt", "gpt", 41234), ("prometheus", "gpt", 9471), ("prometheus", "monitor", DEFAULT_PORT),
@@ -458,54 +420,22 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "target", "port"), NEEDED)
-def test_what_is_needed_may_connect(source: str, target: str, port: int) -> None:
-    """Nodes and the monitor reach etcd, nodes of a run each other, Prometheus all three, everybody names."""
-    policies, own = policies_and_pods()
-    known = own | {"prometheus": PROMETHEUS, "dns": DNS}
-    protocols = ("TCP", "UDP") if target == "dns" else ("TCP",)
-    assert all(may_connect(policies, HERE, known[source], known[target], port, each) for each in protocols)
-
-
-@pytest.mark.parametrize(("source", "target", "port"), REFUSED)
-def test_everything_else_is_refused(source: str, target: str, port: int) -> None:
-    """Other runs, other pods of the namespace, other namespaces, the world, and ports that are not these."""
-    policies, own = policies_and_pods()
-    known = own | {"prometheus": PROMETHEUS, "dns": DNS, "neighbor": NEIGHBOR, "stranger": STRANGER, "world": WORLD}
-    assert not may_connect(policies, HERE, known[source], known[target], port)
-
-
-def test_policies_name_ports_that_somebody_listens_on() -> None:
-    """Each port in a policy is one of a container, or that of names."""
-    policies, _ = policies_and_pods()
+def test_what_is_needed_may_connect_and_everything_else_is_refused() -> None:
+    """Nodes and the monitor reach etcd, nodes of a run each other, Prometheus all three, everybody names; not other
+    runs, other pods of the namespace, other namespaces, the world, or ports that are not these."""
     objects = [*rendered("overlays/production"), *rendered("overlays/production-gpt")]
-    listened = {
-        port["containerPort"]
-        for each in objects
-        if each["kind"] in ("StatefulSet", "Deployment", "Job")
-        for one in each["spec"]["template"]["spec"]["containers"]
-        for port in one["ports"]
+    policies = of_kind(objects, "NetworkPolicy")
+    known = {
+        name: Pod(named(objects, kind, name)["spec"]["template"]["metadata"]["labels"], HERE)
+        for kind, name in (("StatefulSet", "etcd"), ("Deployment", "monitor"), ("Job", "gpt"))
     }
-    rules: list[dict[str, Any]] = [
-        rule for each in policies for way in ("ingress", "egress") for rule in each["spec"].get(way, ())
-    ]
-    assert {port["port"] for rule in rules for port in rule.get("ports", ())} == listened | {53}
-
-
-PAGE = (K8S / "README.md").read_text(encoding="utf-8")
-FLAT = " ".join(PAGE.split())
-SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL))
-LINES = [line.partition(" #")[0].strip() for line in SHELL.splitlines() if line.partition(" #")[0].strip()]
-PATCHES = sorted(set(re.findall(r"kubectl patch (\S+ \S+) --type=merge -p '(\{.*?\})'", FLAT)))
-
-
-def merged(target: Any, patch: Any) -> Any:
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        result[key] = merged(result.get(key), value)
-    return result
+    known["other"] = Pod({**known["gpt"].labels, "elastic-trainer/run": "other"}, HERE)
+    known |= {"prometheus": PROMETHEUS, "dns": DNS, "neighbor": NEIGHBOR, "stranger": STRANGER, "world": WORLD}
+    for source, target, port in NEEDED:
+        for protocol in ("TCP", "UDP") if target == "dns" else ("TCP",):
+            assert may_connect(policies, HERE, known[source], known[target], port, protocol), (source, target, port)
+    for source, target, port in REFUSED:
+        assert not may_connect(policies, HERE, known[source], known[target], port), (source, target, port)
 
 
 @pytest.mark.parametrize(("target", "patch"), PATCHES, ids=[patch for _, patch in PATCHES])
@@ -513,8 +443,11 @@ def test_a_patch_leaves_a_job_that_is_right(target: str, patch: str) -> None:
     """Sizes stay within the limits of the dev job, and what is patched are fields that exist."""
     assert target == "job mnist"
     objects = rendered("overlays/dev")
-    job = merged(named(objects, "Job", "mnist"), json.loads(patch))
-    assert job != named(objects, "Job", "mnist")
+    job = named(objects, "Job", "mnist")
+    before, changes = copy.deepcopy(job), json.loads(patch)
+    job["spec"] |= changes.pop("spec")
+    assert changes == {}
+    assert job != before
     kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
     budget = named(objects, "PodDisruptionBudget", "mnist")
     assert disagreements(Training(job, settings_of(objects), budget)) == []

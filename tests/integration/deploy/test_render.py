@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.cli import k8s as rendering
-from elastic_trainer.cli import k8s as scaling
+from elastic_trainer.cli import k8s
 from elastic_trainer.cli.k8s import KubernetesRun, MountedFile, values
 from elastic_trainer.cli.main import main, whole_parser
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
@@ -40,7 +41,7 @@ def asked(*words: str) -> KubernetesRun:
 
 
 def objects_of(run: KubernetesRun) -> list[Manifest]:
-    return list(yaml.safe_load_all(rendering.stream(run)))
+    return list(yaml.safe_load_all(k8s.stream(run)))
 
 
 def by_name(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
@@ -49,16 +50,12 @@ def by_name(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_folders_of_jobs_are_what_render_makes(name: str) -> None:
-    """File by file; after a change of the templates `python -m tests.support.jobfolders` writes them anew."""
-    made = rendering.folder(asked(*command(name)[2:]))
-    directory = ROOT / "k8s/jobs" / name
-    assert {path.name: path.read_text(encoding="utf-8") for path in directory.iterdir()} == made
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_folder_and_the_stream_hold_the_same_objects(name: str) -> None:
-    """`kubectl apply -k` of the one and `kubectl apply -f -` of the other do the same, the ConfigMap included."""
-    assert by_name(objects_of(asked(*command(name)[2:]))) == by_name(rendered(f"jobs/{name}"))
+    """File by file; after a change of the templates `python -m tests.support.jobfolders` writes them anew. `kubectl
+    apply -k` of the folder and `kubectl apply -f -` of the stream do the same, the ConfigMap included."""
+    run = asked(*command(name)[2:])
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "k8s/jobs" / name).iterdir()}
+    assert files == k8s.folder(run)
+    assert by_name(objects_of(run)) == by_name(rendered(f"jobs/{name}"))
 
 
 def test_the_overlay_of_production_is_what_options_make() -> None:
@@ -166,29 +163,26 @@ def test_kubectl_reads_texts_as_texts() -> None:
     run = asked(
         "--name", "yes", "--nodes", "1:2", "--image", "a", "--service-account", "1e3", "--", SCRIPT, "1e-3", "y"
     )
-    text = rendering.stream(run)
+    text = k8s.stream(run)
     for line in ("name: 'yes'", 'name: "yes"', 'serviceAccountName: "1e3"', '- "1e-3"\n', '- "y"\n'):
         assert line in text
     assert ": yes\n" not in text
 
 
-def test_variables_of_the_user_take_the_place_of_those_of_the_pod() -> None:
-    """Two of one name are refused by ``kubectl apply --server-side``."""
+def test_what_the_user_gives_takes_the_place_of_the_pods_own(tmp_path: Path) -> None:
+    """Two variables of one name are refused by ``kubectl apply --server-side``. A job file called job.yaml is not the
+    manifest in its folder. A token that a Secret mounts is not asked for on the machine that renders."""
     (job,) = of_kind(objects_of(asked(*GIVEN, "--env", "OMP_NUM_THREADS=4", "--", SCRIPT)), "Job")
-    values_ = [
-        each["value"] for each in job["spec"]["template"]["spec"]["containers"][0]["env"] if "OMP" in each["name"]
-    ]
-    assert values_ == ["4"]
-
-
-def test_the_job_file_of_a_user_is_not_the_manifest_of_the_job(tmp_path: Path) -> None:
-    """Both are called job.yaml, and lie in one folder."""
+    env = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert [each["value"] for each in env if "OMP" in each["name"]] == ["4"]
     mine = tmp_path / "job.yaml"
     mine.write_text((ROOT / "elastic_trainer/jobs/mnist.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    files = rendering.folder(asked(*GIVEN, "--", str(mine), "checkpoint.directory=/checkpoints/gpt"))
+    files = k8s.folder(asked(*GIVEN, "--", str(mine), "checkpoint.directory=/checkpoints/gpt"))
     assert yaml.safe_load(files["job.yaml"])["kind"] == "Job"
     assert yaml.safe_load(files["kustomization.yaml"])["configMapGenerator"][0]["files"] == ["job.yaml=source.yaml"]
     assert files["source.yaml"] == mine.read_text(encoding="utf-8")
+    run = asked(*GIVEN, "--rdzv-conf", "metrics_token_file=/etc/token", "--", "mnist")
+    assert "metrics_token_file=/etc/token" in run.rendezvous
 
 
 def test_a_script_decides_how_it_recovers_and_a_bucket_needs_no_volume() -> None:
@@ -254,47 +248,28 @@ def test_a_script_does_not_save_where_the_pod_cannot_write(given: str, refused: 
     """Its own file system is read-only, and ends with it; only what is written out is judged."""
     script = tmp_path / "train.py"
     script.write_text(f"from elastic_trainer import Session\nwith Session({given}) as session: ...\n")
-    if not refused:
+    with pytest.raises(ConfigError, match="of its Session would go with the pod") if refused else nullcontext():
         assert asked(*GIVEN, "--", str(script)).source is not None
-        return
-    with pytest.raises(ConfigError, match="of its Session would go with the pod"):
+    script.write_text("#" * 1_000_001)
+    with pytest.raises(ConfigError, match="too large for a ConfigMap"):
         asked(*GIVEN, "--", str(script))
 
 
-def test_files_that_options_name_are_looked_for_in_the_pod_alone() -> None:
-    """They are not here: a token that a Secret mounts must not be asked for on the machine that renders."""
-    run = asked(*GIVEN, "--rdzv-conf", "metrics_token_file=/etc/token", "--", "mnist")
-    assert "metrics_token_file=/etc/token" in run.rendezvous
-
-
-def test_a_script_that_is_too_large_for_a_config_map_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("#" * 1_000_001)
-    with pytest.raises(ConfigError, match="too large for a ConfigMap"):
-        asked(*GIVEN, "--", str(tmp_path / "train.py"))
-
-
-@pytest.mark.parametrize(("size", "spared"), [(8, 6), (3, 1), (2, 0)])
-def test_scaling_changes_what_depends_on_the_size(size: int, spared: int) -> None:
-    """`maxFailedIndexes` is what the run can do without, and never above `completions`, which the API refuses."""
+def test_scaling_changes_what_depends_on_the_size_within_the_limits() -> None:
+    """`maxFailedIndexes` is what the run can do without, and never above `completions`, which the API refuses. A size
+    outside of --nodes, a Job of something else, and a Job whose size is Kueue's are refused."""
     (job,) = of_kind(objects_of(asked(*GIVEN, "--pods", "4", "--", "mnist")), "Job")
-    decided = scaling.decide(job, size)["spec"]
-    assert (decided["parallelism"], decided["maxFailedIndexes"]) == (size, spared)
-    job["spec"].update(decided)
-    assert disagreements(Training(job, settings_of([]))) == []
-
-
-def test_scaling_refuses_what_the_run_would_not_take() -> None:
-    """A size outside of --nnodes, a Job of something else, a Job whose size is Kueue's."""
-    (job,) = of_kind(objects_of(asked(*GIVEN, "--", "mnist")), "Job")
-    for size in (1, 9):
-        with pytest.raises(ConfigError, match="2:8"):
-            scaling.decide(job, size)
+    for size, spared in ((8, 6), (3, 1), (2, 0)):
+        decided = k8s.decide(job, size)["spec"]
+        assert (decided["parallelism"], decided["maxFailedIndexes"]) == (size, spared)
+        job["spec"].update(decided)
+        assert disagreements(Training(job, settings_of([]))) == []
     (queued,) = of_kind(objects_of(asked(*GIVEN, "--queue", "q", "--", "mnist")), "Job")
-    with pytest.raises(ConfigError, match="Kueue"):
-        scaling.decide(queued, 4)
-    job["spec"]["template"]["spec"]["containers"][0]["command"] = ["sleep"]
-    with pytest.raises(ConfigError, match="no torchrun"):
-        scaling.decide(job, 4)
+    other = copy.deepcopy(job)
+    other["spec"]["template"]["spec"]["containers"][0]["command"] = ["sleep"]
+    for wrong, size, sentence in ((job, 1, "2:8"), (job, 9, "2:8"), (queued, 4, "Kueue"), (other, 4, "no torchrun")):
+        with pytest.raises(ConfigError, match=sentence):
+            k8s.decide(wrong, size)
 
 
 KUBECTL = """#!/bin/sh

@@ -17,7 +17,7 @@ from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.commands import quiet
-from tests.support.deployment import DEPLOY
+from tests.support.deployment import DEPLOY, ran
 from tests.support.requirements import needs
 
 SCRIPT = DEPLOY / "slurm" / "train.sbatch"
@@ -52,7 +52,7 @@ def test_the_script_is_good_bash() -> None:
     """bash and shellcheck have nothing to say."""
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     shellcheck = needs("shellcheck", "it reads the batch script")
-    done = subprocess.run([shellcheck, "--shell=bash", str(SCRIPT)], capture_output=True, text=True, check=False)
+    done = ran(shellcheck, "--shell=bash", SCRIPT)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -73,10 +73,7 @@ def test_a_job_without_an_address_of_etcd_ends_before_it_starts_nodes(tmp_path: 
     (tmp_path / "srun").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "r", "SLURM_JOB_ID": "1"}
     for endpoint in ({}, {"ELASTIC_TRAINER_ENDPOINT": ""}):
-        words = ["bash", str(SCRIPT)]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment | endpoint, capture_output=True, text=True, check=False
-        )
+        done = ran("bash", SCRIPT, cwd=tmp_path, env=environment | endpoint)
         assert done.returncode == EXIT_CONFIG
         assert "ELASTIC_TRAINER_ENDPOINT is not set" in done.stderr
     assert not (tmp_path / "started").exists()

@@ -18,6 +18,7 @@ from elastic_trainer.local.etcd import EtcdServer, find_binary, spawn
 from elastic_trainer.local.hosts import HOST, free_ports
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.commands import quiet, understand
+from tests.support.deployment import ran
 from tests.support.platform import status
 from tests.support.requirements import needs
 from tests.support.units import SYSTEMD, UNITS, environment_file, unit
@@ -48,7 +49,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
         text = re.sub(r"/opt/elastic-trainer/bin/[\w-]+|/usr/bin/etcd\b", "/bin/true", path.read_text(encoding="utf-8"))
         (tmp_path / name).write_text(text, encoding="utf-8")
         names.append(str(tmp_path / name))
-    done = subprocess.run([analyze, "verify", "--man=no", *names], capture_output=True, text=True, check=False)
+    done = ran(analyze, "verify", "--man=no", *names)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -57,27 +58,26 @@ def test_a_service_has_no_privileges_to_speak_of(name: str, tmp_path: Path) -> N
     """systemd's own measure of exposure is below 2.5 of 10 ("OK"); each setting is one that systemd knows."""
     analyze = needs("systemd-analyze", "it rates the units")
     path = shutil.copy(SYSTEMD / name, tmp_path / name.replace("@.", "@mnist-1."))
-    call = [analyze, "security", "--offline=yes", "--no-pager", "--threshold=25", str(path)]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    done = ran(analyze, "security", "--offline=yes", "--no-pager", "--threshold=25", path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
-def test_a_node_starts_what_there_is_with_options_that_exist() -> None:
-    """torchrun's own parser, our settings and the job's configuration take the line as the example fills it in."""
+def test_node_and_monitor_start_what_there_is_with_options_that_exist() -> None:
+    """torchrun's own parser, our settings and the job's configuration take the lines as the examples fill them in, and
+    nobody has to guess what an environment file may say. The monitor is where Prometheus looks for it."""
+    for service, example in ((NODE, "run"), (MONITOR, "monitor")):
+        asked = set(re.findall(r"\$\{?(\w+)", service.one("ExecStart")))
+        assert asked, example
+        assert asked <= environment_file(SYSTEMD / f"{example}.env.example").keys()
     words = node_words()
     assert words[0] == "/opt/elastic-trainer/bin/torchrun"
     understand(["torchrun", *words[1:]])
     conf = dict(pair.split("=") for pair in option(words, "--rdzv-conf").split(","))
     assert (conf["node_id"], conf["recovery"], option(words, "--rdzv-id")) == ("worker-7", "in_place", "mnist-1")
     assert int(option(words, "--max-restarts")) > 0, "in place, a crashed worker is started again"
-
-
-def test_every_variable_of_a_command_stands_in_the_example() -> None:
-    """Nobody has to guess what the environment file may say."""
-    for service, example in ((NODE, "run"), (MONITOR, "monitor")):
-        asked = set(re.findall(r"\$\{?(\w+)", service.one("ExecStart")))
-        assert asked, example
-        assert asked <= environment_file(SYSTEMD / f"{example}.env.example").keys()
+    words = MONITOR.words(environment_file(SYSTEMD / "monitor.env.example"))
+    understand(["elastic-trainer", *words[1:]])
+    assert option(words, "--listen").endswith(":9470")
 
 
 def test_no_etcd_setting_is_given_twice() -> None:
@@ -90,24 +90,21 @@ def test_no_etcd_setting_is_given_twice() -> None:
     assert not options & {name.replace("ETCD_", "--").lower().replace("_", "-") for name in variables}
 
 
-def test_times_to_leave_contain_each_other() -> None:
-    """systemd waits longer than torchrun, and torchrun longer than a worker gets to leave a round."""
+def test_times_to_leave_contain_each_other_and_exit_codes_mean_what_the_program_means() -> None:
+    """systemd waits longer than torchrun, and torchrun longer than a worker gets to leave a round. Left on request is
+    success; what would end the same way again is not repeated; else the node comes back."""
     defaults = RendezvousOptions()
     shutdown_s = float(option(node_words(), "--shutdown-timeout"))
     assert NODE.seconds("TimeoutStopSec") >= shutdown_s + 20.0
     assert shutdown_s > defaults.sever_timeout + defaults.form_timeout
     assert shutdown_s > 3.0 * defaults.ttl
     assert (NODE.one("KillMode"), NODE.one("KillSignal"), NODE.one("Type")) == ("mixed", "SIGTERM", "exec")
-
-
-def test_exit_codes_mean_what_the_program_means() -> None:
-    """Left on request is success; what would end the same way again is not repeated; else the node comes back."""
     assert NODE.one("SuccessExitStatus") == str(EXIT_LEFT)
     assert set(NODE.one("RestartPreventExitStatus").split()) == {str(EXIT_CONFIG), str(EXIT_UNFIT)}
     assert NODE.one("Restart") == "on-failure"
     tries, within_s = int(NODE.one("StartLimitBurst")), NODE.seconds("StartLimitIntervalSec")
     assert tries * NODE.seconds("RestartSec") < within_s, "else the limit on starts would never be reached"
-    assert NODE.seconds("RestartSec") > RendezvousOptions().ttl, "the key of the life before is gone by then"
+    assert NODE.seconds("RestartSec") > defaults.ttl, "the key of the life before is gone by then"
 
 
 def test_hardening_leaves_what_training_needs() -> None:
@@ -118,13 +115,6 @@ def test_hardening_leaves_what_training_needs() -> None:
     assert int(NODE.one("LimitNOFILE")) >= 65536
     for service in SERVICES.values():
         assert (service.one("NoNewPrivileges"), service.one("ProtectSystem")) == ("yes", "strict")
-
-
-def test_the_monitor_is_the_command_at_its_port() -> None:
-    """With options that exist, where Prometheus looks for it."""
-    words = MONITOR.words(environment_file(SYSTEMD / "monitor.env.example"))
-    understand(["elastic-trainer", *words[1:]])
-    assert option(words, "--listen").endswith(":9470")
 
 
 def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
@@ -138,7 +128,7 @@ def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}/bin:/bin:/usr/bin", "STATE_DIRECTORY": str(kept), "KEPT": "3"}
 
     def back_up() -> int:
-        return subprocess.run(BACKUP.words({}), env=environment, check=False, capture_output=True).returncode
+        return ran(*BACKUP.words({}), env=environment).returncode
 
     etcdctl.write_text('#!/bin/sh\n[ "$2" != save ] || echo data > "$3"\n')
     etcdctl.chmod(0o755)

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.deployment import ROOT, ran
 from tests.support.environments import SITE, Environment, needed_by
 from tests.support.pages import blocks
 from tests.support.requirements import missing
 
-ROOT = Path(__file__).parents[3]
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -46,8 +46,7 @@ LIMIT_S = 240.0
 
 def built(kind: str, source: Path, target: Path) -> Path:
     """The archive that the build backend makes of ``source``."""
-    command = [sys.executable, "-c", BUILD, kind, str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, check=False)
+    done = ran(sys.executable, "-c", BUILD, kind, target, cwd=source, limit_s=300)
     assert done.returncode == 0, done.stderr
     return target / done.stdout.splitlines()[-1]
 

@@ -21,7 +21,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.monitor import serve as streams
-from elastic_trainer.monitor.serve import Monitor, MonitorOptions
+from elastic_trainer.monitor.serve import Monitor
 from elastic_trainer.store.api import Delete
 from elastic_trainer.web import server as servers
 from elastic_trainer.web.server import Access, tls_context
@@ -48,7 +48,7 @@ def writer(backend: MemoryBackend) -> Writer:
 
 @pytest.fixture
 def monitor(backend: MemoryBackend, writer: Writer) -> Iterator[Monitor]:
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0) as monitor:
         await_read(monitor)
         yield monitor
 
@@ -124,7 +124,7 @@ def test_there_is_a_limit_to_connections(
 ) -> None:
     """Beyond it the one that has waited longest gives up its place, unless it is being answered."""
     monkeypatch.setattr(servers, "MOST_CONNECTIONS", 3)
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0) as monitor:
         await_read(monitor)
         stream = Listener(monitor)
         stream.snapshot()
@@ -150,7 +150,7 @@ def test_slow_connections_keep_nobody_from_asking(backend: MemoryBackend, writer
     server = tls_context(*authority.issue("localhost"))
     client = ssl.create_default_context(cafile=str(authority.certificate))
     with (
-        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0, context=server)) as monitor,
+        Monitor(MemoryStore(backend), PREFIX, port=0, context=server) as monitor,
         crowding(monitor.port, 70),
     ):
         await_read(monitor)
@@ -166,7 +166,7 @@ def test_connections_that_break_tls_keep_nobody_from_asking(
     authority = Authority(tmp_path)
     context = tls_context(*authority.issue("localhost"))
     client = ssl.create_default_context(cafile=str(authority.certificate))
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0, context=context)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0, context=context) as monitor:
         await_read(monitor)
         held = [broken(monitor.port, kind, client) for _ in range(50)]
         for path in ("/healthz", "/readyz", "/api/runs"):
@@ -203,7 +203,7 @@ def broken(port: int, kind: str, context: ssl.SSLContext) -> socket.socket:
 def test_probes_are_answered_when_nothing_else_is(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads are busy with clients that take nothing; another request is told to come again."""
     monkeypatch.setattr(servers, "MOST_ANSWERS", 1)
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0) as monitor:
         answering, release = threading.Event(), threading.Event()
 
         def listing() -> None:
@@ -288,7 +288,13 @@ class Listener:
         self._connection.close()
 
 
-def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: Monitor, writer: Writer) -> None:
+def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(
+    monitor: Monitor, writer: Writer, backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that the store is away, and back: what is shown has an age. Where nothing is new it is kept alive by
+    comments, so that proxies do not end it and a listener that is gone is noticed. It ends with its run, and the next
+    attempt of a browser is told that there is none."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
     listeners = [Listener(monitor), Listener(monitor)]
     for listener in listeners:
         assert listener.response.getheader("Content-Type") == "text/event-stream"
@@ -297,7 +303,18 @@ def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: M
     writer.round(2, {"n0": 2}, RoundState.BROKEN)
     for listener in listeners:
         assert listener.snapshot()["state"] == "recovering"
-        listener.close()
+    first, second = listeners
+    second.close()
+    for down in (True, False):
+        with backend.changed:
+            backend.down = down
+        assert first.snapshot()["store"]["connected"] is not down
+    assert [first.block() for _ in range(2)] == [": nothing new\n"] * 2
+    writer.store.transact([], [Delete(writer.keys.root, f"{PREFIX}/r0")], deadline=soon())
+    deadline = Deadline.after(LIMIT_S)
+    while first.block():
+        assert not deadline.expired
+    assert get(monitor, "/api/runs/r/stream")[0].status == 404
 
 
 def test_the_stream_of_a_page_sends_what_has_changed(
@@ -317,43 +334,10 @@ def test_the_stream_of_a_page_sends_what_has_changed(
     listener.close()
 
 
-def test_a_stream_without_news_is_kept_alive(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By comments, so that proxies do not end it and a listener that is gone is noticed."""
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
-    listener = Listener(monitor)
-    blocks = [listener.block() for _ in range(4)]
-    listener.close()
-    assert blocks[2:] == [": nothing new\n"] * 2
-
-
-def test_a_stream_tells_that_the_store_is_away(monitor: Monitor, backend: MemoryBackend) -> None:
-    """And that it is back: what is shown has an age."""
-    listener = Listener(monitor)
-    assert listener.snapshot()["store"]["connected"] is True
-    with backend.changed:
-        backend.down = True
-    assert listener.snapshot()["store"]["connected"] is False
-    with backend.changed:
-        backend.down = False
-    assert listener.snapshot()["store"]["connected"] is True
-    listener.close()
-
-
-def test_a_stream_ends_with_its_run(monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next attempt of a browser is told that there is none."""
-    listener = Listener(monitor)
-    listener.snapshot()
-    writer.store.transact([], [Delete(writer.keys.root, f"{PREFIX}/r0")], deadline=soon())
-    deadline = Deadline.after(LIMIT_S)
-    while listener.block():
-        assert not deadline.expired
-    assert get(monitor, "/api/runs/r/stream")[0].status == 404
-
-
 def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "MOST_STREAMS", 1)
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0) as monitor:
         await_read(monitor)
         first = Listener(monitor)
         first.snapshot()
@@ -370,7 +354,7 @@ def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, mon
 
 
 def test_streams_end_when_the_monitor_stops(backend: MemoryBackend, writer: Writer) -> None:
-    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+    with Monitor(MemoryStore(backend), PREFIX, port=0) as monitor:
         await_read(monitor)
         listener = Listener(monitor)
         listener.snapshot()
@@ -383,9 +367,10 @@ def test_over_tls_with_a_token(backend: MemoryBackend, writer: Writer, tmp_path:
     """With the token all is told, without it nothing; a client that speaks no TLS gets nothing and harms nobody."""
     authority = Authority(tmp_path)
     certificate, key = authority.issue("localhost")
-    options = MonitorOptions(PREFIX, port=0, access=Access("token"), context=tls_context(certificate, key))
     context = ssl.create_default_context(cafile=str(authority.certificate))
-    with Monitor(MemoryStore(backend), options) as monitor:
+    with Monitor(
+        MemoryStore(backend), PREFIX, port=0, access=Access("token"), context=tls_context(certificate, key)
+    ) as monitor:
         await_read(monitor)
         assert monitor.url == f"https://127.0.0.1:{monitor.port}"
         with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as plain:
@@ -409,6 +394,6 @@ def test_certificates_that_cannot_be_used_are_a_user_error(tmp_path: Path) -> No
 def test_a_port_that_is_taken_is_a_user_error(monitor: Monitor, backend: MemoryBackend) -> None:
     """Two monitors need two ports; so does a name that nobody has."""
     with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1"):
-        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=monitor.port))
+        Monitor(MemoryStore(backend), PREFIX, port=monitor.port)
     with pytest.raises(ConfigError, match="cannot listen on"):
-        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, host="192.0.2.1", port=0))
+        Monitor(MemoryStore(backend), PREFIX, host="192.0.2.1", port=0)

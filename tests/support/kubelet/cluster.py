@@ -26,7 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd import find_binary
 from elastic_trainer.local.hosts import Segment
-from tests.support.kubelet.pods import DISRUPTED, ENDED, Identity, JobState, Pod, PodStatus, Process, Surroundings
+from tests.support.kubelet.pods import DISRUPTED, ENDED, JobState, Pod, Process
 from tests.support.manifests import Manifest
 from tests.support.requirements import missing, needs, needs_hosts
 
@@ -58,8 +58,7 @@ class Cluster:
         self._delay_s = replacement_delay_s
         self._objects: dict[tuple[str, str], Manifest] = {}
         self._pods: dict[str, Pod] = {}
-        self._past: dict[str, PodStatus] = {}
-        self._logs: dict[str, Path] = {}
+        self._past: dict[str, Pod] = {}
         self._lives = itertools.count(1)
         self._jobs: defaultdict[str, JobState] = defaultdict(JobState)
         self._segment = Segment()
@@ -128,30 +127,28 @@ class Cluster:
 
     # ---- what there is to see
 
-    def pods(self, owner: str = "") -> list[PodStatus]:
-        """The pods that there are, of one controller (``Job/mnist``) or of all."""
+    def pods(self, owner: str) -> list[Pod]:
+        """The pods that there are of one controller (``Job/mnist``)."""
         with self._lock:
-            found = [pod.status() for pod in self._pods.values()]
-        return [status for status in found if owner in ("", status.owner)]
+            return [pod for pod in self._pods.values() if pod.owner == owner]
 
-    def living(self, owner: str) -> list[PodStatus]:
+    def living(self, owner: str) -> list[Pod]:
         return sorted((pod for pod in self.pods(owner) if pod.living), key=lambda pod: pod.index)
 
-    def pod(self, name: str) -> PodStatus:
+    def pod(self, name: str) -> Pod:
         with self._lock:
-            return self._pods[name].status() if name in self._pods else self._past[name]
+            return self._pods[name] if name in self._pods else self._past[name]
 
-    def all_pods(self, owner: str) -> list[PodStatus]:
+    def all_pods(self, owner: str) -> list[Pod]:
         with self._lock:
-            past = [status for status in self._past.values() if status.owner == owner]
-        return past + self.pods(owner)
+            return [pod for pod in (*self._past.values(), *self._pods.values()) if pod.owner == owner]
 
     def job(self, name: str) -> JobState:
         with self._lock:
             return self._jobs[name]
 
     def log(self, name: str) -> str:
-        return self._logs[name].read_text(encoding="utf-8", errors="replace")
+        return self.pod(name).log.read_text(encoding="utf-8", errors="replace")
 
     def claim(self, name: str) -> Path:
         return self.directory / "claims" / name
@@ -166,10 +163,10 @@ class Cluster:
 
     def _described(self) -> str:
         with self._lock:
-            past = [*self._past.values(), *(pod.status() for pod in self._pods.values())]
             lines = [f"{name}: {state}" for name, state in self._jobs.items()]
-        for status in past:
-            lines += [f"--- {status}", *self.log(status.name).splitlines()[-15:]]
+            for pod in (*self._past.values(), *self._pods.values()):
+                trouble = pod.prober.trouble if pod.prober is not None else ""
+                lines += [f"--- {pod} {trouble}", *self.log(pod.name).splitlines()[-15:]]
         return "\n".join(lines)
 
     def _check(self) -> None:
@@ -212,13 +209,12 @@ class Cluster:
                 self._create(thing, number)
         for name, pod in list(self._pods.items()):
             if pod.deleting and pod.phase in ENDED:
-                self._past[name] = pod.status()
-                del self._pods[name]
+                self._past[name] = self._pods.pop(name)
         found = [
-            (pod.address, _names(service, pod.identity.hostname))
+            (pod.address, _names(service, pod.hostname))
             for service in self._all("Service")
             for pod in self._pods.values()
-            if pod.process is not None and service["spec"]["selector"].items() <= pod.identity.labels.items()
+            if pod.process is not None and service["spec"]["selector"].items() <= pod.labels.items()
         ]
         for pod in self._pods.values():
             pod.resolve(found)
@@ -232,12 +228,18 @@ class Cluster:
         }
         called = {"Job": f"{numbered}-{suffixed}", "Deployment": f"{name}-{suffixed}"}.get(thing["kind"], numbered)
         hostname = called if thing["kind"] == "Deployment" else numbered
-        who = Identity(called, owner(thing), hostname, number, template["metadata"]["labels"], claims)
         # A pod of a StatefulSet has the name of the one before it, and a network of its own.
         life = f"{called}.{next(self._lives)}"
         host = self._segment.attach(life)
         known = [each["metadata"]["name"] for each in self._all("PersistentVolumeClaim")]
-        around = Surroundings(
+        self._pods[called] = Pod(
+            called,
+            owner(thing),
+            hostname,
+            number,
+            template["spec"],
+            template["metadata"]["labels"],
+            claims,
             host.command,
             partial(self._segment.cut, life),
             host.address,
@@ -245,8 +247,6 @@ class Cluster:
             {claim: self.claim(claim) for claim in (*known, *claims.values())},
             {each["metadata"]["name"]: each["data"] for each in self._all("ConfigMap")},
         )
-        self._pods[called] = Pod(who, template["spec"], around)
-        self._logs[called] = self._pods[called].log
 
     def _all(self, kind: str) -> list[Manifest]:
         return [found for (known, _), found in self._objects.items() if known == kind]

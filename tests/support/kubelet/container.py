@@ -24,7 +24,6 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x04000000, 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG = 1
 EXIT_NOT_STARTED = 70
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
@@ -66,7 +65,8 @@ def build(root: str, description: dict[str, Any]) -> None:
         Path(root + target).mkdir(parents=True, exist_ok=True)
         os.chown(root + target, owner, owner)
         os.chmod(root + target, mode)
-    _devices(root)
+    bind("/dev", root + "/dev", read_only=False)
+    mount("shm", root + "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777,size=64m")
     # What lies deeper comes later: this project may lie below /tmp, where pods mount a volume.
     for target, source, read_only, options in sorted(description["mounts"], key=lambda each: len(Path(each[0]).parts)):
         if source is not None:
@@ -77,15 +77,6 @@ def build(root: str, description: dict[str, Any]) -> None:
     Path(root + "/proc").mkdir()
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
     mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
-
-
-def _devices(root: str) -> None:
-    Path(root + "/dev/shm").mkdir(parents=True)
-    mount("shm", root + "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777,size=64m")
-    for name in DEVICES:
-        bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False)
-    for name, aim in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-        os.symlink(aim, f"{root}/dev/{name}")
 
 
 def become(description: dict[str, Any]) -> NoReturn:
@@ -101,11 +92,6 @@ def become(description: dict[str, Any]) -> NoReturn:
 
 def _dies_with_parent() -> None:
     _checked(_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-
-
-def _code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
 
 
 def main(path: str) -> int:
@@ -129,7 +115,8 @@ def main(path: str) -> int:
     pid_file = Path(description["pid_file"])
     pid_file.with_suffix(".new").write_text(str(first), encoding="ascii")
     pid_file.with_suffix(".new").rename(pid_file)
-    return _code(os.waitpid(first, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class JobState:
     ended_at: dict[int, float] = field(default_factory=dict)
 
     def look(
-        self, spec: dict[str, Any], pods: Sequence[PodStatus], now: float, delay_s: float
+        self, spec: dict[str, Any], pods: Sequence[Pod], now: float, delay_s: float
     ) -> tuple[list[int], list[str]]:
         """The indexes that need a pod now, ``delay_s`` after the last one's failure, and the pods that are to go."""
         if self.condition is not None:
@@ -136,7 +136,7 @@ class JobState:
         if self.verdict is None:
             self.verdict, self.reason = verdict, reason
 
-    def _count(self, spec: dict[str, Any], pod: PodStatus, now: float) -> None:
+    def _count(self, spec: dict[str, Any], pod: Pod, now: float) -> None:
         if pod.phase is Phase.SUCCEEDED:
             self.succeeded.add(pod.index)
             return
@@ -149,7 +149,7 @@ class JobState:
             self._decide(Condition.FAILED, f"PodFailurePolicy: pod {pod.name} exit code {pod.exit_code}")
 
 
-def _matches(rule: dict[str, Any], pod: PodStatus) -> bool:
+def _matches(rule: dict[str, Any], pod: Pod) -> bool:
     if "onExitCodes" in rule:
         return pod.exit_code in rule["onExitCodes"]["values"]
     return any(each["type"] in pod.conditions for each in rule["onPodConditions"])
@@ -169,63 +169,6 @@ class Phase(StrEnum):
 
 
 ENDED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who a pod is, and whose. ``index`` is its completion index; ``claims`` its own, by name of the volume."""
-
-    name: str
-    owner: str
-    hostname: str
-    index: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
-    claims: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """How a container ended after SIGTERM. ``killed``: only by SIGKILL."""
-
-    took_s: float
-    killed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PodStatus:
-    """What ``kubectl get pod`` would say."""
-
-    name: str
-    owner: str
-    index: int
-    phase: Phase
-    ready: bool
-    address: str
-    exit_code: int | None = None
-    restarts: int = 0
-    conditions: frozenset[str] = frozenset()
-    deleting: bool = False
-    leaving: Leaving | None = None
-    trouble: str = ""
-    """The last bad answer to a probe."""
-
-    @property
-    def living(self) -> bool:
-        return self.phase not in ENDED
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the node gives a pod: its network, the files of its own, and what its specification refers to."""
-
-    enter: Sequence[str]
-    """The words that start a command in its network."""
-    cut: Callable[[], None]
-    """Takes the network away."""
-    address: str
-    directory: Path
-    claims: Mapping[str, Path]
-    configs: Mapping[str, Mapping[str, str]]
 
 
 class Prober:
@@ -282,24 +225,24 @@ class Prober:
 class Process:
     """A running container: process 1 and what it started, which dies with the node's thread (see container.py)."""
 
-    def __init__(self, spec: Manifest, identity: Identity, around: Surroundings, hosts: Path, log: Path) -> None:
-        (manifest,), who = spec["containers"], spec["securityContext"]
+    def __init__(self, pod: Pod) -> None:
+        (manifest,), who = pod.spec["containers"], pod.spec["securityContext"]
         found = image(manifest["image"])
-        started = manifests.container({"spec": spec}, around.configs, pod=identity.name, ip=around.address)
+        started = manifests.container({"spec": pod.spec}, pod.configs, pod=pod.name, ip=pod.address)
         if started.unresolved:
-            raise ConfigError(f"pod {identity.name}: variables {started.unresolved} have no value")
+            raise ConfigError(f"pod {pod.name}: variables {started.unresolved} have no value")
         self._privileges = ["--pdeathsig=KILL", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         if not found.unreadable:
             numbers = (who["runAsUser"], who["runAsGroup"], who["fsGroup"])
             self._privileges += map("--{}={}".format, ("reuid", "regid", "groups"), numbers)
-        self._environment = {**found.environment, "HOSTNAME": identity.hostname, **started.environment}
-        self._pid_file, root = around.directory / "pid", around.directory / "root"
+        self._environment = {**found.environment, "HOSTNAME": pod.hostname, **started.environment}
+        self._pid_file, root = pod.directory / "pid", pod.directory / "root"
         self._pid_file.unlink(missing_ok=True)
         root.mkdir(exist_ok=True)
         user, group = who["runAsUser"], who["runAsGroup"]
         description = {
             "root": str(root),
-            "hostname": identity.hostname,
+            "hostname": pod.hostname,
             "files": {
                 "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\ntrainer:x:{user}:{group}::{HOME}:/usr/sbin/nologin\n",
                 "/etc/group": f"root:x:0:\ntrainer:x:{group}:\n",
@@ -311,8 +254,8 @@ class Process:
             "directories": {"/tmp": (0o1777, 0), "/var/tmp": (0o1777, 0), "/root": (0o755, 0), HOME: (0o755, user)},
             "mounts": [
                 *((target, source, True, "") for target, source in found.trees.items()),
-                ("/etc/hosts", str(hosts), False, ""),
-                *_mounts(spec, identity, around),
+                ("/etc/hosts", str(pod.hosts), False, ""),
+                *_mounts(pod),
             ],
             "directory": found.directory,
             "privileges": self._privileges,
@@ -320,19 +263,15 @@ class Process:
             "env": self._environment,
             "pid_file": str(self._pid_file),
         }
-        written = around.directory / "container.json"
+        written = pod.directory / "container.json"
         written.write_text(json.dumps(description), encoding="utf-8")
-        with log.open("ab") as out:
+        with pod.log.open("ab") as out:
             if found.unreadable:
                 out.write(f"stand-in: not as user {user}, who could not read {found.unreadable}\n".encode())
                 out.flush()
-            self._launcher = subprocess.Popen(
-                [*around.enter, sys.executable, "-I", "-S", str(container.__file__), str(written)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            command = [*pod.enter, sys.executable, "-I", "-S", str(container.__file__), str(written)]
+            quiet = subprocess.DEVNULL
+            self._launcher = subprocess.Popen(command, stdin=quiet, stdout=out, stderr=out, start_new_session=True)
 
     @property
     def exit_code(self) -> int | None:
@@ -363,21 +302,21 @@ class Process:
         self._launcher.wait()
 
 
-def _mounts(spec: Manifest, identity: Identity, around: Surroundings) -> Iterator[tuple[str, str | None, bool, str]]:
+def _mounts(pod: Pod) -> Iterator[tuple[str, str | None, bool, str]]:
     """Target, source (None: memory, with the options that come last) and whether it is read-only, of each volume; with
     the owners and modes that the kubelet gives them."""
-    volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
-    group = spec["securityContext"]["fsGroup"]
-    for mount in spec["containers"][0]["volumeMounts"]:
+    volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
+    group = pod.spec["securityContext"]["fsGroup"]
+    for mount in pod.spec["containers"][0]["volumeMounts"]:
         name, target, read_only = mount["name"], mount["mountPath"], mount.get("readOnly", False)
-        volume, place = volumes.get(name, {}), around.directory / "volumes" / name
-        claim = identity.claims.get(name) or volume.get("persistentVolumeClaim", {}).get("claimName")
+        volume, place = volumes.get(name, {}), pod.directory / "volumes" / name
+        claim = pod.own_claims.get(name) or volume.get("persistentVolumeClaim", {}).get("claimName")
         if claim is not None:
-            if claim not in around.claims:
+            if claim not in pod.claims:
                 raise ConfigError(f"there is no PersistentVolumeClaim {claim!r}: the pod would wait for it for ever")
-            yield target, str(_owned(around.claims[claim], group, 0o2775)), read_only, ""
+            yield target, str(_owned(pod.claims[claim], group, 0o2775)), read_only, ""
         elif "configMap" in volume:
-            for path, text in around.configs[volume["configMap"]["name"]].items():
+            for path, text in pod.configs[volume["configMap"]["name"]].items():
                 file = _owned(place, group, 0o755) / path
                 file.write_text(text, encoding="utf-8")
                 file.chmod(0o644)
@@ -398,57 +337,66 @@ def _owned(place: Path, group: int, mode: int) -> Path:
     return place
 
 
+@dataclass(eq=False)
 class Pod:
-    def __init__(self, identity: Identity, spec: Manifest, around: Surroundings) -> None:
-        self.identity, self.spec, self._around = identity, spec, around
-        self.phase = Phase.PENDING
-        self.exit_code: int | None = None
-        self.conditions: frozenset[str] = frozenset()
-        self.deleting = False
-        self.process: Process | None = None
-        self._leaving: Leaving | None = None
-        self._prober: Prober | None = None
-        self._restarts, self._start_at = 0, 0.0
-        self._asked_at: float | None = None
-        self._killed = False
-        around.directory.mkdir(parents=True)
-        self.log = around.directory / "log"
+    """One pod: who it is and whose, what the node gives it, and how it is. The node's thread changes it."""
+
+    name: str
+    owner: str
+    hostname: str
+    index: int
+    """The completion index of a Job's pod, or the number of another's."""
+    spec: Manifest = field(repr=False)
+    labels: Mapping[str, str] = field(repr=False)
+    own_claims: Mapping[str, str] = field(repr=False)
+    """The claims that were made for it, by name of the volume."""
+    enter: Sequence[str] = field(repr=False)
+    """The words that start a command in its network."""
+    cut: Callable[[], None] = field(repr=False)
+    """Takes the network away."""
+    address: str
+    directory: Path = field(repr=False)
+    claims: Mapping[str, Path] = field(repr=False)
+    configs: Mapping[str, Mapping[str, str]] = field(repr=False)
+    phase: Phase = Phase.PENDING
+    exit_code: int | None = None
+    restarts: int = 0
+    conditions: frozenset[str] = frozenset()
+    deleting: bool = False
+    left_after_s: float | None = None
+    """From SIGTERM to its end, if it was asked to end."""
+    killed: bool = False
+    """Whether only SIGKILL ended it then."""
+    process: Process | None = field(default=None, repr=False)
+    prober: Prober | None = field(default=None, repr=False)
+    _start_at: float = field(default=0.0, repr=False)
+    _asked_at: float | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True)
+        self.log, self.hosts = self.directory / "log", self.directory / "hosts"
         self.log.touch()
-        self._hosts = around.directory / "hosts"
         self.resolve([])
 
     @property
-    def address(self) -> str:
-        return self._around.address
+    def living(self) -> bool:
+        return self.phase not in ENDED
+
+    @property
+    def ready(self) -> bool:
+        """One that is being ended is not."""
+        return self.process is not None and not self.deleting and self.prober is not None and self.prober.ready
 
     def resolve(self, records: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Write these names to its hosts file, which stays the same one, since it is mounted. Its own name comes
         first, since a resolver takes the first line that fits."""
-        known = [("127.0.0.1", ["localhost"]), (self.address, [self.identity.hostname]), *records]
+        known = [("127.0.0.1", ["localhost"]), (self.address, [self.hostname]), *records]
         text = "".join(f"{address} {' '.join(names)}\n" for address, names in known).encode()
-        with self._hosts.open("r+b" if self._hosts.exists() else "w+b", buffering=0) as file:
+        with self.hosts.open("r+b" if self.hosts.exists() else "w+b", buffering=0) as file:
             if file.read() != text:
                 file.seek(0)
                 file.write(text)
                 file.truncate()
-
-    def status(self) -> PodStatus:
-        """How it is now; one that is being ended is not ready."""
-        asked = self._prober
-        return PodStatus(
-            name=self.identity.name,
-            owner=self.identity.owner,
-            index=self.identity.index,
-            phase=self.phase,
-            ready=self.process is not None and not self.deleting and asked is not None and asked.ready,
-            address=self.address,
-            exit_code=self.exit_code,
-            restarts=self._restarts,
-            conditions=self.conditions,
-            deleting=self.deleting,
-            leaving=self._leaving,
-            trouble=asked.trouble if asked is not None else "",
-        )
 
     def tick(self, now: float) -> None:
         if self.phase in ENDED:
@@ -458,32 +406,32 @@ class Pod:
                 self.exit_code = 128 + signal.SIGKILL if self.exit_code is None else self.exit_code
                 self._over(Phase.FAILED)
             elif now >= self._start_at:
-                self.process = Process(self.spec, self.identity, self._around, self._hosts, self.log)
-                self._prober = Prober(self.spec["containers"][0], self.process, self.address)
-                self._asked_at, self._killed, self.phase = None, False, Phase.RUNNING
+                self.process = Process(self)
+                self.prober = Prober(self.spec["containers"][0], self.process, self.address)
+                self._asked_at, self.phase = None, Phase.RUNNING
         elif (code := self.process.exit_code) is not None:
             self._ended(code, now)
-        elif self._prober is not None and self.process.pid is not None:
-            self._prober.tick(now)
-            if self.deleting or self._prober.unfit:
+        elif self.prober is not None and self.process.pid is not None:
+            self.prober.tick(now)
+            if self.deleting or self.prober.unfit:
                 self._press(self.process, now)
 
     def _press(self, process: Process, now: float) -> None:
         if self._asked_at is None:
-            self._asked_at = now if process.send(signal.SIGTERM) else None
-        elif not self._killed and now >= self._asked_at + self.spec["terminationGracePeriodSeconds"]:
-            self._killed = process.send(signal.SIGKILL)
+            self._asked_at, self.killed = now if process.send(signal.SIGTERM) else None, False
+        elif not self.killed and now >= self._asked_at + self.spec["terminationGracePeriodSeconds"]:
+            self.killed = process.send(signal.SIGKILL)
 
     def _ended(self, code: int, now: float) -> None:
         self.exit_code, self.process = code, None
         if self._asked_at is not None:
-            self._leaving = Leaving(now - self._asked_at, self._killed)
+            self.left_after_s = now - self._asked_at
         if self.spec.get("restartPolicy", "Always") == "Always" and not self.deleting:
-            self._start_at = now + BACKOFF_S * (self._restarts > 0)
-            self._restarts += 1
+            self._start_at = now + BACKOFF_S * (self.restarts > 0)
+            self.restarts += 1
         else:
             self._over(Phase.SUCCEEDED if code == 0 else Phase.FAILED)
 
     def _over(self, phase: Phase) -> None:
         self.phase = phase
-        self._around.cut()
+        self.cut()

@@ -5,7 +5,8 @@ Time begins at 0, as it does in promtool's tests. Names and labels are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,14 +134,48 @@ class PlayedJob:
         self.ranks[rank].nonfinite += times
         self.count(families.NONFINITE_LOSSES, times)
 
-    def all_in(self, phase: str) -> None:
-        for rank in self.ranks.values():
-            rank.phase = phase
+    def become(self, **values: Any) -> None:
+        """Change attributes of the job; values are copied, since they change in turn."""
+        vars(self).update(copy.deepcopy(values))
 
-    def regroup(self, nodes: Mapping[str, str] | None = None, *, reason: str, fresh: bool = False) -> None:
-        """The next round, of ``nodes`` (name and state), in their order; with new processes if ``fresh``."""
-        if nodes is not None:
-            self.nodes = dict(nodes)
+    def all_in(self, phase: str) -> None:
+        self.change(self.ranks.values(), phase=phase)
+
+    def rank(self, *numbers: int, **values: Any) -> None:
+        """Change these ranks, or all."""
+        self.change([self.ranks[number] for number in numbers or self.ranks], **values)
+
+    def monitor(self, number: int = 0, **values: Any) -> None:
+        self.change([self.monitors[number]], **values)
+
+    def member(self, *numbers: int, **values: Any) -> None:
+        """Change these members of etcd, which Prometheus scrapes from now on."""
+        self.scrapes_etcd = True
+        self.change([self.etcd[number] for number in numbers], **values)
+
+    @staticmethod
+    def change(things: Iterable[object], **values: Any) -> None:
+        for thing in things:
+            for name, value in values.items():
+                setattr(thing, name, value)
+
+    def show_beside(self, nodes: Mapping[int, str], phase: str, **values: Any) -> None:
+        """Ranks that are shown and not in the round: of nodes that wait, or that leave."""
+        self.ranks |= {number: Rank(node, phase=phase, last_step=self.now, **values) for number, node in nodes.items()}
+        self.passive = set(nodes)
+
+    def drop(self, *numbers: int) -> None:
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number not in numbers}
+        self.passive = set()
+
+    def gather(self, *nodes: str) -> None:
+        """The round is over, and only these nodes are there."""
+        self.become(state="gathering", nodes=dict.fromkeys(nodes, "ready"), ranks={}, gathering_since=self.now)
+
+    def regroup(self, *nodes: str, reason: str, fresh: bool = False) -> None:
+        """The next round, of ``nodes`` in their order, or of the same; with new processes if ``fresh``."""
+        if nodes:
+            self.nodes = dict.fromkeys(nodes, "ready")
         old = {rank.node: rank for rank in self.ranks.values()}
         self.ranks = {}
         for number, node in enumerate(self.nodes):
@@ -268,10 +303,6 @@ class PlayedJob:
         return [self._key(family, labels) for labels in found]
 
 
-Act = Callable[[PlayedJob, float], None]
-"""Called before each scrape with the job and the time in minutes."""
-
-
 @dataclass(frozen=True)
 class Fires:
     """One alert that fires. Without ``of_run`` it is about monitors or etcd and has no label ``run``."""
@@ -281,6 +312,10 @@ class Fires:
     of_run: bool = True
 
 
+Happens = tuple[Any, *tuple[Callable[[PlayedJob], object], ...]]
+"""The minute, or a container of minutes, before whose scrape something happens to the job; and what."""
+
+
 @dataclass(frozen=True)
 class Scene:
     name: str
@@ -288,7 +323,7 @@ class Scene:
     says: str
     """The behaviour that it proves."""
     minutes: float
-    act: Act
+    course: Sequence[Happens] = ()
     fires: tuple[Fires, ...] = ()
     """All alerts that fire at any time."""
     not_before: float = 0.0
@@ -303,26 +338,10 @@ class Scene:
     def play(self) -> PlayedJob:
         job = PlayedJob(self.name, **self.job)
         for number in range(int(self.minutes * 60 / TICK_S) + 1):
-            self.act(job, number * TICK_S / 60)
+            minute = number * TICK_S / 60
+            for when, *acts in self.course:
+                if minute in (when if isinstance(when, Container) else (when,)):
+                    for act in acts:
+                        act(job)
             job.tick()
         return job
-
-
-def into(
-    scenes: list[Scene],
-    name: str,
-    says: str,
-    minutes: float,
-    *fires: Fires,
-    not_before: float = 0.0,
-    alone: bool = False,
-    lasts: tuple[float, ...] = (),
-    **job: Any,
-) -> Callable[[Act], Act]:
-    """Decorates what happens in a scene, which is added to ``scenes``."""
-
-    def add(act: Act) -> Act:
-        scenes.append(Scene(name, says, minutes, act, fires, not_before, alone, lasts, job))
-        return act
-
-    return add

@@ -1,64 +1,20 @@
 """Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing DIRECTORY``.
 
 Scenes share a Prometheus, each as a run of its own: what an evaluation costs hardly depends on the number of runs.
-Samples are written as promtool has them: ``0+30x9`` for a line, ``_x3`` for nothing, ``stale`` at an end.
+Files are JSON, which is YAML too. Samples are written as promtool has them: ``_`` for nothing, ``stale`` at an end.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.support.rulescenes.firing import FIRING, SILENT
 from tests.support.rulescenes.scene import TICK_S, Fires, Key, PlayedJob, Scene
-
-
-def series(key: Key) -> str:
-    name, labels = key
-    return name + "{" + ",".join(f'{label}="{value}"' for label, value in labels) + "}"
-
-
-def values(samples: Mapping[int, float | None]) -> str:
-    """The samples (by number of the scrape; None: the series ends there) as a line of expressions."""
-    pieces: list[str] = []
-    run: list[float] = []
-    last = -1
-    for number in sorted(samples):
-        if number > last + 1:
-            pieces += [*_lines(run), f"_x{number - last - 1}"]
-            run = []
-        sample, last = samples[number], number
-        if sample is None:
-            pieces += [*_lines(run), "stale"]
-            run = []
-        else:
-            run.append(sample)
-    return " ".join([*pieces, *_lines(run)])
-
-
-def _lines(run: list[float]) -> Iterable[str]:
-    """``run`` cut into pieces of equal steps, the longest possible from the left."""
-    start = 0
-    while start < len(run):
-        step = run[start + 1] - run[start] if start + 1 < len(run) else 0.0
-        end = start + 1
-        while end < len(run) and abs(run[end] - run[end - 1] - step) < 1e-9:
-            end += 1
-        if end - start == 1:
-            yield _number(run[start])
-        else:
-            yield f"{_number(run[start])}{'-' if step < 0 else '+'}{_number(abs(step))}x{end - start - 1}"
-        start = end
-
-
-def _number(value: float) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".")
-
 
 NAMES = "ElasticTrainer"
 """What the names of all alerts begin with."""
@@ -68,52 +24,53 @@ GROUPS = [
     for name in ("runs", "ranks", "rates", "progress", "membership", "checkpoints", "services")
 ]
 """Records before alerts: Prometheus does not promise it, and what alerts say would depend on chance."""
-FIRING_EVERY_S, LONG_EVERY_S = 60.0, 120.0
-"""How often rules are evaluated in scenes with alerts. In those without: at each tick, as long as an alert may last."""
-LONG_MINUTES = 220
-"""From which length on they are evaluated less often, which their windows of hours allow."""
-LONG = tuple(scene for scene in FIRING if scene.minutes > LONG_MINUTES)
-FILES: Mapping[str, Sequence[Scene]] = {
-    "silent.yml": SILENT,
-    "firing.yml": tuple(scene for scene in FIRING if scene not in LONG),
-    "long.yml": LONG,
+LONG = tuple(scene for scene in FIRING if scene.minutes > 220)
+"""Rules are evaluated less often in these, which their windows of hours allow. In scenes without alerts: at each tick,
+as long as an alert may last."""
+FILES: Mapping[str, tuple[Sequence[Scene], float]] = {
+    "silent.yml": (SILENT, TICK_S),
+    "firing.yml": ([scene for scene in FIRING if scene not in LONG], 60.0),
+    "long.yml": (LONG, 120.0),
 }
+"""Scenes, and how often the rules are evaluated in them (seconds)."""
 OVER_MINUTES = 5
 """After the last minute in which an alert must fire, until which it may."""
 _ENUMERATED = ("phase", "reason", "op", "state")
 _ALWAYS = ("evaluation", "worker_lost", "save", "training", "ready")
 
 
-def _every_s(scenes: Sequence[Scene]) -> float:
-    if any(scene in LONG for scene in scenes):
-        return LONG_EVERY_S
-    return FIRING_EVERY_S if any(scene in FIRING for scene in scenes) else TICK_S
-
-
-def text(scenes: Sequence[Scene]) -> str:
-    """The file with a test of ``scenes``, to be run with ``promtool test rules``."""
-    every_s = _every_s(scenes)
-    lines = [
-        "rule_files: [rules.yml, alerts.yml]",
-        f"group_eval_order: [{', '.join(GROUPS)}]",
-        f"evaluation_interval: {every_s:.0f}s",
-        "tests:",
+def document(scenes: Sequence[Scene], every_s: float) -> dict[str, Any]:
+    """The tests of ``scenes``: one of all that may share a Prometheus, and one of each that may not."""
+    batches = [[scene for scene in scenes if not scene.alone], *([scene] for scene in scenes if scene.alone)]
+    tests = [
+        {
+            "name": " ".join(scene.name for scene in batch),
+            "interval": f"{TICK_S:.0f}s",
+            "input_series": [
+                {"series": series(key), "values": values(samples)}
+                for scene in batch
+                for key, samples in sorted(_that_matter(scene.play()).items())
+            ],
+            "promql_expr_test": list(_looks(batch, every_s)),
+        }
+        for batch in batches
+        if batch
     ]
-    together = [scene for scene in scenes if not scene.alone]
-    for batch in filter(None, [together, *([scene] for scene in scenes if scene.alone)]):
-        lines += _test(batch, every_s)
-    return "\n".join(lines) + "\n"
+    known: dict[str, Any] = {"rule_files": ["rules.yml", "alerts.yml"], "group_eval_order": GROUPS}
+    return {**known, "evaluation_interval": f"{every_s:.0f}s", "tests": tests}
 
 
-def _test(scenes: Sequence[Scene], every_s: float) -> Iterator[str]:
-    yield f"  - name: {' '.join(scene.name for scene in scenes)}"
-    yield f"    interval: {TICK_S:.0f}s"
-    yield "    input_series:"
-    for scene in scenes:
-        for key, samples in sorted(_that_matter(scene.play()).items()):
-            yield f"      - {{series: '{series(key)}', values: '{values(samples)}'}}"
-    looks = yaml.safe_dump({"promql_expr_test": list(_looks(scenes, every_s))}, sort_keys=False, width=1000)
-    yield from (f"    {line}" for line in looks.splitlines())
+def series(key: Key) -> str:
+    name, labels = key
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in labels) + "}"
+
+
+def values(samples: Mapping[int, float | None]) -> str:
+    """The samples, by number of the scrape (None: the series ends there), one after the other."""
+    return " ".join(
+        "_" if number not in samples else "stale" if (sample := samples[number]) is None else f"{sample:.6f}"
+        for number in range(max(samples) + 1)
+    )
 
 
 def _that_matter(job: PlayedJob) -> dict[Key, dict[int, float | None]]:
@@ -136,11 +93,8 @@ def _looks(scenes: Sequence[Scene], every_s: float) -> Iterator[dict[str, Any]]:
         if scene.lasts:
             yield from _lasting(scene, every_s, *scene.lasts)
         yield _look(scene.minutes, scene.name, [each for each in scene.fires if each.of_run])
-    yield _look(
-        max(scene.minutes for scene in scenes),
-        "",
-        [e for s in scenes for e in s.fires if not e.of_run and e.severity != "none"],
-    )
+    fired = [each for scene in scenes for each in scene.fires if not each.of_run and each.severity != "none"]
+    yield _look(max(scene.minutes for scene in scenes), "", fired)
 
 
 def _look(minutes: float, run: str, fired: Sequence[Fires]) -> dict[str, Any]:
@@ -166,20 +120,17 @@ def _lasting(scene: Scene, every_s: float, begin: float, end: float) -> Iterator
     }
     later = scene.minutes - end - OVER_MINUTES
     if later > 0:
-        yield {
-            "expr": f"count_over_time({found}[{later:.0f}m])",
-            "eval_time": f"{scene.minutes * 60:.0f}s",
-            "exp_samples": [],
-        }
+        expr = f"count_over_time({found}[{later:.0f}m])"
+        yield {"expr": expr, "eval_time": f"{scene.minutes * 60:.0f}s", "exp_samples": []}
 
 
-def write(directory: Path, files: Mapping[str, Sequence[Scene]] = FILES) -> None:
-    """Put the rules and the tests ``files`` of them into ``directory``."""
+def write(directory: Path, *names: str) -> None:
+    """Put the rules and these files of tests into ``directory``."""
     for file in ("rules.yml", "alerts.yml"):
         shutil.copy(RULES / file, directory)
-    for name, scenes in files.items():
-        (directory / name).write_text(text(scenes), encoding="utf-8")
+    for name in names:
+        (directory / name).write_text(json.dumps(document(*FILES[name]), indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), *FILES)

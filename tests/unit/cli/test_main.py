@@ -27,20 +27,14 @@ def test_help_loads_neither_torch_nor_grpc_nor_any_subcommand() -> None:
         assert command.name in done.stdout
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"elastic-trainer {__version__}\n"
-
-
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The module that the list names exists and describes its options."""
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0
-    assert f"elastic-trainer {command}" in capsys.readouterr().out
+    for words, said in (([command, "--help"], f"elastic-trainer {command}"), (["--version"], __version__)):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        assert said in capsys.readouterr().out
 
 
 LOCAL = ["local", "--nodes", "2:3"]
@@ -111,18 +105,13 @@ def test_without_a_command_help_is_shown_and_the_exit_code_says_it(capsys: pytes
     assert "elastic-trainer: no command was given" in capsys.readouterr().err
 
 
-def test_a_run_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs in one ledger would make both summaries wrong."""
-    (tmp_path / "ledger").mkdir()
-    (tmp_path / "train.py").write_text("print('hello')")
-    assert main([*LOCAL, "--run-dir", str(tmp_path), "--", str(tmp_path / "train.py")]) == 78
-    assert "holds an earlier run" in capsys.readouterr().err
-
-
-def test_a_run_directory_that_cannot_be_made_is_exit_code_73(
+def test_a_run_directory_in_use_is_refused_and_one_that_cannot_be_made_is_exit_code_73(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("")
+    """Two runs in one ledger would make both summaries wrong."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "file").touch()
     (tmp_path / "train.py").write_text("print('hello')")
-    assert main([*LOCAL, "--run-dir", str(tmp_path / "file" / "run"), "--", str(tmp_path / "train.py")]) == 73
-    assert "cannot create" in capsys.readouterr().err
+    for name, code, sentence in ((".", 78, "holds an earlier run"), ("file/run", 73, "cannot create")):
+        assert main([*LOCAL, "--run-dir", str(tmp_path / name), "--", str(tmp_path / "train.py")]) == code
+        assert sentence in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_trainer.cli import run
-from elastic_trainer.cli import run as local
 from elastic_trainer.cli.main import main
 from elastic_trainer.drills.faults import Fault, FaultKind
 from elastic_trainer.drills.local_run import entry, named_directories
@@ -39,12 +38,13 @@ def test_torchrun_understands_the_command(tmp_path: Path) -> None:
     assert (parsed.training_script, parsed.training_script_args) == (path, ["--lr", "0.1"])
 
 
-def test_a_password_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--rdzv-conf", "user=u,password=geheim-1,ttl=9", "--", "script"]
+def test_a_dry_run_prints_the_command_alone_and_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rdzv-conf", "user=u,password=geheim-1,ttl=9", "--", "-m", "my.train", "two words"]
     assert any("password=geheim-1,ttl=9" in word for word in command(*words))
     assert main(["run", "--dry-run", *words]) == 0
     said = capsys.readouterr()
     assert "user=u,password=***,ttl=9" in said.err
+    assert said.err.endswith("-m my.train 'two words'\n")
     assert "geheim" not in said.err + said.out
 
 
@@ -52,6 +52,14 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ELASTIC_TRAINER_ENDPOINT", "there:2379")
     assert "--rdzv-endpoint=there:2379" in command("--", "script")
     assert "--rdzv-endpoint=a:2379,b:1" in command("--endpoint", "a,b:1", "--", "script")
+
+
+def test_modules_and_tasks_run_too() -> None:
+    """A module as it is; a task with a directory for its checkpoints."""
+    assert command("--", "-m", "my.train", "x")[-3:] == ["-m", "my.train", "x"]
+    assert "--rdzv-id=train" in command("--", "-m", "my.train")
+    task = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=runs/a/checkpoints"]
+    assert command("--name", "a", "--", "mnist")[-4:] == task
 
 
 @pytest.mark.parametrize(
@@ -67,85 +75,57 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_a_script_with_a_session_recovers_in_place(tmp_path: Path, text: str, recovery: str) -> None:
-    """Others are restarted, since their processes cannot follow a round."""
-    assert f"--rdzv-conf=recovery={recovery}" in command("--", script(tmp_path, text))
-
-
-def test_what_the_user_says_of_recovery_counts(tmp_path: Path) -> None:
-    """By the option, or among those of the rendezvous."""
-    path = script(tmp_path, "from elastic_trainer import Session\n")
+    """Others are restarted, since their processes cannot follow a round. What the user says counts."""
+    path = script(tmp_path, text)
+    assert f"--rdzv-conf=recovery={recovery}" in command("--", path)
     assert "--rdzv-conf=recovery=restart" in command("--rdzv-conf", "recovery=restart", "--", path)
     assert "--rdzv-conf=ttl=9,recovery=restart" in command("--recovery=restart", "--rdzv-conf", "ttl=9", "--", path)
 
 
-def test_modules_and_tasks_run_too() -> None:
-    """A module as it is; a task with a directory for its checkpoints."""
-    assert command("--", "-m", "my.train", "x")[-3:] == ["-m", "my.train", "x"]
-    assert "--rdzv-id=train" in command("--", "-m", "my.train")
-    task = ["-m", "elastic_trainer.training", "mnist", "checkpoint.directory=runs/a/checkpoints"]
-    assert command("--name", "a", "--", "mnist")[-4:] == task
-
-
-def test_a_dry_run_prints_the_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--dry-run", "--", "-m", "my.train", "two words"]) == 0
-    assert capsys.readouterr().err.endswith("-m my.train 'two words'\n")
-
-
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    local.configure_local(parser)
+    run.configure_local(parser)
     return parser.parse_args(argv)
 
 
-def test_a_first_round_of_all_is_waited_for_unless_something_else_is_said() -> None:
-    """On a slow machine nodes that are started together come seconds apart."""
-    assert local.patient({"ttl": "3"}) == {"last_call": "60", "ttl": "3"}
-    assert local.patient({"last_call": "1"}) == {"last_call": "1"}
-
-
-def test_everything_after_the_dashes_belongs_to_the_job() -> None:
+def test_the_options_of_a_local_run() -> None:
+    """Everything after the dashes belongs to the job. A first round of all is waited for unless something else is said:
+    on a slow machine nodes that are started together come seconds apart. There is room for those that join. Recovery is
+    an option of the rendezvous, which torchrun's own backend does not know."""
     assert parsed("--nodes", "2", "--", "train.py", "--keep", "--", "x").words[-4:] == ["train.py", "--keep", "--", "x"]
-
-
-def test_faults_may_be_repeated() -> None:
-    arguments = parsed("--nodes=2", "--kill-worker-at=3", "--kill-worker-at=9:n1:0", "--join-at=4", "--", "x.py")
-    assert local.faults(arguments) == (
+    assert run.faults(
+        parsed("--nodes=2", "--kill-worker-at=3", "--kill-worker-at=9:n1:0", "--join-at=4", "--", "x.py")
+    ) == (
         Fault(FaultKind.KILL_WORKER, 3),
         Fault(FaultKind.KILL_WORKER, 9, "n1", 0),
         Fault(FaultKind.JOIN, 4),
     )
-
-
-def test_the_number_of_nodes_at_the_start_leaves_room_for_those_that_join() -> None:
-    assert local.starting(None, 2, 4, joins=0) == 4
-    assert local.starting(None, 2, 4, joins=1) == 3
-    assert local.starting(None, 2, 4, joins=5) == 2
-    assert local.starting(3, 2, 4, joins=5) == 3
-
-
-def test_recovery_is_an_option_of_the_rendezvous() -> None:
-    """Checked together with the others; torchrun's own backend knows none."""
-    found = local.rendezvous("ttl=3, last_call=1", "in_place", "etcd3")
+    assert run.patient({"ttl": "3"}) == {"last_call": "60", "ttl": "3"}
+    assert run.patient({"last_call": "1"}) == {"last_call": "1"}
+    assert [run.starting(asked, 2, 4, joins) for asked, joins in ((None, 0), (None, 1), (None, 5), (3, 5))] == [
+        4,
+        3,
+        2,
+        3,
+    ]
+    found = run.rendezvous("ttl=3, last_call=1", "in_place", "etcd3")
     assert found == {"ttl": "3", "last_call": "1", "recovery": "in_place"}
     with pytest.raises(ConfigError, match="etcd3"):
-        local.rendezvous("", "restart", "c10d")
+        run.rendezvous("", "restart", "c10d")
 
 
 def test_a_task_keeps_its_checkpoints_in_the_run_directory_by_default(tmp_path: Path) -> None:
-    """A job file that names a directory, or an argument that does, wins."""
+    """A job file that names a directory, or an argument that does, wins. Overrides are checked here, not in each of the
+    workers."""
     ours, theirs = f"checkpoint.directory={tmp_path / 'checkpoints'}", "checkpoint.directory=elsewhere"
-    run = ("-m", "elastic_trainer.training")
-    assert entry(["mnist", "epochs=2"], tmp_path) == (*run, "mnist", ours, "epochs=2")
-    assert entry(["mnist", theirs], tmp_path) == (*run, "mnist", theirs)
+    training = ("-m", "elastic_trainer.training")
+    assert entry(["mnist", "epochs=2"], tmp_path) == (*training, "mnist", ours, "epochs=2")
+    assert entry(["mnist", theirs], tmp_path) == (*training, "mnist", theirs)
     job = tmp_path / "job.yaml"
     job.write_text("task: mnist\nepochs: 1\nglobal_batch: 64\n")
-    assert entry([str(job)], tmp_path) == (*run, str(job), ours)
+    assert entry([str(job)], tmp_path) == (*training, str(job), ours)
     job.write_text("task: mnist\nepochs: 1\nglobal_batch: 64\ncheckpoint:\n  directory: kept\n")
-    assert entry([str(job)], tmp_path) == (*run, str(job))
-
-
-def test_a_mistake_in_the_job_is_found_before_anything_is_started(tmp_path: Path) -> None:
-    """Overrides are checked here, not in each of the workers."""
+    assert entry([str(job)], tmp_path) == (*training, str(job))
     with pytest.raises(ConfigError, match="epohcs"):
         entry(["mnist", "epohcs=2"], tmp_path)
 
@@ -162,19 +142,19 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
     )
 
 
-def test_hosts_of_their_own_need_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_their_own_need_root_and_see_the_directories_that_the_command_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a script, of options with a value, of a file that is still to be written; not all of /tmp."""
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     (tmp_path / "train.py").touch()
     arguments = parsed("--nodes=2", "--hosts", f"--run-dir={tmp_path}/run", "--", str(tmp_path / "train.py"))
     with pytest.raises(ConfigError, match="hosts of their own for the nodes need root"):
-        local.run_local(arguments)
+        run.run_local(arguments)
     assert not (tmp_path / "run").exists()
-
-
-def test_hosts_see_the_directories_that_the_command_names(tmp_path: Path) -> None:
-    """Of a script, of options with a value, of a file that is still to be written; not all of /tmp."""
     (tmp_path / "data").mkdir()
-    words = (str(tmp_path / "train.py"), f"--data={tmp_path}/data", "/tmp/new", "/dev/shm", "--epochs", "3")
-    assert named_directories(words)[:2] == [tmp_path, tmp_path / "data"]
-    assert not {Path("/tmp/new"), Path("/dev/shm")} & {*named_directories(words)}
-    assert Path("/tmp") not in named_directories(words)
+    named = named_directories(
+        (str(tmp_path / "train.py"), f"--data={tmp_path}/data", "/tmp/new", "/dev/shm", "--epochs")
+    )
+    assert named[:2] == [tmp_path, tmp_path / "data"]
+    assert not {Path("/tmp/new"), Path("/dev/shm"), Path("/tmp")} & {*named}

@@ -130,15 +130,6 @@ def test_sick_runs_come_first() -> None:
     assert [each.run for each in listing(rows, StoreStatus(True, 0.0), 1.0).runs] == ["d", "c", "a", "b"]
 
 
-def test_curves_have_a_gap_while_nothing_is_known() -> None:
-    observer, documents = Observer(), run(2)
-    for second, known in enumerate((True, False, True)):
-        seen = observer.observe(documents, 100.0 + second, 1000.0 + second, known=known)
-    assert seen.curves.world_size == [4, None, 4]
-    assert seen.curves.loss[1] is None
-    assert seen.curves.step[1] is None
-
-
 @pytest.mark.parametrize(
     ("walls", "steps", "look"),
     [

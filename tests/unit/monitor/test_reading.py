@@ -9,7 +9,6 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import GONE, RoundState, Saved
 from elastic_trainer.monitor import reading as feeds
-from elastic_trainer.monitor import reading as readings
 from elastic_trainer.monitor.reading import Pacing, Reader, RunFeed, run_names
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, TransactionResult
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
@@ -73,27 +72,23 @@ def test_a_run_is_read_with_all_that_belongs_to_it(store: CountingStore, writer:
 
 
 def test_nothing_is_decoded_or_read_twice_that_has_not_changed(store: CountingStore, writer: Writer) -> None:
-    """One request finds that nothing has; the documents are the same objects, and the serial stays."""
-    writer.put(writer.keys.node_health("n0"), health("n0"))
+    """One request finds that nothing has; the documents are the same objects, and the serial stays. A node that goes is
+    gone, and what it counted stays."""
+    writer.put(writer.keys.node_health("n1"), health("n1", counters={"samples": 3.0}))
     feed = RunFeed(store, writer.keys)
     first = feed.read(soon())
     store.requests.clear()
     second = feed.read(soon())
     assert len(store.requests) == 1
-    assert second.health["n0"] is first.health["n0"]
+    assert second.health["n1"] is first.health["n1"]
     assert second.serial == first.serial
-    writer.put(writer.keys.node_health("n0"), health("n0"))
-    assert feed.read(soon()).serial > second.serial
-
-
-def test_a_node_that_goes_is_gone_and_what_it_counted_stays(store: CountingStore, writer: Writer) -> None:
-    writer.put(writer.keys.node_health("n1"), health("n1", counters={"samples": 3.0}))
-    feed = RunFeed(store, writer.keys)
-    assert set(feed.read(soon()).nodes) == {"n0", "n1"}
     writer.store.transact([], [Delete(writer.keys.node("n1"))], deadline=soon())
     after = feed.read(soon())
-    assert set(after.nodes) == {"n0"}
+    assert (set(first.nodes), set(after.nodes)) == ({"n0", "n1"}, {"n0"})
     assert after.counters == {"samples": 3.0}
+    assert after.serial > second.serial
+    writer.put(writer.keys.node_health("n1"), health("n1"))
+    assert feed.read(soon()).serial > after.serial
 
 
 def test_large_runs_are_read_in_pages(store: CountingStore, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +160,13 @@ def test_runs_are_found_by_their_first_keys(store: CountingStore) -> None:
     assert sorted(run_names(store, PREFIX, 30.0)) == ["a", "a.b", "b"]
 
 
-def test_many_runs_are_found_bit_by_bit(
+def test_many_runs_are_found_bit_by_bit_up_to_a_limit(
     store: CountingStore, writer: Writer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store far away takes long for each: what was found so far is shown, and none is taken for removed."""
     for name in ("s", "t", "u"):
         Writer(writer.store, name).start()
-    monkeypatch.setattr(readings, "DISCOVER_LIMIT_S", 0.1)
+    monkeypatch.setattr(feeds, "DISCOVER_LIMIT_S", 0.1)
     monkeypatch.setattr(store, "before", lambda: clock.advance(0.1))
     reader = Reader(store, PREFIX, clock=clock)
     shown = [set(reader.poll().runs) for _ in range(5)]
@@ -179,33 +174,11 @@ def test_many_runs_are_found_bit_by_bit(
     writer.store.transact([], [Delete(writer.keys.root, f"{PREFIX}/r0")], deadline=soon())
     clock.advance(1000.0)
     assert [set(reader.poll().runs) for _ in range(4)][-1] == {"s", "t", "u"}
-
-
-def test_the_most_runs_are_a_limit(
-    store: CountingStore, writer: Writer, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of more, the first ones are shown, and it is logged."""
-    Writer(writer.store, "s").start()
-    monkeypatch.setattr(readings, "MOST_RUNS", 1)
-    reader = Reader(store, PREFIX, clock=clock)
+    monkeypatch.setattr(feeds, "MOST_RUNS", 1)
+    limited = Reader(store, PREFIX, clock=clock)
     for _ in range(2):
-        assert set(reader.poll().runs) == {"r"}
+        assert set(limited.poll().runs) == {"s"}
         clock.advance(60.0)
-
-
-def test_a_run_that_was_over_long_before_the_first_look_rests_at_once(
-    store: CountingStore, writer: Writer, clock: ManualClock
-) -> None:
-    """A monitor that starts among hundreds of old runs reads each of them once."""
-    for name in ("n0", "n1"):
-        writer.store.transact([], [Delete(writer.keys.node(name))], deadline=soon())
-    writer.round(1, {}, RoundState.CLOSED, result="succeeded")
-    clock.advance(10_000.0)
-    reader = Reader(store, PREFIX, clock=clock)
-    assert reader.poll().runs["r"].seen.state == "succeeded"
-    store.requests.clear()
-    reader.poll()
-    assert store.requests == [[writer.keys.round, writer.keys.nodes]]
 
 
 def test_runs_come_and_go(store: CountingStore, writer: Writer, clock: ManualClock) -> None:
@@ -214,10 +187,10 @@ def test_runs_come_and_go(store: CountingStore, writer: Writer, clock: ManualClo
     assert set(reader.poll().runs) == {"r"}
     Writer(writer.store, "s").start()
     writer.put(f"{PREFIX}/odd/thing", b"x")
-    clock.advance(readings.DISCOVER_EVERY_S)
+    clock.advance(feeds.DISCOVER_EVERY_S)
     assert set(reader.poll().runs) == {"r", "s"}
     writer.store.transact([], [Delete(writer.keys.root, f"{PREFIX}/r0")], deadline=soon())
-    clock.advance(readings.DISCOVER_EVERY_S)
+    clock.advance(feeds.DISCOVER_EVERY_S)
     assert set(reader.poll().runs) == {"s"}
 
 
@@ -239,29 +212,31 @@ def test_a_store_that_is_away_leaves_what_was_read(store: CountingStore, writer:
 def test_a_run_that_is_over_rests_until_it_is_reopened(
     store: CountingStore, writer: Writer, clock: ManualClock
 ) -> None:
-    """It is only asked for signs of life then; a new round, or a node, wakes it."""
-    reader = Reader(store, PREFIX, clock=clock)
-    for name in ("n0", "n1"):
-        writer.store.transact([], [Delete(writer.keys.node(name))], deadline=soon())
-    writer.round(1, {}, RoundState.CLOSED, result="succeeded")
-    reader.poll()
-    clock.advance(readings.QUIET_S)
-    reader.poll()
-    store.requests.clear()
-    assert reader.poll().runs["r"].seen.state == "succeeded"
-    assert store.requests == [[writer.keys.round, writer.keys.nodes]]
-    writer.put(writer.keys.node("n5"), record())
-    assert set(reader.poll().runs["r"].documents.nodes) == {"n5"}
-
-
-def test_of_a_run_that_is_long_over_the_sums_are_kept(store: CountingStore, writer: Writer, clock: ManualClock) -> None:
-    """Not its thousand nodes; when it goes on everything is read again."""
+    """It is only asked for signs of life then, at once if it was over long before the first look; a new round, or a
+    node, wakes it. After long its sums are kept, not its thousand nodes; when it goes on everything is read again."""
     for name in ("n0", "n1"):
         last = Saved(step=8, wall=1.0)
         writer.put(writer.keys.node_health(name), health(name, [rank(0)], {"samples": 3.0}, saved=last))
         writer.store.transact([], [Delete(writer.keys.node(name))], deadline=soon())
-    writer.round(1, {}, RoundState.CLOSED, result="failed")
+    writer.round(1, {}, RoundState.CLOSED, result="succeeded")
     reader = Reader(store, PREFIX, forget_s=3600.0, clock=clock)
+
+    def looked_at_alone() -> None:
+        store.requests.clear()
+        assert reader.poll().runs["r"].seen.state == "succeeded"
+        assert store.requests == [[writer.keys.round, writer.keys.nodes]]
+
+    reader.poll()
+    clock.advance(feeds.QUIET_S)
+    reader.poll()
+    looked_at_alone()
+    writer.put(writer.keys.node("n5"), record())
+    assert set(reader.poll().runs["r"].documents.nodes) == {"n5"}
+    writer.store.transact([], [Delete(writer.keys.node("n5"))], deadline=soon())
+    clock.advance(10_000.0)
+    reader = Reader(store, PREFIX, forget_s=3600.0, clock=clock)
+    reader.poll()
+    looked_at_alone()
     for _ in range(3):
         clock.advance(3600.0)
         kept = reader.poll().runs["r"].documents
@@ -281,7 +256,7 @@ def test_only_one_run_is_read_where_only_one_is_asked_for(store: CountingStore, 
 
 def test_long_polls_are_followed_by_longer_pauses() -> None:
     """So that the store is never busy with a monitor for more than a fifth of the time; one in vain was no work."""
-    pacing = Pacing(1.0)
+    pacing = Pacing()
     assert pacing.pause_s(1.0, True) == pytest.approx(4.0)
     assert pacing.pause_s(5.0, False) == 1.0
     assert pacing.pause_s(0.01, True) == pytest.approx(0.99)

@@ -103,21 +103,20 @@ def test_static_files_are_kept_by_browsers_and_asked_about(board: Board, monkeyp
     assert ask(board, "/static/a.css", if_none_match=answer.headers["ETag"]).status == 200
 
 
-def test_nothing_can_be_changed(board: Board) -> None:
-    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
-        answer = ask(board, "/api/runs", method)
-        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
-
-
-def test_without_the_token_nothing_of_a_run_is_shown(board: Board) -> None:
+@pytest.mark.parametrize(
+    "path", ["/", "/runs/r", "/api/runs", "/api/runs/r", "/metrics", "/sd/nodes", "/static/x", "/x"]
+)
+def test_nothing_can_be_changed_and_without_the_token_nothing_is_shown(board: Board, path: str) -> None:
     """Not even whether a path exists; browsers are told to ask for it. A kubelet, which has none, is answered."""
     access = Access("token")
-    for path in ("/", "/runs/r", "/api/runs", "/api/runs/r", "/metrics", "/sd/nodes", "/static/x", "/x"):
-        answer = ask(board, path, access=access)
-        assert (answer.status, answer.body.plain) == (401, b"a token is needed\n")
-        assert answer.headers["WWW-Authenticate"].startswith("Basic ")
-        assert ask(board, path, access=access, authorization="Bearer token").status in (200, 404)
-    assert [ask(board, path, access=access).body.plain for path in ("/healthz", "/readyz")] == [b"ok\n", b"ready\n"]
+    answer = ask(board, path, access=access)
+    assert (answer.status, answer.body.plain) == (401, b"a token is needed\n")
+    assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+    assert ask(board, path, access=access, authorization="Bearer token").status in (200, 404)
+    assert [ask(board, probe, access=access).body.plain for probe in ("/healthz", "/readyz")] == [b"ok\n", b"ready\n"]
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        answer = ask(board, path, method)
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
 
 
 def test_other_names_are_refused_on_a_loopback_port_without_a_token(board: Board) -> None:
@@ -126,19 +125,16 @@ def test_other_names_are_refused_on_a_loopback_port_without_a_token(board: Board
     assert ask(board, "/healthz", host="evil.example").status == 200
 
 
-def test_it_is_ready_once_the_store_was_read_and_while_that_is_not_long_ago(board: Board, clock: ManualClock) -> None:
-    """503 before, and after a minute without an answer of the store."""
+def test_it_is_ready_while_the_store_is_read_and_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
+    """503 before the first read, and after a minute without an answer of the store. That is no reason to end it: a
+    restart would not mend it. A poll that never ends is no life."""
     assert ask(Board(clock), "/readyz").status == 503
     clock.advance(59.0)
     assert ask(board, "/readyz").status == 200
     clock.advance(2.0)
     answer = ask(board, "/readyz")
     assert (answer.status, answer.body.plain) == (503, b"the store was last read 61 s ago\n")
-
-
-def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
-    """Whatever the store does: a restart would not mend that. A poll that never ends is no life."""
-    clock.advance(119.0)
+    clock.advance(58.0)
     assert ask(board, "/healthz").status == 200
     clock.advance(2.0)
     assert ask(board, "/healthz").status == 503
@@ -146,33 +142,27 @@ def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
     assert ask(board, "/healthz").status == 200
 
 
-def test_the_endpoints_of_nodes_are_targets(board: Board, clock: ManualClock) -> None:
-    """One group each, as Prometheus' http_sd wants them. Before the store was read an error: an empty list would make
-    Prometheus drop all that it has."""
+def test_the_usable_endpoints_of_live_nodes_are_targets(board: Board, clock: ManualClock) -> None:
+    """One group each, as Prometheus' http_sd wants them; nodes that have published no endpoint, or a malformed one, are
+    left out, and so is a run that is long over. Before the store was read an error: an empty list would make Prometheus
+    drop all that it has."""
     assert content(ask(board, "/sd/nodes")) == [
         {"targets": ["10.0.0.1:9000"], "labels": {"__scheme__": "https", "run": "r", "node": "n0"}}
     ]
     assert ask(Board(clock), "/sd/nodes").status == 503
-
-
-def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
-    """Nodes that have published no endpoint, or a malformed one, are left out."""
     views = {name: NodeView(name, 1, 1, record(1)) for name in ("early", "odd", "told")}
     told = {
         "told": health("told", metrics="http://[::1]:9000/"),
         "odd": health("odd", metrics="http://user@host:1/../x"),
         "gone": health("gone", metrics="http://10.0.0.9:9000"),
     }
-    documents = run(nodes=views, health=told)
-    found = targets(StoreReading({"r": RunReading(documents, Observer().observe(documents, 0.0, 0.0))}))
+    observer, documents = Observer(), run(state=RoundState.CLOSED, nodes=views, health=told)
+    observer.observe(documents, 0.0, 0.0)
+    found, later = (
+        targets(StoreReading({"r": RunReading(documents, observer.observe(documents, at, at))}))
+        for at in (10.0, 4000.0)
+    )
     assert [(each["labels"], each["targets"]) for each in found] == [
         ({"__scheme__": "http", "run": "r", "node": "told"}, ["[::1]:9000"]),
     ]
-
-
-def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
-    node, told = NodeView("n0", 1, 1, record()), health("n0", metrics="http://10.0.0.1:9000")
-    over, observer = run(state=RoundState.CLOSED, nodes={"n0": node}, health={"n0": told}), Observer()
-    observer.observe(over, 0.0, 0.0)
-    assert targets(StoreReading({"r": RunReading(over, observer.observe(over, 10.0, 10.0))}))
-    assert not targets(StoreReading({"r": RunReading(over, observer.observe(over, 4000.0, 4000.0))}))
+    assert later == []

@@ -45,20 +45,13 @@ def test_the_state_follows_from_round_and_nodes(documents: RunDocuments, expecte
     assert (state.world_size(documents) > 0) is (expected in ("training", "changing"))
 
 
-def test_a_ghost_is_no_node() -> None:
-    """The key of an excluded node lasts until its lease ends; it counts again once it changes."""
+def test_who_is_there_and_in_the_round() -> None:
+    """The key of an excluded node lasts until its lease ends; it counts again once it changes. The round means one life
+    of a node's workers: after a restart, or under a new key, it is a newcomer."""
     ghost = run(2).nodes["n1"].ghost
-    documents = run(2, round_={"ghosts": (ghost,)})
-    assert set(documents.living_nodes) == {"n0"}
+    assert set(run(2, round_={"ghosts": (ghost,)}).living_nodes) == {"n0"}
     assert set(run(2, round_={"ghosts": (ghost.model_copy(update={"mod_revision": 20}),)}).living_nodes) == {"n0", "n1"}
-
-
-def test_a_member_in_another_life_is_not_in_the_round() -> None:
-    """The round means one life of a node's workers: after a restart, or under a new key, it is a newcomer."""
-    documents = run(3)
-    nodes = dict(documents.nodes)
-    nodes["n1"] = NodeView("n1", 11, 30, record(life=2))
-    nodes["n2"] = NodeView("n2", 99, 99, record())
+    nodes = {**run(3).nodes, "n1": NodeView("n1", 11, 30, record(life=2)), "n2": NodeView("n2", 99, 99, record())}
     assert set(state.members(run(3, nodes=nodes))) == {"n0"}
 
 
@@ -157,25 +150,46 @@ def test_who_holds_up_the_others_is_known_after_three_steps(
     assert state.stalls(ended) == {}
 
 
-def test_the_time_in_a_state_is_known_once_it_has_been_seen_to_begin() -> None:
-    """What was so at the first look may have been so for long."""
-    observer = Observer()
-    assert observer.observe(run(), 10.0, 0.0).state_since is None
-    assert observer.observe(run(), 20.0, 0.0).state_since is None
-    assert observer.observe(run(state=RoundState.BROKEN), 30.0, 0.0).state_since == 30.0
-    seen = observer.observe(run(state=RoundState.BROKEN), 40.0, 0.0)
-    assert (seen.state, seen.state_since) == ("recovering", 30.0)
-    assert observer.observe(run(round_={"number": 2}), 50.0, 0.0).state_since == 50.0
-    assert observer.observe(run(round_={"number": 4}), 60.0, 0.0).state_since == 60.0  # what was between was too short
+FIRST = {"n0": health("n0"), "n1": health("n1")}
+SECOND = {**FIRST, "n0": health("n0")}
+SAVED, SAVED_AGAIN = (
+    run(health={"n0": health("n0", saved=Saved(step=step, wall=wall))}) for step, wall in ((1, 4990.0), (2, 9999.0))
+)
+BROKEN, GONE = run(state=RoundState.BROKEN), run(0)
+COURSES: dict[str, tuple[str, list[tuple[RunDocuments, float, float, Any]]]] = {
+    # what is observed; then one look after the other: what is there, monotonic time, wall time, the value
+    "the time in a state is known once it has been seen to begin": ("state_since", [
+        (run(), 10.0, 0.0, None), (run(), 20.0, 0.0, None), (BROKEN, 30.0, 0.0, 30.0), (BROKEN, 40.0, 0.0, 30.0),
+        (run(round_={"number": 2}), 50.0, 0.0, 50.0),
+        (run(round_={"number": 4}), 60.0, 0.0, 60.0),  # what was between was too short
+    ]),
+    "an age begins anew with each document that arrives, and with none that is read again": ("arrived", [
+        (run(health=FIRST), 10.0, 0.0, {}), (run(health=SECOND), 15.0, 0.0, {"n0": 15.0, "n1": 10.0}),
+        (run(health={"n0": SECOND["n0"]}), 20.0, 0.0, {"n0": 15.0}),
+    ]),
+    "gathering begins when the round ended, or at the first look; never while ranks train": ("gathering_since_wall", [
+        (run(), 1.0, 5001.0, 0.0),
+        (run(state=RoundState.BROKEN, journal=(entry(1), entry(1, RoundState.BROKEN, 4999.5))), 2.0, 5002.0, 4999.5),
+        (run(state=RoundState.DRAINING), 3.0, 5003.0, 0.0), (GONE, 4.0, 5004.0, 5004.0), (GONE, 5.0, 5005.0, 5004.0),
+    ]),
+    "the age of a checkpoint goes on from when it was seen; at the first look by its node's clock": ("saved_s", [
+        (SAVED, 10.0, 5000.0, 10.0), (SAVED, 15.0, 5005.0, 15.0), (SAVED_AGAIN, 16.0, 5006.0, 0.0),
+        (run(), 17.0, 5007.0, None),
+    ]),
+    "a run is over since it closed or was left by all": ("over_s", [
+        (run(), 10.0, 5000.0, None), (GONE, 20.0, 5010.0, 0.0), (GONE, 25.0, 5015.0, 5.0), (run(), 30.0, 5020.0, None),
+    ]),
+    "one that was over before the first look, since its last transition": ("over_s", [
+        (run(state=RoundState.CLOSED, journal=(entry(1, RoundState.CLOSED, 1000.0),)), 10.0, 5000.0, 4000.0),
+    ]),
+}  # fmt: skip
 
 
-def test_an_age_begins_anew_with_each_document_that_arrives() -> None:
-    """Only a new document is a sign of life, not the same one read again. Of the first ones nobody knows."""
-    observer, first = Observer(), {"n0": health("n0"), "n1": health("n1")}
-    assert observer.observe(run(health=first), 10.0, 0.0).arrived == {}
-    second = {**first, "n0": health("n0")}
-    assert observer.observe(run(health=second), 15.0, 0.0).arrived == {"n0": 15.0, "n1": 10.0}
-    assert observer.observe(run(health={"n0": second["n0"]}), 20.0, 0.0).arrived == {"n0": 15.0}
+@pytest.mark.parametrize("name", COURSES)
+def test_what_is_observed_over_time(name: str) -> None:
+    observer, (figure, looks) = Observer(), COURSES[name]
+    for documents, now, wall, value in looks:
+        assert getattr(observer.observe(documents, now, wall), figure) == value, now
 
 
 def test_rates_are_taken_between_changes() -> None:
@@ -194,39 +208,6 @@ def test_rates_are_taken_between_changes() -> None:
     assert rates == [None, 5.0, 0.0, None, 1.0, None]
 
 
-def test_gathering_begins_when_the_round_ended() -> None:
-    """By the transition that ended it; where there was none, at this monitor's first look. 0 while ranks train."""
-    observer = Observer()
-    assert observer.observe(run(), 1.0, 5001.0).gathering_since_wall == 0.0
-    broken = run(state=RoundState.BROKEN, journal=(entry(1), entry(1, RoundState.BROKEN, 4999.5)))
-    assert observer.observe(broken, 2.0, 5002.0).gathering_since_wall == 4999.5
-    assert observer.observe(run(state=RoundState.DRAINING), 3.0, 5003.0).gathering_since_wall == 0.0
-    assert observer.observe(run(0), 4.0, 5004.0).gathering_since_wall == 5004.0
-    assert observer.observe(run(0), 5.0, 5005.0).gathering_since_wall == 5004.0
-
-
-def test_the_age_of_a_checkpoint_goes_on_from_when_it_was_seen() -> None:
-    """One that was there at the first look is as old as its node's clock says, which is all there is."""
-    observer = Observer()
-    first = run(health={"n0": health("n0", saved=Saved(step=1, wall=4990.0))})
-    assert observer.observe(first, 10.0, 5000.0).saved_s == 10.0
-    assert observer.observe(first, 15.0, 5005.0).saved_s == 15.0
-    second = run(health={"n0": health("n0", saved=Saved(step=2, wall=9999.0))})
-    assert observer.observe(second, 16.0, 5006.0).saved_s == 0.0
-    assert observer.observe(run(), 17.0, 5007.0).saved_s is None
-
-
-def test_a_run_is_over_since_it_closed_or_was_left_by_all() -> None:
-    """One that was over before the first look, since its last transition."""
-    observer = Observer()
-    assert observer.observe(run(), 10.0, 5000.0).over_s is None
-    assert observer.observe(run(0), 20.0, 5010.0).over_s == 0.0
-    assert observer.observe(run(0), 25.0, 5015.0).over_s == 5.0
-    assert observer.observe(run(), 30.0, 5020.0).over_s is None
-    old = run(state=RoundState.CLOSED, journal=(entry(1, RoundState.CLOSED, 1000.0),))
-    assert Observer().observe(old, 10.0, 5000.0).over_s == 4000.0
-
-
 def test_the_curves_are_those_of_what_was_seen() -> None:
     """A point a second at first, and one at each change of the ranks."""
     observer = Observer()
@@ -234,9 +215,11 @@ def test_the_curves_are_those_of_what_was_seen() -> None:
     observer.observe(run(health=told), 1.0, 5000.0)
     observer.observe(run(health=told), 1.5, 5000.5)
     curves = observer.observe(run(1, health=told), 1.7, 5000.7).curves
-    assert curves.wall == [5000.0, 5000.7]
-    assert (curves.step, curves.loss, curves.world_size) == ([3, 3], [0.7, 0.7], [4, 2])
-    assert curves.step_s == [pytest.approx(0.3)] * 2
+    assert curves["wall"] == [5000.0, 5000.7]
+    assert (curves["step"], curves["loss"], curves["world_size"]) == ([3, 3], [0.7, 0.7], [4, 2])
+    assert curves["step_s"] == [pytest.approx(0.3)] * 2
+    gap = observer.observe(run(health=told), 3.0, 5002.0, known=False).curves
+    assert (gap["step"][-1], gap["loss"][-1], gap["world_size"][-1]) == (None, None, None)
 
 
 def test_a_long_course_is_thinned_over_its_whole_length() -> None:
@@ -245,8 +228,8 @@ def test_a_long_course_is_thinned_over_its_whole_length() -> None:
     for second in range(100_000):
         recorder.offer(Point(float(second), second, 1.0, 0.1, 4))
         if second % 997 == 0:
-            assert len(recorder.curves().wall) <= 100
-    wall = recorder.curves().wall
+            assert len(recorder.curves()["wall"]) <= 100
+    wall = recorder.curves()["wall"]
     assert len(wall) >= 50
     assert wall == sorted(wall)
     assert wall[0] == 0.0
@@ -264,12 +247,7 @@ def test_a_standstill_is_a_gap_in_the_step_time_and_no_rate() -> None:
         }
         seen = observer.observe(run(1, health=told), 100.0 + second, 1000.0 + second)
         assert (seen.samples_per_s == 0.0) == (still_s > 5.0)
-    assert seen.curves.step_s == [0.2, 0.2, None, 0.2]
-
-
-def test_a_run_that_has_ended_keeps_its_rate() -> None:
-    observer = Observer()
-    for second in range(3):
-        observer.observe(run(health={"n0": health("n0", counters={"samples": 10.0 * second})}), float(second), 0.0)
-    ended = run(0, state=RoundState.CLOSED, health={"n0": health("n0", counters={"samples": 20.0})})
-    assert [observer.observe(ended, now, 0.0).samples_per_s for now in (3.0, 100.0)] == [10.0, 10.0]
+    assert seen.curves["step_s"] == [0.2, 0.2, None, 0.2]
+    ended = run(0, state=RoundState.CLOSED, health=told)
+    rates = [observer.observe(ended, now, 0.0).samples_per_s for now in (104.0, 200.0)]
+    assert rates == [seen.samples_per_s] * 2, "a run that has ended keeps its rate"

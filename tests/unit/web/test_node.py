@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +17,15 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
-from elastic_trainer.web.node import EndpointOptions, NodeCollector, NodeEndpoint
+from elastic_trainer.web.node import NodeCollector, NodeEndpoint
 from elastic_trainer.web.server import metrics
 from tests.unit.agent.readings import reading
 
 NODE_FAMILIES = [family for family in FAMILIES if family.source is MetricSource.NODE]
 
 
-@dataclass
-class Figures:
-    errors: int = 3
-    last_success_wall: float = 1234.5
-
-
 class Node:
-    def __init__(self, *living: Reading, store: Figures | None = None) -> None:
+    def __init__(self, *living: Reading, store: Callable[[], tuple[int, float]] | None = None) -> None:
         self.living = list(living)
         self.collector = NodeCollector(
             "job",
@@ -69,7 +63,7 @@ def worker(number: int = 0, **more: object) -> Reading:
 
 def test_all_families_of_a_node_are_there_with_all_their_labels_and_values() -> None:
     """Named as the rules and dashboards name them; a family that is new fails here until it is exported."""
-    node = Node(worker(), store=Figures())
+    node = Node(worker(), store=lambda: (3, 1234.5))
     told = {metric.name: metric for metric in node.collector.collect()}
     assert set(told) == {families.PREFIX + family.name for family in NODE_FAMILIES}
     for family in NODE_FAMILIES:
@@ -86,7 +80,7 @@ def test_all_families_of_a_node_are_there_with_all_their_labels_and_values() -> 
 def test_the_figures_are_those_of_the_page() -> None:
     node = Node(
         worker(4, step=7, stepped_wall=99.0, step_s=0.5, compute_s=0.25, nonfinite=1, allocated=8, reserved=9),
-        store=Figures(),
+        store=lambda: (3, 1234.5),
     )
     for family, value in (
         (families.STEP, 7),
@@ -105,31 +99,22 @@ def test_the_figures_are_those_of_the_page() -> None:
     assert node.values(families.RANK_INFO, device="cuda:0", torch="2.0", version="1.0", local_rank="4") == [1]
 
 
-def test_the_phase_is_that_of_the_moment() -> None:
-    node = Node(worker(phase=Phase.TRAINING, moment=Phase.DATA))
-    told = {phase: node.values(families.PHASE, phase=phase) for phase in families.PHASES}
+def test_ranks_come_and_go_with_their_pages() -> None:
+    """The phase is that of the moment. Before the first step a rank shows when it started, so that an alert on the age
+    of the last step works from the start. Of two that have one rank for a moment the one in the newer round counts:
+    Prometheus would refuse the answer otherwise. Ranks without a place are not there, and those that go are gone."""
+    node = Node(worker(0, phase=Phase.TRAINING, moment=Phase.DATA), worker(1), reading(rank=-1, pid=9))
+    told = {phase: node.values(families.PHASE, rank="0", phase=phase) for phase in families.PHASES}
     assert told == {phase: [float(phase == "data")] for phase in families.PHASES}
-
-
-def test_before_the_first_step_a_rank_shows_when_it_started() -> None:
-    """An alert on the age of the last step works from the start."""
-    assert Node(worker()).values(families.LAST_STEP) == [50.0]
-
-
-def test_ranks_without_a_place_are_not_there_and_those_that_go_are_gone() -> None:
-    node = Node(worker(0), worker(1), reading(rank=-1, pid=9))
+    assert node.values(families.LAST_STEP) == [50.0, 50.0]
     assert node.values(families.STEP, rank="1") == [0]
     assert len(node.values(families.STEP)) == 2
     del node.living[1]
     assert {dict(labels)["rank"] for _, labels in node.samples()} == {"0"}
+    node.living[:] = [worker(0, rank=2, round=8, step=12), worker(1, rank=2, round=7, step=11)]
+    assert node.values(families.STEP) == [12]
     node.living.clear()
     assert node.samples() == {}
-
-
-def test_a_rank_that_two_workers_have_for_a_moment_is_exported_once() -> None:
-    """One of them has not come into the new round yet; Prometheus would refuse the answer."""
-    node = Node(worker(0, rank=2, round=8, step=12), worker(1, rank=2, round=7, step=11))
-    assert node.values(families.STEP) == [12]
 
 
 def test_a_rank_has_few_series() -> None:
@@ -142,7 +127,7 @@ def test_a_rank_has_few_series() -> None:
 
 @pytest.mark.parametrize("living", [0, 1, 3])
 def test_both_formats_are_read_by_prometheus_own_parsers(living: int) -> None:
-    node = Node(*(worker(number) for number in range(living)), store=Figures())
+    node = Node(*(worker(number) for number in range(living)), store=lambda: (3, 1234.5))
     wanted = node.samples()
     for text, read in (
         (generate_latest(node.collector).decode(), read_text),
@@ -187,4 +172,4 @@ def test_a_token_that_no_reader_could_present_is_refused(tmp_path: Path, content
     file = tmp_path / "token"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
-        NodeEndpoint(EndpointOptions("127.0.0.1", 0, file, None, None), CollectorRegistry())
+        NodeEndpoint("127.0.0.1", 0, CollectorRegistry(), token_file=file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +66,3 @@ def open_page(chromium: Browser, complaints: list[str]) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Where screenshots of this test go: a folder of its own."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    return folder

@@ -112,7 +112,7 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
 def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a node listens on loopback: where that is not possible, it trains all the same."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError("cannot listen")
 
     monkeypatch.setattr(service, "NodeEndpoint", refuse)
