@@ -12,14 +12,12 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -84,25 +82,6 @@ _BIND_FAILED = b"address already in use"
 _ATTEMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """Certificate files of a server that uses TLS with its clients and requires client certificates."""
-
-    ca_cert: Path
-    cert: Path
-    key: Path
-
-    def arguments(self) -> list[str]:
-        files = [f"--cert-file={self.cert}", f"--key-file={self.key}", f"--trusted-ca-file={self.ca_cert}"]
-        return [*files, "--client-cert-auth"]
-
-    def context(self) -> ssl.SSLContext:
-        """The TLS context for calls to such a server, with its own certificate as the client's."""
-        context = ssl.create_default_context(cafile=str(self.ca_cert))
-        context.load_cert_chain(self.cert, self.key)
-        return context
-
-
 class _Served:
     """What runs from entry to exit, with its files in ``directory`` (default: a temporary one, removed at the end)."""
 
@@ -137,12 +116,13 @@ class _Served:
 class EtcdServer(_Served):
     """One etcd server with its data in ``directory``: started on entry, stopped on exit."""
 
+    scheme = "http"
+
     def __init__(
         self,
         directory: Path | None = None,
         *,
         binary: str | None = None,
-        tls: ServerTls | None = None,
         arguments: Sequence[str] = (),
         name: str = "default",
         ports: tuple[int, int] | None = None,
@@ -151,7 +131,6 @@ class EtcdServer(_Served):
         self._binary = binary if binary is not None else find_binary()
         super().__init__(directory, "etcd-")
         self.log_path = self.directory / "etcd.log"
-        self._tls = tls
         self._arguments = tuple(arguments)
         self.name = name
         self._pinned = ports is not None
@@ -244,16 +223,6 @@ class EtcdServer(_Served):
         self.kill()
         shutil.rmtree(self._data, ignore_errors=True)
 
-    def pause(self) -> None:
-        """Freeze it: from the return on its connections stay open but nothing answers."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads are stopped
-
-    def resume(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-
     def last_log_line(self) -> str:
         """The last line of its log."""
         try:
@@ -274,9 +243,8 @@ class EtcdServer(_Served):
         return self.directory / "data"
 
     def _flags(self) -> list[str]:
-        scheme = "https" if self._tls is not None else "http"
-        client, peer = f"{scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
-        served = dict.fromkeys((client, f"{scheme}://{HOST}:{self.client_port}"))
+        client, peer = f"{self.scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
+        served = dict.fromkeys((client, f"{self.scheme}://{HOST}:{self.client_port}"))
         peers = self._peers if self._peers is not None else {self.name: self._peer_port}
         return [
             f"--name={self.name}",
@@ -289,16 +257,14 @@ class EtcdServer(_Served):
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=1h",  # off by default, and a run of weeks would fill the database
             "--logger=zap",
-            *(self._tls.arguments() if self._tls is not None else ()),
             *self._arguments,
         ]
 
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
+
     def _http(self, verb: str, path: str, body: str | None = None, timeout_s: float = 30.0) -> str:
-        where = HOST, self.client_port
-        connection = http.client.HTTPConnection(*where, timeout=timeout_s)
-        if self._tls is not None:
-            connection = http.client.HTTPSConnection(*where, timeout=timeout_s, context=self._tls.context())
-        with closing(connection):
+        with closing(self._connect(timeout_s)) as connection:
             connection.request(verb, path, body)
             response = connection.getresponse()
             text = response.read().decode()

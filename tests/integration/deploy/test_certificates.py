@@ -17,13 +17,14 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.local.etcd import EtcdServer, ServerTls
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
 from tests.drills.endings.job import Job
 from tests.integration.store.support import client, put, settings, soon
+from tests.support.etcd import TlsEtcdServer
 from tests.support.requirements import needs
 
 SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
@@ -52,8 +53,8 @@ def files(directory: Path, name: str = "client") -> dict[str, Path]:
 
 def server_of(directory: Path, data: Path, binary: str) -> EtcdServer:
     """An etcd with the certificates, for its clients and for its peers."""
-    tls = ServerTls(directory / "ca.crt", directory / "server.crt", directory / "server.key")
-    return EtcdServer(data, binary=binary, tls=tls)
+    served = (directory / name for name in ("ca.crt", "server.crt", "server.key"))
+    return TlsEtcdServer(data, *served, binary=binary)
 
 
 def contents(directory: Path, pattern: str) -> dict[str, bytes]:
