@@ -19,10 +19,11 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer, find_binary
-from elastic_trainer.local.hosts import ClusterError, Segment, current, lacks
+from elastic_trainer.local.hosts import ClusterError, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.torch_internals import SHARDED
 from elastic_trainer.variables import ENV_LOG_FORMAT
+from tests.support.networks import AnySegment
 from tests.support.node_logs import said
 from tests.support.requirements import missing, needs_torch
 from tests.support.s3server import BUCKET, S3Server, serving, use
@@ -62,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     own. Without root all share one loopback, and the end of the run says so."""
     runs_tests = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
     if runs_tests and lacks() is None:
-        segment = Segment()
+        segment = AnySegment()
         try:
             segment.__enter__()
         except ClusterError:  # a sandbox may forbid what the capabilities allow
@@ -74,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def shared_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Directories of tests are below /tmp, of which each host has its own."""
     segment = current()
-    if segment is not None:
+    if isinstance(segment, AnySegment):
         segment.share(tmp_path_factory.getbasetemp())
 
 

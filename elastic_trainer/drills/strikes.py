@@ -318,7 +318,7 @@ def pair_partition(stage: Stage, repeat: int) -> Effect:
     before, segment = stage.await_steps(), stage.segment
     one, other = before.nodes[repeat % len(before.nodes)], before.nodes[(repeat + 1) % len(before.nodes)]
     t = now()
-    segment.part(one, other, one_way=True)
+    segment.part(one, other)
     name = stage.until(lambda: _left_out(stage, before.round), f"a round without {one} or {other}")
     stage.retire(name)
     effect = aftermath(stage, before, f"the way from {one} to {other} cut", t, [name])

@@ -18,13 +18,13 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.hosts import one_host
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
 from tests.drills.endings.job import Job
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.etcd import TlsEtcdServer
+from tests.support.networks import one_host
 from tests.support.requirements import needs
 
 SCRIPT = Path(__file__).parents[3] / "deploy" / "etcd" / "certificates.sh"
