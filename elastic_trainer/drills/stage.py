@@ -131,15 +131,19 @@ class Stage:
 
     def observe(self) -> Standing | None:
         """Take in what has happened; who trains now."""
-        self.book.add(self._harness.lines())
-        self.history += [document for document, _ in self._harness.documents()]
+        self.book.add(self._harness.ledger.read())
+        self.documents()
         return self.book.standing()
+
+    def documents(self) -> list[RoundDocument]:
+        """All versions of the round document so far."""
+        self.history += [document for document, _ in self._harness.documents()]
+        return self.history
 
     @property
     def document(self) -> RoundDocument | None:
         """The newest round document that is known."""
-        self.history += [document for document, _ in self._harness.documents()]
-        return self.history[-1] if self.history else None
+        return self.documents()[-1] if self.documents() else None
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
         """Wait until ``holds()`` is true, and return it. DrillError at the limit."""

@@ -78,7 +78,6 @@ def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
 _POLL_S = 0.05
-_BIND_FAILED = b"address already in use"
 _ATTEMPTS = 5
 
 
@@ -137,7 +136,6 @@ class EtcdServer(_Served):
         self.client_port, self._peer_port = ports if ports is not None else free_ports(2)
         self._peers = peers
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
         self._host = reachable()
 
     @property
@@ -154,15 +152,14 @@ class EtcdServer(_Served):
         """Start it and wait until it serves clients; a first start moves to other ports if some were taken."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                if self.pid is None and not self._ports_are_free():  # etcd itself takes 5 s to fail then
+                if self.pid is None and not self.ports_are_free():  # etcd itself takes 5 s to fail then
                     ports = f"{self.client_port} or {self._peer_port}"
                     raise StoreUnavailableError(f"etcd cannot start: its port {ports} is taken")
                 self.launch()
                 self.wait_healthy(Deadline.after(START_LIMIT_S))
             except StoreUnavailableError:
                 self.kill()
-                unlucky = self.lost_its_port or not self._ports_are_free()
-                if not unlucky or attempt == _ATTEMPTS:
+                if self.ports_are_free() or attempt == _ATTEMPTS:
                     raise
                 if not self._pinned:
                     self.client_port, self._peer_port = free_ports(2)
@@ -171,7 +168,8 @@ class EtcdServer(_Served):
                 self._pinned = True
                 return
 
-    def _ports_are_free(self) -> bool:
+    def ports_are_free(self) -> bool:
+        """Whether no other process has taken them."""
         return is_free(self.client_port) and is_free(self._peer_port)
 
     def launch(self) -> None:
@@ -179,7 +177,6 @@ class EtcdServer(_Served):
         if self.pid is not None:
             return
         with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
             self._process = spawn([self._binary, *self._flags()], log)
 
     def wait_healthy(self, deadline: Deadline) -> None:
@@ -230,13 +227,6 @@ class EtcdServer(_Served):
         except OSError:
             return "no log"
         return (lines or ["it logged nothing"])[-1][-500:]
-
-    @property
-    def lost_its_port(self) -> bool:
-        """Whether it exited because another process had taken one of its ports."""
-        if self.pid is not None or not self.log_path.exists():
-            return False
-        return _BIND_FAILED in self.log_path.read_bytes()[self._log_start :]
 
     @property
     def _data(self) -> Path:
@@ -322,10 +312,12 @@ class EtcdCluster(_Served):
                 for member in self.members:
                     member.wait_healthy(deadline)
             except StoreUnavailableError:
-                if self._started or attempt == _ATTEMPTS or not any(member.lost_its_port for member in self.members):
+                if self._started or attempt == _ATTEMPTS:
                     raise
                 for member in self.members:
                     member.wipe()
+                if all(member.ports_are_free() for member in self.members):
+                    raise
                 self.members = self._built()
                 continue
             self._started = True
