@@ -1,4 +1,4 @@
-"""What only tests do with an etcd server: freeze it, and serve TLS."""
+"""What only tests do with an etcd server: freeze it, and let it ask who is there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import http.client
 import os
 import signal
 import ssl
+from base64 import b64encode
 from pathlib import Path
 
 from elastic_trainer.local.etcd import EtcdServer
@@ -38,3 +39,17 @@ class TlsEtcdServer(EtcdServer):
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         where = HOST, self.client_port
         return http.client.HTTPSConnection(*where, timeout=timeout_s, context=self._context)
+
+
+def guard(server: EtcdServer, password: str) -> EtcdServer:
+    """Switch authentication on: ``root`` with the password ``r00t``, and ``trainer``, who may use this package's prefix
+    only, with ``password``."""
+    key, end = (b64encode(text).decode() for text in (b"/elastic_trainer/", b"/elastic_trainer0"))
+    for name, secret in (("root", "r00t"), ("trainer", password)):
+        server.call("auth/user/add", name=name, password=secret)
+        server.call("auth/role/add", name=name)
+        server.call("auth/user/grant", user=name, role=name)
+    permission = {"permType": "READWRITE", "key": key, "range_end": end}
+    server.call("auth/role/grant", name="trainer", perm=permission)
+    server.call("auth/enable")
+    return server

@@ -58,14 +58,6 @@ class SteppingCluster(LocalCluster):
         """What the node printed."""
         return (self.spec.logs / f"{node}.log").read_text(errors="replace")
 
-    def describe(self) -> str:
-        """The end of all logs, for a failure's message."""
-        parts = [f"--- {n.name} (exit {n.exit_code()}), last {self.last(n.name)}" for n in self.nodes]
-        return "\n".join(
-            f"{part}\n" + "\n".join(self.log(node.name).splitlines()[-12:])
-            for part, node in zip(parts, self.nodes, strict=True)
-        )
-
 
 class PlainJob(SteppingCluster, Running):
     """The nodes of one run of the plain script."""

@@ -43,11 +43,11 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
     options = {"hang_timeout": "4", "ttl": "10"}
     with Job(tmp_path, own_etcd.endpoint, run_id, most=3, entry=entry, options=options) as job:
         job.start(2)
-        job.await_world("n0", "n1")
+        after = job.await_world("n0", "n1")
         first, second = map(job.node, job.order())
         others = workers([first])
         assert second.kill_worker() is not None
-        after = job.await_world("n0", "n1", after=1)
+        after = job.await_world("n0", "n1", after=after)
         assert workers([first]) == others
 
         third = job.add()

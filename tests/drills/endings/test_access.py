@@ -11,8 +11,7 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.hosts import free_ports
 from tests.drills.endings.job import Job
 from tests.support.certificates import Authority
-from tests.support.etcd import TlsEtcdServer
-from tests.support.guarded import guard
+from tests.support.etcd import TlsEtcdServer, guard
 
 PASSWORD = "s3same-0pen"
 

@@ -28,8 +28,7 @@ from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.etcd import StoreConnection
 from tests.integration.store.support import client, put, settings, soon, watching
 from tests.support.certificates import Authority
-from tests.support.etcd import TlsEtcdServer
-from tests.support.guarded import guard
+from tests.support.etcd import TlsEtcdServer, guard
 
 
 def checked(endpoint: str, limit_s: float = 30.0, **options: Any) -> None:
