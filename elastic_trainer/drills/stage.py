@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -93,39 +93,26 @@ class Stage:
     def __init__(self, setting: Setting, harness: Harness, interrupts: Interrupts | None) -> None:
         self.setting, self.cluster, self._harness, self._interrupts = setting, harness.cluster, harness, interrupts
         self.directory, self.run = harness.cluster.spec.directory, harness.cluster.spec.run
+        self.meeting = cast("RunStore", harness.meeting)
+        """etcd, and what is in it."""
         self.book = Book()
         self.history: list[RoundDocument] = []
         self._gone: set[str] = set()
 
-    # ---- etcd
-
-    @property
-    def meeting(self) -> RunStore:
-        """etcd, and what is in it."""
-        if self._harness.meeting is None:
-            raise DrillError("this stage has no etcd")
-        return self._harness.meeting
-
     @property
     def server(self) -> EtcdServer:
-        """The only etcd server."""
-        if not isinstance(self.meeting.etcd, EtcdServer):
-            raise DrillError("this stage has several etcd servers")
-        return self.meeting.etcd
+        """The etcd server, with ``etcd_members=1``."""
+        return cast("EtcdServer", self.meeting.etcd)
 
     @property
     def servers(self) -> EtcdCluster:
-        """The etcd servers."""
-        if not isinstance(self.meeting.etcd, EtcdCluster):
-            raise DrillError("this stage has one etcd server")
-        return self.meeting.etcd
+        """The etcd servers, with more."""
+        return cast("EtcdCluster", self.meeting.etcd)
 
     @property
     def segment(self) -> Segment:
-        """The network between the nodes' hosts."""
-        if self.cluster.segment is None:
-            raise DrillError("this stage has no network segment")
-        return self.cluster.segment
+        """The network between the nodes' hosts, where they have hosts of their own."""
+        return cast("Segment", self.cluster.segment)
 
     # ---- looking
 
