@@ -40,7 +40,7 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
     sample is used once, no step is made twice, and model and optimizer are those of one process without faults, bit by
     bit."""
     entry = trained(tmp_path / "checkpoints")
-    options = {"hang_timeout": "4", "ttl": "10"}
+    options = {"hang_timeout": "8", "ttl": "10"}
     with Job(tmp_path, own_etcd.endpoint, run_id, most=3, entry=entry, options=options) as job:
         job.start(2)
         after = job.await_world("n0", "n1")
