@@ -315,9 +315,11 @@ class EtcdCluster(_Served):
                 if self._started or attempt == _ATTEMPTS:
                     raise
                 for member in self.members:
-                    member.wipe()
+                    member.kill()
                 if all(member.ports_are_free() for member in self.members):
                     raise
+                for member in self.members:
+                    member.wipe()
                 self.members = self._built()
                 continue
             self._started = True

@@ -51,10 +51,10 @@ class AnySegment(Segment):
 
     def __enter__(self) -> Self:
         self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        super().__enter__()
         self._stack.callback(os.close, self._home)
-        run_ip("addr", "add", BELOW, "dev", BRIDGE)
+        super().__enter__()
         with contextlib.suppress(ClusterError):  # kernels may have no IPv6
+            run_ip("addr", "add", BELOW, "dev", BRIDGE)
             run_ip("addr", "add", IPV6, "dev", BRIDGE, AT_ONCE)
         return self
 
