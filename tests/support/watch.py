@@ -43,8 +43,6 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value of an instant vector."""
-
     labels: dict[str, str]
     value: float
 
@@ -55,8 +53,6 @@ ALWAYS = "ElasticTrainerDeadMansSwitch"
 
 @dataclass(frozen=True, slots=True)
 class FiringAlert:
-    """One alert as Prometheus has it."""
-
     name: str
     state: str
     """``pending`` or ``firing``."""
@@ -66,8 +62,6 @@ class FiringAlert:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One alert of one message."""
-
     receiver: str
     status: str
     """``firing`` or ``resolved``."""
@@ -76,7 +70,6 @@ class Message:
 
     @property
     def name(self) -> str:
-        """The alert's."""
         return self.labels.get("alertname", "")
 
 
@@ -106,7 +99,6 @@ class Mailbox:
         self._thread.start()
 
     def take(self, receiver: str, content: dict[str, Any]) -> None:
-        """One message, as Alertmanager's webhooks have it."""
         with self._lock:
             self._messages += [
                 Message(receiver, each["status"], each["labels"], each["annotations"]) for each in content["alerts"]
@@ -114,12 +106,10 @@ class Mailbox:
 
     @property
     def messages(self) -> list[Message]:
-        """All so far."""
         with self._lock:
             return list(self._messages)
 
     def close(self) -> None:
-        """Take no more."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -222,7 +212,6 @@ class Watch:
         return self.wait(expression, lambda: self.query(expression), within_s)
 
     def wait_alert(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> FiringAlert:
-        """Wait until the alert fires (for ``run``)."""
 
         def look() -> FiringAlert | None:
             return next(
@@ -232,7 +221,6 @@ class Watch:
         return self.wait(f"{name} fires", look, within_s)
 
     def wait_resolved(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> None:
-        """Wait until the alert fires no more."""
         self.wait(
             f"{name} is resolved",
             lambda: not any(each.name == name and run in (None, each.labels.get("run")) for each in self.alerts()),
@@ -344,7 +332,6 @@ _WAITS = ("group_wait", "group_interval", "repeat_interval")
 
 
 def seconds(duration: str) -> float:
-    """A duration of Prometheus in seconds."""
     if not re.fullmatch(_DURATION, duration):
         raise ValueError(f"{duration!r} is not a duration")
     return sum(int(number) * _UNITS_S[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdwy])", duration))

@@ -131,7 +131,6 @@ class AheadClocks(MovedClocks):
         self._ahead_s = ahead_s
 
     def ahead_s(self, node: str) -> float:
-        """Of the right time."""
         return int(node.removeprefix("n")) * self._ahead_s
 
     def variables(self, node: str) -> dict[str, str]:

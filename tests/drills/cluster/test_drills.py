@@ -137,5 +137,4 @@ def test_what_cannot_be_played_is_said(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def interfaces() -> set[str]:
-    """Network interfaces of this process's network."""
     return set(os.listdir("/sys/class/net"))

@@ -21,13 +21,11 @@ QUIET = ("epochs=1000000", "scheduler={name: none}", "evaluation={every_epochs: 
 
 
 def trained(directory: Path, *more: str) -> list[str]:
-    """The job, with its checkpoints in ``directory``."""
     job = ["-m", "elastic_trainer.training", "mnist", "reduction=tree", *SMALL, *QUIET]
     return [*job, f"checkpoint.directory={directory}", *more]
 
 
 def workers(nodes: Sequence[Node]) -> list[int | None]:
-    """Their processes."""
     return [each.pid if (each := node.worker()) is not None else None for node in nodes]
 
 
