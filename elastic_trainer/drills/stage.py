@@ -77,7 +77,6 @@ class Setting:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, directory: Path) -> tuple[str, ...]:
-        """What torchrun runs."""
         given = {
             "directory": directory, "samples": self.samples, "width": self.width, "pause": self.pause_s,
             "reduction": self.reduction, "device": self.device, "backend": self.backend, "sharded": self.sharded,
@@ -129,7 +128,6 @@ class Stage:
 
     @property
     def document(self) -> RoundDocument | None:
-        """The newest round document that is known."""
         return self.documents()[-1] if self.documents() else None
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
@@ -201,7 +199,6 @@ class Stage:
     # ---- acting
 
     def node(self, name: str) -> Node:
-        """The node called ``name``."""
         return self.cluster.node(name)
 
     def worker(self, name: str) -> psutil.Process | None:
@@ -235,7 +232,6 @@ class Stage:
         return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
 
     def digests(self) -> list[Digest]:
-        """The digests that all ranks have left."""
         files = sorted((self.directory / DIGESTS).glob("*.jsonl"))
         found = [read_digest(text) for path in files for text in FileTail(path).read()]
         return [each for each in found if each is not None]

@@ -169,7 +169,6 @@ class EtcdServer(_Served):
                 return
 
     def ports_are_free(self) -> bool:
-        """Whether no other process has taken them."""
         return is_free(self.client_port) and is_free(self._peer_port)
 
     def launch(self) -> None:
@@ -221,7 +220,6 @@ class EtcdServer(_Served):
         shutil.rmtree(self._data, ignore_errors=True)
 
     def last_log_line(self) -> str:
-        """The last line of its log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:

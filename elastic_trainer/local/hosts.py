@@ -223,7 +223,6 @@ class Segment:
         return [f"{address} {name}"]
 
     def _connect(self, host: Host, interfaces: Sequence[IPv4Interface | IPv6Interface]) -> None:
-        """Lay the host's cable."""
         run_ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(host.pid))
         run_ip("link", "set", host.outside, "master", BRIDGE, "up")
         for each in interfaces:
@@ -243,7 +242,6 @@ class Segment:
         self._neighbour("replace", one, other, "lladdr", _NOBODY, "nud", "permanent")
 
     def reunite(self, one: str, other: str) -> None:
-        """Undo :meth:`part`."""
         self._neighbour("del", one, other)
 
     def _neighbour(self, verb: str, one: str, other: str, *more: str) -> None:
