@@ -102,7 +102,7 @@ def keys(name: str) -> str:
     return table(("key", "type", "default", "meaning"), _rows(getattr(import_module(module), kind), ""))
 
 
-def _rows(kind: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def _rows(kind: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
     for name, field in kind.model_fields.items():
         members = _members(field.annotation)
         models = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]

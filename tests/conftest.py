@@ -19,14 +19,13 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer, find_binary
-from elastic_trainer.local.hosts import ClusterError, Segment, current, lacks
+from elastic_trainer.local.hosts import ClusterError, current, lacks
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.torch_internals import SHARDED
 from elastic_trainer.variables import ENV_LOG_FORMAT
-from tests.support.node_logs import said
+from tests.support.networks import AnySegment
 from tests.support.requirements import missing, needs_torch
 from tests.support.s3server import BUCKET, S3Server, serving, use
-from tests.support.tiers import listed
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -37,6 +36,9 @@ os.environ.setdefault(ENV_LOG_FORMAT, "json")  # which tests read
 UNSAFE = ("--unsafe-no-fsync",)
 """No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""
 
+SHOWN = 12
+"""Lines of each log that a failed test shows."""
+FAULTS = ('"level": "warning"', '"level": "error"', '"level": "critical"', "Error", "Traceback", "Fatal")
 WHERE = "nodes on"
 """The property of a test that tells where its nodes ran."""
 UNMARKED_S = 20
@@ -62,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     own. Without root all share one loopback, and the end of the run says so."""
     runs_tests = hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None)
     if runs_tests and lacks() is None:
-        segment = Segment()
+        segment = AnySegment()
         try:
             segment.__enter__()
         except ClusterError:  # a sandbox may forbid what the capabilities allow
@@ -74,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def shared_disk(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Directories of tests are below /tmp, of which each host has its own."""
     segment = current()
-    if segment is not None:
+    if isinstance(segment, AnySegment):
         segment.share(tmp_path_factory.getbasetemp())
 
 
@@ -101,9 +103,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files whose tests have the longest limits come first, so that no long file runs alone at the end."""
     beyond: Path | None = config.getoption("--beyond")
     if beyond is not None:
-        done = tuple(beyond.read_text(encoding="utf-8").split())
-        config.hook.pytest_deselected(items=[item for item in items if listed(item.nodeid, done)])
-        items[:] = [item for item in items if not listed(item.nodeid, done)]
+        names = beyond.read_text(encoding="utf-8").split()
+        within = tuple(f"{name}{end}" for name in names for end in "/:[")
+        done = {item for item in items if item.nodeid in names or item.nodeid.startswith(within)}
+        config.hook.pytest_deselected(items=list(done))
+        items[:] = [item for item in items if item not in done]
     limits_s: Counter[Path] = Counter()
     for item in items:
         limit = item.get_closest_marker("timeout")
@@ -127,6 +131,15 @@ def pytest_runtest_makereport(
     if report.when == "call" and report.failed and directory is not None:
         report.sections += [(f"log {name}", text) for name, text in said(directory)]
     return report
+
+
+def said(directory: Path) -> Iterator[tuple[str, str]]:
+    """The newest logs of nodes below ``directory``: the last lines that speak of a fault, and the very last ones."""
+    for path in sorted(directory.rglob("logs/*.log"), key=lambda path: path.stat().st_mtime)[-8:]:
+        lines = path.read_text(errors="replace").splitlines()
+        faults = [line for line in lines[: -SHOWN // 2] if any(each in line for each in FAULTS)]
+        shown = faults[-SHOWN // 2 :] + lines[-SHOWN // 2 :]
+        yield str(path.relative_to(directory)), "\n".join(line[:400] for line in shown)
 
 
 def _add(cluster: LocalCluster) -> Node:

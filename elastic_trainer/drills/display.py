@@ -100,7 +100,6 @@ class Picture:
 
     @property
     def training(self) -> list[str]:
-        """The nodes that train."""
         return [node.name for node in self.nodes.values() if node.phase is NodePhase.TRAINING]
 
     def can_lose_one(self, min_nodes: int, max_nodes: int) -> bool:
@@ -181,12 +180,10 @@ class Picture:
         return self._note([ShownIncident(t, IncidentKind.ROUND, _round_text(document))])
 
     def node_started(self, name: str, t: float) -> list[ShownIncident]:
-        """A node's torchrun was started."""
         self.nodes[name] = NodePicture(name)
         return self._note([ShownIncident(t, IncidentKind.NODE, f"node {name} started")])
 
     def node_said(self, name: str, text: str) -> None:
-        """The last line of a node's output."""
         self.nodes[name].last_line = text
 
     def node_ended(self, name: str, exit_code: int, t: float) -> list[ShownIncident]:

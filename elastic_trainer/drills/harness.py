@@ -19,7 +19,7 @@ from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.local.hosts import HOST, free_ports
-from elastic_trainer.local.ledger import LedgerTail, Line
+from elastic_trainer.local.ledger import LedgerTail
 from elastic_trainer.membership.documents import DocumentError, NodeHealth, RoundDocument
 from elastic_trainer.monitor.reading import Changes
 from elastic_trainer.settings import StoreSettings, parse_endpoints
@@ -51,10 +51,6 @@ class Harness:
     cluster: LocalCluster
     ledger: LedgerTail
     meeting: RunStore | None
-
-    def lines(self) -> list[Line]:
-        """What workers wrote since the last look."""
-        return self.ledger.read()
 
     def documents(self) -> list[tuple[RoundDocument, float]]:
         """Round documents since the last look, with their times of arrival."""

@@ -168,7 +168,6 @@ class JobEnding:
         self.agreed = False
 
     def state_dict(self) -> dict[str, bool]:
-        """What is kept of it."""
         return {"agreed": self.agreed}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
@@ -194,7 +193,6 @@ class Digests:
         self._file = path.open("a", encoding="utf-8")  # until this process ends
 
     def write(self, event: str) -> None:
-        """Add a line."""
         session, environment = self._session, self._session.environment
         who = {"event": event, "node": environment.node, "pid": process_id(environment.ledger_dir)}
         when = {"round": session.round, "step": session.step_number}

@@ -156,7 +156,7 @@ class Following:
         """Take in what has changed since the last look."""
         # Exit codes first: a node that has ended has written its last line.
         ended = [(node.name, node.exit_code()) for node in self._cluster.nodes if node.name not in self._ended]
-        news = self._picture.observe(self._harness.lines())
+        news = self._picture.observe(self._harness.ledger.read())
         for document, t in self._harness.documents():
             news += self._picture.document(document, t)
         for node in self._cluster.nodes:

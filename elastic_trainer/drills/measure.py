@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import pairwise
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -182,19 +182,13 @@ def recovery(injected: Injected, lines: Sequence[Line]) -> Recovery | None:
 # ---- what must hold
 
 
-class JournalMoment(StrEnum):
-    """When a digest was taken: every few steps, and at the end of a process."""
-
-    STEP = "step"
-    END = "end"
-
-
 class Digest(BaseModel):
     """A digest of everything that one rank had trained, as it wrote it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    event: JournalMoment
+    event: Literal["step", "end"]
+    """When it was taken: every few steps, and at the end of a process."""
     node: str
     pid: int
     round: int
@@ -228,7 +222,7 @@ def state_problems(digests: Sequence[Digest], members: Iterable[str]) -> list[st
     if apart:
         round_, step, _ = apart[0]
         problems.append(f"the parameters of ranks differ at step {step} of round {round_} ({len(apart)} such steps)")
-    ends = {(each.node, each.shard_rank): each for each in digests if each.event is JournalMoment.END}
+    ends = {(each.node, each.shard_rank): each for each in digests if each.event == "end"}
     absent = sorted(set(members) - {node for node, _ in ends})
     if absent:
         problems.append(f"no parameters were left by {', '.join(absent)}")

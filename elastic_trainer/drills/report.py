@@ -242,7 +242,6 @@ class Report:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "drill": self.drill,
             "repeats": [

@@ -40,7 +40,6 @@ class Drill:
 
     @property
     def summary(self) -> str:
-        """What it does, in a few words."""
         return _SUMMARIES[self.name]
 
     def play(self, stage: Stage, repeat: int) -> Effect:

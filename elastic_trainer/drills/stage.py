@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -77,7 +77,6 @@ class Setting:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, directory: Path) -> tuple[str, ...]:
-        """What torchrun runs."""
         given = {
             "directory": directory, "samples": self.samples, "width": self.width, "pause": self.pause_s,
             "reduction": self.reduction, "device": self.device, "backend": self.backend, "sharded": self.sharded,
@@ -93,53 +92,43 @@ class Stage:
     def __init__(self, setting: Setting, harness: Harness, interrupts: Interrupts | None) -> None:
         self.setting, self.cluster, self._harness, self._interrupts = setting, harness.cluster, harness, interrupts
         self.directory, self.run = harness.cluster.spec.directory, harness.cluster.spec.run
+        self.meeting = cast("RunStore", harness.meeting)
+        """etcd, and what is in it."""
         self.book = Book()
         self.history: list[RoundDocument] = []
         self._gone: set[str] = set()
 
-    # ---- etcd
-
-    @property
-    def meeting(self) -> RunStore:
-        """etcd, and what is in it."""
-        if self._harness.meeting is None:
-            raise DrillError("this stage has no etcd")
-        return self._harness.meeting
-
     @property
     def server(self) -> EtcdServer:
-        """The only etcd server."""
-        if not isinstance(self.meeting.etcd, EtcdServer):
-            raise DrillError("this stage has several etcd servers")
-        return self.meeting.etcd
+        """The etcd server, with ``etcd_members=1``."""
+        return cast("EtcdServer", self.meeting.etcd)
 
     @property
     def servers(self) -> EtcdCluster:
-        """The etcd servers."""
-        if not isinstance(self.meeting.etcd, EtcdCluster):
-            raise DrillError("this stage has one etcd server")
-        return self.meeting.etcd
+        """The etcd servers, with more."""
+        return cast("EtcdCluster", self.meeting.etcd)
 
     @property
     def segment(self) -> Segment:
-        """The network between the nodes' hosts."""
-        if self.cluster.segment is None:
-            raise DrillError("this stage has no network segment")
-        return self.cluster.segment
+        """The network between the nodes' hosts, where they have hosts of their own."""
+        return cast("Segment", self.cluster.segment)
 
     # ---- looking
 
     def observe(self) -> Standing | None:
         """Take in what has happened; who trains now."""
-        self.book.add(self._harness.lines())
-        self.history += [document for document, _ in self._harness.documents()]
+        self.book.add(self._harness.ledger.read())
+        self.documents()
         return self.book.standing()
+
+    def documents(self) -> list[RoundDocument]:
+        """All versions of the round document so far."""
+        self.history += [document for document, _ in self._harness.documents()]
+        return self.history
 
     @property
     def document(self) -> RoundDocument | None:
-        """The newest round document that is known."""
-        self.history += [document for document, _ in self._harness.documents()]
-        return self.history[-1] if self.history else None
+        return self.documents()[-1] if self.documents() else None
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
         """Wait until ``holds()`` is true, and return it. DrillError at the limit."""
@@ -210,7 +199,6 @@ class Stage:
     # ---- acting
 
     def node(self, name: str) -> Node:
-        """The node called ``name``."""
         return self.cluster.node(name)
 
     def worker(self, name: str) -> psutil.Process | None:
@@ -244,7 +232,6 @@ class Stage:
         return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
 
     def digests(self) -> list[Digest]:
-        """The digests that all ranks have left."""
         files = sorted((self.directory / DIGESTS).glob("*.jsonl"))
         found = [read_digest(text) for path in files for text in FileTail(path).read()]
         return [each for each in found if each is not None]

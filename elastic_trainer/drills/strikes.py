@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import psutil
@@ -258,7 +258,10 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
     newcomer, before = _one_less(stage)
     name = newcomer if repeat % 2 else before.nodes[0]
     member = worker(stage, before, before.nodes[0])
-    stage.until(lambda: _draining(stage, before.round), "a planned change")
+    stage.until(
+        lambda: any(each.state is RoundState.DRAINING and each.number >= before.round for each in stage.documents()),
+        "a planned change",
+    )
     found = stage.node(newcomer).worker() if name == newcomer else member
     if found is None:
         raise DrillError(f"{newcomer} has no worker")
@@ -279,11 +282,6 @@ def _one_less(stage: Stage) -> tuple[str, Standing]:
         if before is not None and name not in before.nodes:
             return name, before
     raise DrillError("a killed worker was back before the others had gone on without it")
-
-
-def _draining(stage: Stage, number: int) -> bool:
-    stage.observe()
-    return any(each.state is RoundState.DRAINING and each.number >= number for each in stage.history)
 
 
 # ---- networks
@@ -318,8 +316,12 @@ def pair_partition(stage: Stage, repeat: int) -> Effect:
     before, segment = stage.await_steps(), stage.segment
     one, other = before.nodes[repeat % len(before.nodes)], before.nodes[(repeat + 1) % len(before.nodes)]
     t = now()
-    segment.part(one, other, one_way=True)
-    name = stage.until(lambda: _left_out(stage, before.round), f"a round without {one} or {other}")
+    segment.part(one, other)
+    left_out = stage.until(
+        lambda: [each.left_out for each in stage.documents() if each.number > before.round and each.left_out],
+        f"a round without {one} or {other}",
+    )
+    name: str = left_out[0]
     stage.retire(name)
     effect = aftermath(stage, before, f"the way from {one} to {other} cut", t, [name])
     problems = list(effect.problems)
@@ -329,12 +331,6 @@ def pair_partition(stage: Stage, repeat: int) -> Effect:
     mended = now()
     segment.reunite(one, other)
     return back(stage, name, effect.amended({}, problems), mended, broken)
-
-
-def _left_out(stage: Stage, number: int) -> str | None:
-    """Whom a round after ``number`` left out."""
-    stage.observe()
-    return next((each.left_out for each in stage.history if each.number > number and each.left_out), None)
 
 
 # ---- a busy machine
@@ -479,17 +475,14 @@ def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
 
 def _leader(stage: Stage, but: int = -1) -> int:
     """The index of etcd's leader, once it is not ``but``; a busy machine may be between two of them for a second."""
-    found: int = stage.until(lambda: _leads(stage, but), "a leader of etcd")
-    return found - 1
 
-
-def _leads(stage: Stage, but: int) -> int | None:
-    """One more than the index of the leader, if it is not ``but``."""
-    try:
-        index = stage.servers.leader()
-    except StoreUnavailableError:
+    def found() -> tuple[int] | None:
+        with suppress(StoreUnavailableError):
+            return (index,) if (index := stage.servers.leader()) != but else None
         return None
-    return index + 1 if index != but else None
+
+    (index,) = stage.until(found, "a leader of etcd")
+    return int(index)
 
 
 # ---- shards

@@ -57,7 +57,6 @@ class ClusterSpec:
 
     @property
     def logs(self) -> Path:
-        """The directory of the nodes' output."""
         return self.directory / "logs"
 
 
@@ -197,7 +196,6 @@ class LocalCluster:
         return node
 
     def command(self, name: str) -> list[str]:
-        """The command that starts the next node."""
         spec, first = self.spec, not self.nodes
         if spec.backend == "c10d" and self.hosts:  # the first node serves
             server = self.hosts[name if first else self.nodes[0].name]

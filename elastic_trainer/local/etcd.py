@@ -12,14 +12,12 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -80,27 +78,7 @@ def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
 _POLL_S = 0.05
-_BIND_FAILED = b"address already in use"
 _ATTEMPTS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """Certificate files of a server that uses TLS with its clients and requires client certificates."""
-
-    ca_cert: Path
-    cert: Path
-    key: Path
-
-    def arguments(self) -> list[str]:
-        files = [f"--cert-file={self.cert}", f"--key-file={self.key}", f"--trusted-ca-file={self.ca_cert}"]
-        return [*files, "--client-cert-auth"]
-
-    def context(self) -> ssl.SSLContext:
-        """The TLS context for calls to such a server, with its own certificate as the client's."""
-        context = ssl.create_default_context(cafile=str(self.ca_cert))
-        context.load_cert_chain(self.cert, self.key)
-        return context
 
 
 class _Served:
@@ -137,12 +115,13 @@ class _Served:
 class EtcdServer(_Served):
     """One etcd server with its data in ``directory``: started on entry, stopped on exit."""
 
+    scheme = "http"
+
     def __init__(
         self,
         directory: Path | None = None,
         *,
         binary: str | None = None,
-        tls: ServerTls | None = None,
         arguments: Sequence[str] = (),
         name: str = "default",
         ports: tuple[int, int] | None = None,
@@ -151,14 +130,12 @@ class EtcdServer(_Served):
         self._binary = binary if binary is not None else find_binary()
         super().__init__(directory, "etcd-")
         self.log_path = self.directory / "etcd.log"
-        self._tls = tls
         self._arguments = tuple(arguments)
         self.name = name
         self._pinned = ports is not None
         self.client_port, self._peer_port = ports if ports is not None else free_ports(2)
         self._peers = peers
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
         self._host = reachable()
 
     @property
@@ -175,15 +152,14 @@ class EtcdServer(_Served):
         """Start it and wait until it serves clients; a first start moves to other ports if some were taken."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                if self.pid is None and not self._ports_are_free():  # etcd itself takes 5 s to fail then
+                if self.pid is None and not self.ports_are_free():  # etcd itself takes 5 s to fail then
                     ports = f"{self.client_port} or {self._peer_port}"
                     raise StoreUnavailableError(f"etcd cannot start: its port {ports} is taken")
                 self.launch()
                 self.wait_healthy(Deadline.after(START_LIMIT_S))
             except StoreUnavailableError:
                 self.kill()
-                unlucky = self.lost_its_port or not self._ports_are_free()
-                if not unlucky or attempt == _ATTEMPTS:
+                if self.ports_are_free() or attempt == _ATTEMPTS:
                     raise
                 if not self._pinned:
                     self.client_port, self._peer_port = free_ports(2)
@@ -192,7 +168,7 @@ class EtcdServer(_Served):
                 self._pinned = True
                 return
 
-    def _ports_are_free(self) -> bool:
+    def ports_are_free(self) -> bool:
         return is_free(self.client_port) and is_free(self._peer_port)
 
     def launch(self) -> None:
@@ -200,7 +176,6 @@ class EtcdServer(_Served):
         if self.pid is not None:
             return
         with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
             self._process = spawn([self._binary, *self._flags()], log)
 
     def wait_healthy(self, deadline: Deadline) -> None:
@@ -244,18 +219,7 @@ class EtcdServer(_Served):
         self.kill()
         shutil.rmtree(self._data, ignore_errors=True)
 
-    def pause(self) -> None:
-        """Freeze it: from the return on its connections stay open but nothing answers."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads are stopped
-
-    def resume(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-
     def last_log_line(self) -> str:
-        """The last line of its log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
@@ -263,20 +227,12 @@ class EtcdServer(_Served):
         return (lines or ["it logged nothing"])[-1][-500:]
 
     @property
-    def lost_its_port(self) -> bool:
-        """Whether it exited because another process had taken one of its ports."""
-        if self.pid is not None or not self.log_path.exists():
-            return False
-        return _BIND_FAILED in self.log_path.read_bytes()[self._log_start :]
-
-    @property
     def _data(self) -> Path:
         return self.directory / "data"
 
     def _flags(self) -> list[str]:
-        scheme = "https" if self._tls is not None else "http"
-        client, peer = f"{scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
-        served = dict.fromkeys((client, f"{scheme}://{HOST}:{self.client_port}"))
+        client, peer = f"{self.scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
+        served = dict.fromkeys((client, f"{self.scheme}://{HOST}:{self.client_port}"))
         peers = self._peers if self._peers is not None else {self.name: self._peer_port}
         return [
             f"--name={self.name}",
@@ -289,16 +245,14 @@ class EtcdServer(_Served):
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=1h",  # off by default, and a run of weeks would fill the database
             "--logger=zap",
-            *(self._tls.arguments() if self._tls is not None else ()),
             *self._arguments,
         ]
 
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
+
     def _http(self, verb: str, path: str, body: str | None = None, timeout_s: float = 30.0) -> str:
-        where = HOST, self.client_port
-        connection = http.client.HTTPConnection(*where, timeout=timeout_s)
-        if self._tls is not None:
-            connection = http.client.HTTPSConnection(*where, timeout=timeout_s, context=self._tls.context())
-        with closing(connection):
+        with closing(self._connect(timeout_s)) as connection:
             connection.request(verb, path, body)
             response = connection.getresponse()
             text = response.read().decode()
@@ -356,7 +310,11 @@ class EtcdCluster(_Served):
                 for member in self.members:
                     member.wait_healthy(deadline)
             except StoreUnavailableError:
-                if self._started or attempt == _ATTEMPTS or not any(member.lost_its_port for member in self.members):
+                if self._started or attempt == _ATTEMPTS:
+                    raise
+                for member in self.members:
+                    member.kill()
+                if all(member.ports_are_free() for member in self.members):
                     raise
                 for member in self.members:
                     member.wipe()

@@ -10,7 +10,6 @@ no port is free.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -20,11 +19,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from ipaddress import IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
@@ -68,9 +66,9 @@ def is_free(port: int) -> bool:
 # ---- hosts
 
 PROGRAMS = ("ip", "nsenter")
-BRIDGE, INSIDE, ASIDE = "bridge0", "eth0", "aside0"
-ABOVE, BELOW, IPV6 = HUBS = "192.168.0.1/16", "10.213.0.1/16", "fd99::1/64"
-"""The hub's addresses. Of two peers of gloo the one with the greater address connects: 127.0.0.1 lies between these."""
+BRIDGE, INSIDE = "bridge0", "eth0"
+HUB = "192.168.0.1/16"
+"""The hub's address."""
 _CLONE_NEWNET = 0x40000000
 _NETWORK = "/proc/thread-self/ns/net"
 _NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
@@ -89,27 +87,6 @@ _TRIED = ("link", "add", BRIDGE, "type", "bridge")
 
 class ClusterError(PermanentError):
     """The machine failed to perform an operation on the cluster."""
-
-
-class OwnName(StrEnum):
-    """What a host's own name resolves to there."""
-
-    ADDRESS = "address"
-    LOOPBACK = "loopback"
-    """127.0.1.1, as Debian's installer writes it."""
-    NOTHING = "nothing"
-
-
-@dataclass(frozen=True, slots=True)
-class HostNetwork:
-    """How a host is connected. ``hubs``: the hub's addresses that it reaches, and has addresses beside."""
-
-    hubs: tuple[str, ...] = (ABOVE,)
-    own_name: OwnName = OwnName.ADDRESS
-    aside: bool = False
-    """Whether each host has a second interface, listed before the first, that reaches no other host."""
-    rules: str = ""
-    """Rules of nftables that each host loads, as for a firewall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +108,6 @@ class Host:
     def command(self) -> list[str]:
         """The words that start a command in its network, but with all else of this process's own host."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
-
-    @property
-    def entering(self) -> list[str]:
-        """The words that start a command on it. The command's parent is the ``nsenter`` that waits for it."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--pid"]
-
-    def network(self) -> AbstractContextManager[None]:
-        """In the body this thread is in the host's network; sockets that it opens stay there."""
-        return _in_network(f"/proc/{self.pid}/ns/net")
 
     def close(self) -> None:
         """Kill all that runs on it, at once, as a power failure does; its cable goes too."""
@@ -181,9 +149,10 @@ class Segment:
     directory and this package always are.
     """
 
+    hubs: Sequence[str] = (HUB,)
+    """The hub's addresses that the next hosts reach, and have addresses beside."""
+
     def __init__(self, shared: Sequence[Path] = ()) -> None:
-        self.network = HostNetwork()
-        """Of the hosts that are attached next."""
         self._shared = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], *shared]
         self._stack = ExitStack()
         self._hosts: dict[str, Host] = {}
@@ -193,16 +162,14 @@ class Segment:
         check_possible()
         try:
             self._leave_home()
-            _ip("link", "set", "lo", "up")
+            run_ip("link", "set", "lo", "up")
             # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
             # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
-            _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
-            for each in HUBS:
-                with contextlib.suppress(ClusterError) if each == IPV6 else nullcontext():  # kernels may have none
-                    _ip("addr", "add", each, "dev", BRIDGE, *_at_once(ip_interface(each)))
-            _ip("link", "set", BRIDGE, "up")
-            token = _CURRENT.set(self)
-            self._stack.callback(_CURRENT.reset, token)
+            run_ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
+            run_ip("addr", "add", self.hubs[0], "dev", BRIDGE)
+            run_ip("link", "set", BRIDGE, "up")
+            token = CURRENT.set(self)
+            self._stack.callback(CURRENT.reset, token)
         except BaseException:
             self._stack.close()
             raise
@@ -217,33 +184,13 @@ class Segment:
         self._stack.callback(os.close, home)
         _call("unshare", _CLONE_NEWNET)
         self._stack.callback(_call, "setns", home, _CLONE_NEWNET)
-        self._home = home
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """In the body this thread, and what it starts, is in the original network."""
-        with _in_network(f"/proc/self/fd/{self._home}"), one_host():
-            yield
-
-    @contextmanager
-    def using(self, network: HostNetwork) -> Iterator[None]:
-        """In the body hosts are connected by ``network``."""
-        before, self.network = self.network, network
-        try:
-            yield
-        finally:
-            self.network = before
 
     @property
     def hub(self) -> str:
         """The address at which the next hosts reach servers of this process."""
-        return str(ip_interface(self.network.hubs[0]).ip)
+        return str(ip_interface(self.hubs[0]).ip)
 
     # ---- hosts
-
-    def share(self, directory: Path) -> None:
-        """Let hosts that are attached from now on see ``directory``."""
-        self._shared.append(directory)
 
     def attach(self, name: str, shared: Sequence[Path] = (), ledger: Path | None = None) -> Host:
         """Start a host called ``name``, which also sees ``shared``.
@@ -252,15 +199,11 @@ class Segment:
         (see worker/report.py).
         """
         self._count += 1
-        number = self._count
-        interfaces = [_nth(each, number) for each in self.network.hubs]
+        interfaces = [_behind(hub, self._count) for hub in self.hubs]
         addresses = tuple(str(each.ip) for each in interfaces)
-        mine = {OwnName.ADDRESS: addresses[0], OwnName.LOOPBACK: "127.0.1.1", OwnName.NOTHING: ""}[
-            self.network.own_name
-        ]
-        names = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *([f"{mine} {name}"] * bool(mine))]
         given = [path.absolute() for path in (*self._shared, Path.cwd(), *shared)]
         shown = [*given, *(path.resolve() for path in given)]  # as it is spelled, and what links lead to
+        names = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", *self._own_name(name, addresses[0])]
         holder, pid = _first_process(
             {
                 "name": name,
@@ -269,44 +212,41 @@ class Segment:
                 "proc": str(ledger.resolve() / PROC) if ledger is not None else "",
             }
         )
-        host = Host(name, pid, f"veth{number}", addresses, holder)
+        host = Host(name, pid, f"veth{self._count}", addresses, holder)
         self._stack.callback(host.close)
         self._hosts[name] = host
-        if self.network.aside:  # first, so that it has the lower index
-            _ip("link", "add", ASIDE, "type", "veth", "peer", "name", "aside1", inside=host.command)
-            _ip("addr", "add", f"172.31.{number % 256}.2/24", "dev", ASIDE, inside=host.command)
-            _ip("link", "set", ASIDE, "up", inside=host.command)
-            _ip("link", "set", "aside1", "up", inside=host.command)
-        _ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(pid))
-        _ip("link", "set", host.outside, "master", BRIDGE, "up")
-        for each in interfaces:
-            _ip("addr", "add", str(each), "dev", INSIDE, *_at_once(each), inside=host.command)
-        _ip("link", "set", INSIDE, "up", inside=host.command)
-        _ip("link", "set", "lo", "up", inside=host.command)
-        if self.network.rules:
-            _run(["nft", "-f", "-"], inside=host.command, text=self.network.rules)
+        self._connect(host, interfaces)
         return host
+
+    def _own_name(self, name: str, address: str) -> list[str]:
+        """The lines by which a host resolves its own name."""
+        return [f"{address} {name}"]
+
+    def _connect(self, host: Host, interfaces: Sequence[IPv4Interface | IPv6Interface]) -> None:
+        run_ip("link", "add", host.outside, "type", "veth", "peer", "name", INSIDE, "netns", str(host.pid))
+        run_ip("link", "set", host.outside, "master", BRIDGE, "up")
+        for each in interfaces:
+            run_ip("addr", "add", str(each), "dev", INSIDE, inside=host.command)
+        run_ip("link", "set", INSIDE, "up", inside=host.command)
+        run_ip("link", "set", "lo", "up", inside=host.command)
 
     def cut(self, name: str) -> None:
         """Drop all packets to and from a host; its interface stays up, so that no process is notified."""
-        _ip("link", "set", self._hosts[name].outside, "nomaster")
+        run_ip("link", "set", self._hosts[name].outside, "nomaster")
 
     def restore(self, name: str) -> None:
-        _ip("link", "set", self._hosts[name].outside, "master", BRIDGE)
+        run_ip("link", "set", self._hosts[name].outside, "master", BRIDGE)
 
-    def part(self, one: str, other: str, *, one_way: bool = False) -> None:
-        """Drop all packets between two hosts, or ``one_way`` those of ``one``; all others still reach both."""
-        for here, there in ((one, other),) if one_way else ((one, other), (other, one)):
-            self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
+    def part(self, one: str, other: str) -> None:
+        """Drop all packets of ``one`` to ``other``; all others still reach both."""
+        self._neighbour("replace", one, other, "lladdr", _NOBODY, "nud", "permanent")
 
     def reunite(self, one: str, other: str) -> None:
-        for here, there in ((one, other), (other, one)):
-            with contextlib.suppress(ClusterError):  # one way was open
-                self._neighbour("del", here, there)
+        self._neighbour("del", one, other)
 
-    def _neighbour(self, verb: str, here: str, there: str, *more: str) -> None:
-        for address in self._hosts[there].addresses:
-            _ip("neigh", verb, address, "dev", INSIDE, *more, inside=self._hosts[here].command)
+    def _neighbour(self, verb: str, one: str, other: str, *more: str) -> None:
+        for address in self._hosts[other].addresses:
+            run_ip("neigh", verb, address, "dev", INSIDE, *more, inside=self._hosts[one].command)
 
     def reaches(self, name: str) -> bool:
         """Whether the host's network answers the hub: it refuses a connection to an unused port."""
@@ -319,22 +259,12 @@ class Segment:
         return True
 
 
-_CURRENT: ContextVar[Segment | None] = ContextVar("segment", default=None)
+CURRENT: ContextVar[Segment | None] = ContextVar("segment", default=None)
 
 
 def current() -> Segment | None:
     """The segment whose hub this thread is at; None on the machine's own network."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def one_host() -> Iterator[None]:
-    """In the body nodes that this thread starts share this process's host, and its loopback, as they do elsewhere."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return CURRENT.get()
 
 
 def reachable() -> str:
@@ -365,38 +295,17 @@ def _first_process(wanted: dict[str, object]) -> tuple[subprocess.Popen[bytes], 
     return holder, int(said)
 
 
-def _nth(hub: str, number: int) -> IPv4Interface | IPv6Interface:
+def _behind(hub: str, number: int) -> IPv4Interface | IPv6Interface:
     """The address of the host ``number`` in the network of ``hub``, with the length of its prefix."""
     interface = ip_interface(hub)
     return ip_interface(f"{interface.ip + number}/{interface.network.prefixlen}")
 
 
-def _at_once(interface: IPv4Interface | IPv6Interface) -> list[str]:
-    """An IPv6 address would be of no use for a second, until the kernel is sure that nobody else has it."""
-    return ["nodad"] if interface.version == 6 else []
-
-
-@contextmanager
-def _in_network(path: str) -> Iterator[None]:
-    """In the body this thread is in the network namespace of the file ``path``."""
-    here, there = (os.open(each, os.O_RDONLY | os.O_CLOEXEC) for each in (_NETWORK, path))
-    try:
-        _call("setns", there, _CLONE_NEWNET)
-        yield
-    finally:
-        _call("setns", here, _CLONE_NEWNET)
-        os.close(here)
-        os.close(there)
-
-
-def _ip(*words: str, inside: Sequence[str] = ()) -> None:
-    _run(["ip", *words], inside)
-
-
-def _run(words: Sequence[str], inside: Sequence[str] = (), text: str = "") -> None:
-    done = subprocess.run([*inside, *words], input=text, capture_output=True, text=True)
+def run_ip(*words: str, inside: Sequence[str] = ()) -> None:
+    """Run ``ip`` with ``words``, by the command ``inside``. Raises ClusterError."""
+    done = subprocess.run([*inside, "ip", *words], capture_output=True, text=True)
     if done.returncode != 0:
-        raise ClusterError(f"{' '.join(words)} failed: {done.stderr.strip()}")
+        raise ClusterError(f"ip {' '.join(words)} failed: {done.stderr.strip()}")
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -32,20 +32,6 @@ class Bar:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A fault, or the start of a node; ``recovery_s`` until the job's next step, None if there was none.
-
-    ``node`` is empty if the fault affected no node.
-    """
-
-    node: str
-    t_s: float
-    text: str
-    joins: bool
-    recovery_s: float | None
-
-
 def has_timeline(directory: Path) -> bool:
     """Whether ``directory`` holds a local run."""
     return (directory / "ledger").is_dir() and (directory / "summary.json").is_file()
@@ -62,7 +48,7 @@ def draw(directory: Path, output: Path) -> None:
         ) from error
     if not lines:
         raise StorageError(f"{directory}: its ledger is empty", hint="draw a run whose script opens a Session")
-    save(_figure(lines, marks(faults, lines[0].t)), output)
+    save(_figure(lines, faults), output)
 
 
 def bars(lines: Iterable[Line]) -> tuple[Bar, ...]:
@@ -84,31 +70,21 @@ def bars(lines: Iterable[Line]) -> tuple[Bar, ...]:
     return tuple(found)
 
 
-def marks(faults: Iterable[dict[str, Any]], began: float) -> tuple[Mark, ...]:
-    """The marks of the ``faults`` in a run's summary.json; ``began`` on the ledger's clock."""
-    found = []
-    for fault in faults:
-        recovery = fault["recovery"]
-        text = str(fault["what"]).partition(" (")[0]
-        took = float(recovery["recovery_s"]) if recovery is not None else None
-        found.append(Mark(fault["node"], fault["t"] - began, text, text.endswith("started"), took))
-    return tuple(found)
-
-
-def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
+def _figure(lines: Sequence[Line], faults: Sequence[dict[str, Any]]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    nodes = sorted({line.node for line in lines} | {mark.node for mark in faults if mark.node})
+    nodes = sorted({line.node for line in lines} | {fault["node"] for fault in faults} - {""})  # none of an outage
     figure = Figure(figsize=(10, 2.6 + 0.4 * len(nodes)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(nodes) + 0.5, 1.2]})
     for bar in bars(lines):
         colour = _ROUNDS[bar.round % 2] if bar.round else _STARTING
         span = [(bar.begin_s, bar.end_s - bar.begin_s)]
         above.broken_barh(span, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
-    for index, mark in enumerate(sorted(faults, key=lambda each: each.t_s)):
+    for index, fault in enumerate(sorted(faults, key=lambda each: float(each["t"]))):
         words_at = -0.65 - 0.45 * (index % 2) if len(faults) <= _MOST_WORDS else None
-        _mark(above, below, mark, nodes.index(mark.node) if mark.node else None, words_at)
+        row = nodes.index(fault["node"]) if fault["node"] else None
+        _mark(above, below, fault, fault["t"] - lines[0].t, row, words_at)
     above.set_yticks(range(len(nodes)), nodes)
     above.set_ylim(len(nodes) - 0.3, -1.5)
     patches = [Patch(color=_ROUNDS[1], label="trains"), Patch(color=_ROUNDS[0], label="trains, in the next round")]
@@ -126,15 +102,16 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
     return figure
 
 
-def _mark(above: Any, below: Any, mark: Mark, row: int | None, words_at: float | None) -> None:
-    colour = _JOIN if mark.joins else FAULT
+def _mark(above: Any, below: Any, fault: dict[str, Any], t_s: float, row: int | None, words_at: float | None) -> None:
+    text = fault["what"].partition(" (")[0]
+    joins = text.endswith("started")
+    colour = _JOIN if joins else FAULT
     for axes in (above, below):
-        axes.axvline(mark.t_s, color=colour, linewidth=1, linestyle=":" if mark.joins else "-")
+        axes.axvline(t_s, color=colour, linewidth=1, linestyle=":" if joins else "-")
     if row is not None:
-        above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)
+        above.plot([t_s], [row], marker=">" if joins else "X", color=colour, markersize=9, clip_on=False)
     if words_at is None:
         return
-    took = "" if mark.recovery_s is None or mark.joins else f": next step after {mark.recovery_s:.2f} s"
-    above.annotate(
-        f"{mark.text}{took}", (mark.t_s, words_at), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8
-    )
+    if fault["recovery"] is not None and not joins:
+        text += f": next step after {fault['recovery']['recovery_s']:.2f} s"
+    above.annotate(text, (t_s, words_at), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_trainer.local.hosts import one_host
+from tests.support.networks import one_host
 
 
 @pytest.fixture(autouse=True)

@@ -433,7 +433,7 @@ class Trial:
         self._cluster.start(NODES)
 
     def look(self) -> None:
-        new = self._harness.lines()
+        new = self._harness.ledger.read()
         self.lines += new
         if any(line.event is LineKind.STEP for line in new):
             self._stepped_at = SYSTEM.monotonic()

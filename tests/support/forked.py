@@ -103,27 +103,22 @@ class Forked:
         return code
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
         return self.returncode
 
     def wait(self, limit_s: float | None = None) -> int:
-        """Its exit code, once it has ended."""
         self._process.join(limit_s)
         if (code := self.returncode) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", limit_s or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Signal it, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

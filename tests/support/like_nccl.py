@@ -37,8 +37,6 @@ _KERNELS = ("allreduce", "allgather", "_allgather_base", "broadcast", "send", "r
 
 
 class Kernel(dist.Work):
-    """An operation on the stream."""
-
     def __init__(self, outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self.outputs, self.ended = outputs, threading.Event()
@@ -83,7 +81,6 @@ class LikeNccl(dist.ProcessGroup):
         self.abort()
 
     def drained(self) -> bool:
-        """Whether its stream is empty."""
         return self._stream.empty() and self._running is None
 
     def call(self, name: str, *arguments: Any) -> Any:

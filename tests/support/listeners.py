@@ -61,7 +61,6 @@ class Recorder:
         return self.snapshots[-1]
 
     def wait_events(self, count: int) -> list[WatchEvent]:
-        """Wait for ``count`` events; all of them."""
         self.wait(lambda me: len(me.events) >= count, f"{count} events")
         return self.events
 
@@ -70,5 +69,4 @@ class Recorder:
         return [event.item.value for event in self.events if event.kind is EventKind.PUT]
 
     def describe(self) -> str:
-        """What was heard, for a failure's message."""
         return f"{len(self.snapshots)} snapshots, {len(self.events)} events, connected {self.connected}, {self.faults}"

@@ -268,7 +268,6 @@ class MemoryStore:
 
     @property
     def reachable(self) -> bool:
-        """Whether calls get through at present."""
         return not (self.backend.down or self._cut or self._closed)
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
@@ -347,8 +346,6 @@ class MemoryStore:
 
 
 class _MemoryStream:
-    """A watch stream of one client."""
-
     def __init__(self, store: MemoryStore, key: str, range_end: str | None, revision: int) -> None:
         self._store = store
         self._backend = store.backend

@@ -34,13 +34,11 @@ def soon() -> Deadline:
 
 
 def record(size: int = 2, **more: Any) -> NodeRecord:
-    """The key of a ready node."""
     values: dict[str, Any] = {"state": NodeState.READY, "life": 1} | more
     return NodeRecord(host="box", address="127.0.0.1", local_world_size=size, store_port=1, probe_port=1, **values)
 
 
 def rank(number: int, local: int = 0, **more: Any) -> RankHealth:
-    """A rank that trains."""
     values: dict[str, Any] = {
         "pid": 100 + number,
         "phase": "training",
@@ -56,12 +54,10 @@ def rank(number: int, local: int = 0, **more: Any) -> RankHealth:
 def health(
     node: str, ranks: Sequence[RankHealth] = (), counters: Mapping[str, float] | None = None, **more: Any
 ) -> NodeHealth:
-    """What a node tells."""
     return NodeHealth(node=node, wall=1000.0, round=1, ranks=tuple(ranks), counters=counters or {}, **more)
 
 
 def entry(number: int, state: RoundState = RoundState.ACTIVE, wall: float = 1000.0, **more: Any) -> JournalEntry:
-    """A transition."""
     values: dict[str, Any] = {"by": "n0", "reason": "because", "nodes": ("n0",), "world_size": 2} | more
     return JournalEntry(wall=wall, round=number, state=state, **values)
 

@@ -40,7 +40,6 @@ class Tools:
 
     @property
     def etcd(self) -> str:
-        """The server."""
         return str(self.directory / "etcd")
 
     def carry_out(self, text: str, endpoint: str, places: Mapping[str, Path]) -> str:

@@ -22,8 +22,6 @@ BRIEF = {"ttl": "10"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of a worker."""
-
     t: float
     round: int
     rank: int
@@ -50,21 +48,11 @@ class SteppingCluster(LocalCluster):
         return known
 
     def last(self, node: str, local_rank: int = 0) -> Step | None:
-        """The newest line."""
         steps = self.steps(node, local_rank)
         return steps[-1] if steps else None
 
     def log(self, node: str) -> str:
-        """What the node printed."""
         return (self.spec.logs / f"{node}.log").read_text(errors="replace")
-
-    def describe(self) -> str:
-        """The end of all logs, for a failure's message."""
-        parts = [f"--- {n.name} (exit {n.exit_code()}), last {self.last(n.name)}" for n in self.nodes]
-        return "\n".join(
-            f"{part}\n" + "\n".join(self.log(node.name).splitlines()[-12:])
-            for part, node in zip(parts, self.nodes, strict=True)
-        )
 
 
 class PlainJob(SteppingCluster, Running):
@@ -132,5 +120,4 @@ class PlainJob(SteppingCluster, Running):
         self.wait_for(lambda: len(self.steps(node, local_rank)) >= goal, f"{node} stands still")
 
     def await_state(self, node: str, state: NodeState) -> None:
-        """Wait until ``node`` shows this state."""
         self.wait_for(lambda: self.shows(node, state), f"{node} is not {state}")

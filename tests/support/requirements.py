@@ -13,8 +13,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from elastic_trainer.local.hosts import Segment, current, lacks
+from elastic_trainer.local.hosts import current, lacks
 from elastic_trainer.torch_internals import TorchPart
+from tests.support.networks import AnySegment
 
 TORCH_CANNOT = "this torch cannot: "
 """How the reason of a skip begins that another machine would not change."""
@@ -65,14 +66,14 @@ def needs_torch(part: TorchPart) -> None:
         pytest.skip(f"{TORCH_CANNOT}{part.capability} need torch {part.since}")
 
 
-def here() -> Segment:
+def here() -> AnySegment:
     """The segment that tests run on; without one the test ends as :func:`missing` says."""
     needs_hosts()
     found = current()
-    return found if found is not None else missing("this process could not enter a segment")
+    return found if isinstance(found, AnySegment) else missing("this process could not enter a segment")
 
 
 def outside() -> AbstractContextManager[None]:
     """In the body this thread, and programs that it starts, reach the networks that the machine reaches."""
     segment = current()
-    return segment.left() if segment is not None else nullcontext()
+    return segment.left() if isinstance(segment, AnySegment) else nullcontext()

@@ -63,7 +63,6 @@ class Running(LocalCluster):
         return {node.name: node.exit_code() for node in self.nodes}
 
     def exit_code(self, node: Node, limit_s: float = LIMIT_S) -> int | None:
-        """Wait for this node's end."""
         code = node.wait(Deadline.after(limit_s))
         assert code is not None, f"{node.name} does not end:\n{self.describe()}"
         return code
@@ -71,11 +70,9 @@ class Running(LocalCluster):
     # ---- what the store holds
 
     def formed(self) -> bool:
-        """Whether there is a round document."""
         return self.store.get(self.keys.round, Deadline.after(LIMIT_S)).first is not None
 
     def document(self) -> RoundDocument:
-        """The round document."""
         found = self.store.get(self.keys.round, Deadline.after(LIMIT_S)).first
         assert found is not None
         return RoundDocument.decode(found.value, found.key)
@@ -85,7 +82,6 @@ class Running(LocalCluster):
         return [member.node for member in self.document().members]
 
     def journal(self) -> list[JournalEntry]:
-        """All transitions so far."""
         items = self.store.range(self.keys.events, Deadline.after(LIMIT_S)).items
         return [JournalEntry.decode(item.value, item.key) for item in items]
 
@@ -95,11 +91,9 @@ class Running(LocalCluster):
         return NodeRecord.decode(found.value, found.key) if found is not None else None
 
     def present(self, node: str) -> bool:
-        """Whether the node's key is there."""
         return self.record(node) is not None
 
     def absent(self, node: str) -> bool:
-        """Whether it is gone."""
         return not self.present(node)
 
     def shows(self, node: str, state: NodeState) -> bool:
@@ -110,7 +104,6 @@ class Running(LocalCluster):
     # ---- what the nodes said
 
     def log(self, node: str) -> str:
-        """What the node printed."""
         return (self.spec.logs / f"{node}.log").read_text(errors="replace")
 
     def sentences(self, node: str) -> list[str]:

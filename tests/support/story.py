@@ -10,7 +10,6 @@ from elastic_trainer.local.ledger import Line, LineKind
 
 
 def opened(round_: int, t: float, *, step: int = 0, world: int = 2, rank: int = 0, node: str = "n0") -> Line:
-    """A rank has resumed at ``step``."""
     return Line(event=LineKind.OPENED, t=t, node=node, rank=rank, world=world, round=round_, step=step)
 
 
@@ -32,5 +31,4 @@ def epochs(size: int, batch: int, count: int = 1) -> list[list[tuple[int, tuple[
 def struck(
     kind: FaultKind = FaultKind.KILL_NODE, *, node: str = "n1", t: float = 0.0, round_: int = 1, step: int = 0
 ) -> Injected:
-    """A fault that was carried out."""
     return Injected(Fault(kind, step, node), node, (4711,), t, round_, step)

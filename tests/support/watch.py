@@ -13,12 +13,15 @@ when a process does not come up. A test without the two programs is skipped, and
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -28,9 +31,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local.etcd import spawn
 from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.deployment import DEPLOY, PROMETHEUS, load
-from tests.support.mailbox import Mailbox, Message
 from tests.support.requirements import needs
-from tests.support.shortened import duration, redirected, shortened_rules
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 20.0
@@ -42,8 +43,6 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value of an instant vector."""
-
     labels: dict[str, str]
     value: float
 
@@ -54,8 +53,6 @@ ALWAYS = "ElasticTrainerDeadMansSwitch"
 
 @dataclass(frozen=True, slots=True)
 class FiringAlert:
-    """One alert as Prometheus has it."""
-
     name: str
     state: str
     """``pending`` or ``firing``."""
@@ -63,12 +60,67 @@ class FiringAlert:
     annotations: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    receiver: str
+    status: str
+    """``firing`` or ``resolved``."""
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.labels.get("alertname", "")
+
+
+class Mailbox:
+    """Takes the messages that Alertmanager sends, in the place of people, by a server and its thread."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._lock = threading.Lock()
+        mailbox = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                mailbox.take(self.path.strip("/"), json.loads(body))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="mailbox", daemon=True)
+        self._thread.start()
+
+    def take(self, receiver: str, content: dict[str, Any]) -> None:
+        with self._lock:
+            self._messages += [
+                Message(receiver, each["status"], each["labels"], each["annotations"]) for each in content["alerts"]
+            ]
+
+    @property
+    def messages(self) -> list[Message]:
+        with self._lock:
+            return list(self._messages)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 class Watch:
     """See the module.
 
     ``nodes`` and ``monitors`` are ``host:port``; ``nodes_from`` is the URL of a list of nodes (http_sd), instead of or
     beside ``nodes``. All times of the rules are multiplied by ``scale``: 1/30 makes two seconds of a minute; for
-    ``scales`` see :func:`tests.support.shortened.shortened_rules`.
+    ``scales`` see :func:`shortened_rules`.
     """
 
     def __init__(
@@ -160,7 +212,6 @@ class Watch:
         return self.wait(expression, lambda: self.query(expression), within_s)
 
     def wait_alert(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> FiringAlert:
-        """Wait until the alert fires (for ``run``)."""
 
         def look() -> FiringAlert | None:
             return next(
@@ -170,7 +221,6 @@ class Watch:
         return self.wait(f"{name} fires", look, within_s)
 
     def wait_resolved(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> None:
-        """Wait until the alert fires no more."""
         self.wait(
             f"{name} is resolved",
             lambda: not any(each.name == name and run in (None, each.labels.get("run")) for each in self.alerts()),
@@ -267,3 +317,87 @@ class Watch:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path}: {error.read().decode(errors='replace')}") from error
+
+
+# ---- all times made shorter, so that a test can wait for them
+
+# Rules write lengths of time in three ways: as durations of ``for`` and ``keep_firing_for``, as ranges and offsets,
+# and, to compare values with, as ``N * 60`` or ``N * 3600``.
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
+_DURATION = r"(?:\d+(?:ms|[smhdwy]))+"
+_RANGE = re.compile(rf"\[({_DURATION})\]")
+_OFFSET = re.compile(rf"\boffset ({_DURATION})")
+_LENGTH = re.compile(r"\b(\d+) \* (60|3600)\b")
+_WAITS = ("group_wait", "group_interval", "repeat_interval")
+
+
+def seconds(duration: str) -> float:
+    if not re.fullmatch(_DURATION, duration):
+        raise ValueError(f"{duration!r} is not a duration")
+    return sum(int(number) * _UNITS_S[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdwy])", duration))
+
+
+def duration(value_s: float) -> str:
+    """``value_s`` as a duration of Prometheus, to the millisecond."""
+    return f"{max(1, round(value_s * 1000))}ms"
+
+
+def shortened_expression(
+    expression: str, scale: float, range_scale: float | None = None, least_range_s: float = 0.0
+) -> str:
+    """All times multiplied by ``scale``, ranges by ``range_scale`` if it is given.
+
+    Ranges stay at least ``least_range_s``, or rates would find no two samples.
+    """
+    range_scale = scale if range_scale is None else range_scale
+    text = _LENGTH.sub(lambda found: f"{int(found[1]) * int(found[2]) * scale:.6g}", expression)
+    text = _RANGE.sub(lambda found: f"[{duration(max(seconds(found[1]) * range_scale, least_range_s))}]", text)
+    return _OFFSET.sub(lambda found: f"offset {duration(seconds(found[1]) * scale)}", text)
+
+
+def shortened_rules(
+    rules: dict[str, Any], scale: float, least_range_s: float = 0.0, scales: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The content of a file of rules, with all times times ``scale``, those of queries in annotations too.
+
+    ``scales``: for some rules, by what they record or alert, by what their ranges and their ``for`` are multiplied
+    instead. Rules of one name keep their order: the one that is due first inhibits the others.
+    """
+    groups = []
+    for group in rules["groups"]:
+        changed = []
+        for rule in group["rules"]:
+            own_scale = (scales or {}).get(rule.get("record") or rule["alert"], scale)
+            new = {**rule, "expr": shortened_expression(rule["expr"], scale, own_scale, least_range_s)}
+            if "annotations" in rule:
+                new["annotations"] = {
+                    name: shortened_expression(text, scale, own_scale, least_range_s)
+                    for name, text in rule["annotations"].items()
+                }
+            wait_scales = {"for": own_scale, "keep_firing_for": scale}
+            new |= {
+                name: duration(seconds(rule[name]) * wait_scale)
+                for name, wait_scale in wait_scales.items()
+                if name in rule
+            }
+            changed.append(new)
+        groups.append({**group, "rules": changed})
+    return {**rules, "groups": groups}
+
+
+def redirected(config: dict[str, Any], url: str, wait_s: float) -> dict[str, Any]:
+    """The same routes, with ``url/<name>`` in the place of each receiver, told within some ``wait_s``."""
+    receivers = [
+        {"name": each["name"], "webhook_configs": [{"url": f"{url}/{each['name']}", "send_resolved": True}]}
+        for each in config["receivers"]
+    ]
+    return {**config, "route": _hurried(config["route"], wait_s), "receivers": receivers}
+
+
+def _hurried(route: dict[str, Any], wait_s: float) -> dict[str, Any]:
+    new = {name: value for name, value in route.items() if name not in _WAITS}
+    if "receiver" in route and "group_by" in route:  # the root, from which all others inherit
+        new |= {"group_wait": duration(wait_s), "group_interval": duration(2 * wait_s), "repeat_interval": "1h"}
+    if "routes" in route:
+        new["routes"] = [_hurried(each, wait_s) for each in route["routes"]]
+    return new

@@ -138,7 +138,7 @@ def test_where_nobody_can_or_is_to_help_rank_0_writes_alone(
     """Nodes with directories of their own wait for no help; with ``rank0`` no other rank even copies the state."""
     with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "8", "100", writers) as job:
         job.start(2)
-        assert set(job.exit_codes(60.0).values()) == {0}, job.describe()
+        assert set(job.exit_codes().values()) == {0}, job.describe()
         shared = [each for each in said(job, SHARED) if each.get("rank") == 0]  # agents commit what others hold
         node = {each["node"] for each in shared}.pop() if writers == "own" else "all"
         assert len(check_rank0s(directory, directory / "checkpoints" / node, 2)) == 8 // SAVE_EVERY

@@ -14,7 +14,7 @@ from tests.integration.training.launch import ran
 from tests.support.slowstorage import SLOW
 
 SAVED_AT, STEPS = 30, 60
-SLOW_S, SOON_S = 60.0, 20.0
+SLOW_S, SOON_S = 180.0, 60.0
 """A read takes the first; who waits for a dead rank or a read would take longer than the second."""
 
 

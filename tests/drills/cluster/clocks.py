@@ -56,5 +56,4 @@ class _Cluster(LocalCluster):
         self._clocks = clocks
 
     def command(self, name: str) -> list[str]:
-        """See :class:`LocalCluster`."""
         return ["env", *(f"{key}={text}" for key, text in self._clocks.variables(name).items()), *super().command(name)]

@@ -31,8 +31,6 @@ INTERLUDES = "interludes"
 
 
 class Interlude(StrEnum):
-    """What takes long."""
-
     EVALUATION = "evaluation"
     """``session.evaluate``, on all ranks together."""
     SAVE = "save"

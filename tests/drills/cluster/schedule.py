@@ -9,8 +9,6 @@ from enum import StrEnum
 
 
 class Blow(StrEnum):
-    """What may happen."""
-
     WORKER_KILL = "worker-kill"
     NODE_KILL = "node-kill"
     JOIN = "join"

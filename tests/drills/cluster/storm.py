@@ -114,7 +114,6 @@ class Storm:
             self._thaw = None
 
     def _strike(self) -> None:
-        """Something that may happen now."""
         stage, chance = self._stage, self._chance
         stage.observe()
         running, holding = sorted(stage.expected), set(holders(stage))

@@ -20,12 +20,13 @@ from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.drills.strikes import kill_nodes
 from elastic_trainer.local import agents
 from elastic_trainer.local.cluster import LocalCluster
-from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, HostNetwork, OwnName, free_ports
+from elastic_trainer.local.hosts import free_ports
 from elastic_trainer.local.ledger import LineKind
 from tests.drills.cluster.clocks import MovedClocks
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.integration.training.launch import LIMIT_S
 from tests.integration.worker.launch import environment
+from tests.support.networks import ABOVE, BELOW, IPV6, HostNetwork, OwnName
 from tests.support.requirements import here, needs
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root, pytest.mark.usefixtures("etcd_binary")]
@@ -130,7 +131,6 @@ class AheadClocks(MovedClocks):
         self._ahead_s = ahead_s
 
     def ahead_s(self, node: str) -> float:
-        """Of the right time."""
         return int(node.removeprefix("n")) * self._ahead_s
 
     def variables(self, node: str) -> dict[str, str]:

@@ -21,13 +21,11 @@ QUIET = ("epochs=1000000", "scheduler={name: none}", "evaluation={every_epochs: 
 
 
 def trained(directory: Path, *more: str) -> list[str]:
-    """The job, with its checkpoints in ``directory``."""
     job = ["-m", "elastic_trainer.training", "mnist", "reduction=tree", *SMALL, *QUIET]
     return [*job, f"checkpoint.directory={directory}", *more]
 
 
 def workers(nodes: Sequence[Node]) -> list[int | None]:
-    """Their processes."""
     return [each.pid if (each := node.worker()) is not None else None for node in nodes]
 
 
@@ -40,14 +38,14 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
     sample is used once, no step is made twice, and model and optimizer are those of one process without faults, bit by
     bit."""
     entry = trained(tmp_path / "checkpoints")
-    options = {"hang_timeout": "4", "ttl": "10"}
+    options = {"hang_timeout": "8", "ttl": "10"}
     with Job(tmp_path, own_etcd.endpoint, run_id, most=3, entry=entry, options=options) as job:
         job.start(2)
-        job.await_world("n0", "n1")
+        after = job.await_world("n0", "n1")
         first, second = map(job.node, job.order())
         others = workers([first])
         assert second.kill_worker() is not None
-        after = job.await_world("n0", "n1", after=1)
+        after = job.await_world("n0", "n1", after=after)
         assert workers([first]) == others
 
         third = job.add()

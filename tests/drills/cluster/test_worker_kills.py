@@ -120,10 +120,13 @@ class Kills:
                 break
             moment = Moment.UPON if self._chance.random() < 0.2 else Moment.TRAINING
             moment = Moment.INTERLUDE if number % self._interlude_every == 0 else moment
-            self._stage.until(partial(self._ripe, moment), f"the {moment} for kill {number}")
-            under_way = self._under_way(self._holders())
-            lasts_s = max((mark.seconds for mark in under_way.values()), default=0.0)
-            pause(self._chance.uniform(0.0, SOON_S.get(moment, INTERLUDE_PART * lasts_s)))
+            while True:
+                self._stage.until(partial(self._ripe, moment), f"the {moment} for kill {number}")
+                under_way = self._under_way(self._holders())
+                lasts_s = max((mark.seconds for mark in under_way.values()), default=0.0)
+                pause(self._chance.uniform(0.0, SOON_S.get(moment, INTERLUDE_PART * lasts_s)))
+                if moment is not Moment.INTERLUDE or self._under_way(self._holders()):
+                    break  # else this machine took so long to look that it is over
             self._kill()
         self._stage.await_steps()
 

@@ -201,8 +201,6 @@ def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 class Fleet:
-    """See the module."""
-
     def __init__(self, composed: Composed, run: str, folder: Path, job: Sequence[str]) -> None:
         self.composed, self.run, self.folder, self.job = composed, run, folder, tuple(job)
         self.book = Book()

@@ -12,6 +12,7 @@ from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import ClusterSpec, Node
 from elastic_trainer.local.ledger import LedgerTail, Line, LineKind, audit
 from elastic_trainer.membership.documents import RoundDocument, RoundState
+from tests.support.networks import within
 from tests.support.running import LIMIT_S as LIMIT_S
 from tests.support.running import Running
 
@@ -112,7 +113,7 @@ class Job(Running):
 
     def near(self, node: str) -> AbstractContextManager[None]:
         """In the body this thread connects from the node's own host: what listens on its loopback hears it."""
-        return self.hosts[node].network() if self.hosts else nullcontext()
+        return within(f"/proc/{self.hosts[node].pid}/ns/net") if self.hosts else nullcontext()
 
     # ---- what the store and the disk hold
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.local.hosts import free_ports
 from tests.drills.endings.job import Job
 from tests.support.certificates import Authority
+from tests.support.etcd import TlsEtcdServer
 
 
 @pytest.mark.timeout(300)
@@ -22,9 +22,9 @@ def test_a_job_with_client_certificates_and_a_dead_endpoint(tmp_path: Path, etcd
     authority = Authority(tmp_path / "certificates")
     certificate, key = authority.issue("server")
     mine, my_key = authority.issue("agent")
-    tls = ServerTls(authority.certificate, certificate, key)
+    served = authority.certificate, certificate, key
     files: dict[str, Any] = {"ca_cert": authority.certificate, "cert": mine, "key": my_key}
-    with EtcdServer(tmp_path / "etcd", binary=etcd_binary, tls=tls) as server:
+    with TlsEtcdServer(tmp_path / "etcd", *served, binary=etcd_binary) as server:
         endpoints = f"127.0.0.1:{nobody},localhost:{nobody},{server.endpoint}"
         options = {name: str(path) for name, path in files.items()}
         with Job(tmp_path / "job", endpoints, run_id, most=2, options=options, store=files) as job:

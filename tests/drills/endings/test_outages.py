@@ -16,6 +16,7 @@ from elastic_trainer.local.hosts import reachable
 from elastic_trainer.membership.documents import NodeState
 from elastic_trainer.store.api import Put
 from tests.drills.endings.job import LIMIT_S, QUICK, Job
+from tests.support.etcd import freeze, thaw
 from tests.support.proxy import Proxy
 
 TTL_S = float(QUICK["ttl"])
@@ -29,10 +30,10 @@ def test_etcd_frozen_for_longer_than_all_leases(tmp_path: Path, own_etcd: EtcdSe
         job.start(2)
         first = job.await_world("n0", "n1")
         pids = _workers(job)
-        own_etcd.pause()
+        freeze(own_etcd)
         pause(1.5 * TTL_S)
         job.await_steps(20)
-        own_etcd.resume()
+        thaw(own_etcd)
         job.await_world("n0", "n1", after=first)
         job.await_steps(20)
         assert _workers(job) == pids

@@ -30,6 +30,7 @@ def play(directory: Path) -> None:
         before = stage.await_steps()
         name = stage.cluster.add().name
         segment.part(before.nodes[1], name)
+        segment.part(name, before.nodes[1])
         document = stage.until(lambda: left_out(stage), f"a round without {name}")
         assert document.left_out == name
         assert [member.node for member in document.members] == list(before.nodes)
@@ -42,6 +43,7 @@ def play(directory: Path) -> None:
         stage.observe()
         assert attempts(stage, name) == tried
         segment.reunite(before.nodes[1], name)
+        segment.reunite(name, before.nodes[1])
         stage.welcome(name)
         joined = stage.await_steps()
         assert {node: joined.pids[node] for node in before.nodes} == dict(before.pids)

@@ -28,6 +28,12 @@ def begun(lead: Lead, names: str, faults: Sequence[Fault] = (), **values: Any) -
     return lead.begin("job.py", names, faults, **values)
 
 
+def joins(step: int, gate: str) -> list[Fault]:
+    """Behind ``step`` all stop at ``gate``, and then until they have heard of a planned change, however busy the
+    machine."""
+    return [("all", step, "after_step", f"gate:{gate}"), ("all", step, "after_step", "planned")]
+
+
 def results(lead: Lead, workers: Sequence[Worker], unrecorded: int = 0) -> list[dict[str, Any]]:
     """What the workers wrote at their end. None took a committed step back."""
     ended = lead.results(workers, unrecorded=unrecorded)
@@ -92,7 +98,7 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
 
     The first that would give C their state dies in the middle of that: C still holds what it held, and gets it from B.
     """
-    faults = [("all", 3, "before_update", "lose"), ("all", 4, "after_step", "gate:rejoined")]
+    faults = [("all", 3, "before_update", "lose"), *joins(4, "rejoined")]
     values: dict[str, Any] = {"small_pieces": True, "pace_s": PACE_S}
     (a,) = begun(lead, "a", faults, **values, dies_after_pieces=5)
     (b,), (c,) = begun(lead, "b", faults, **values), begun(lead, "c", **values)
@@ -119,7 +125,7 @@ def test_a_newcomer_gets_everything_out_of_memory_and_joins_between_two_steps(le
 
     Who is there already does what it does behind a step (a collective about the loss) before the newcomer is let in.
     """
-    faults = [("all", 3, "after_step", "gate:joining")]
+    faults = joins(3, "joining")
     members = begun(lead, "ab", faults, scaled=True, losses=True, pace_s=PACE_S)
     lead.form(members)
     (c,) = begun(lead, "c", scaled=True, losses=True, pace_s=PACE_S)
@@ -136,7 +142,7 @@ def test_a_newcomer_gets_everything_out_of_memory_and_joins_between_two_steps(le
 def test_a_newcomer_that_cuts_the_data_differently_is_refused_alone(lead: Lead) -> None:
     """Before it has drawn a batch, though it says that its plan may be another than a checkpoint's; the others train
     on without it, on all samples."""
-    members = begun(lead, "ab", [("all", 3, "after_step", "gate:joining")], pace_s=PACE_S)
+    members = begun(lead, "ab", joins(3, "joining"), pace_s=PACE_S)
     lead.form(members)
     (c,) = begun(lead, "c", size=20, allow_changed=["global_batch"])
     lead.tolerate([c])
@@ -152,7 +158,7 @@ def test_a_newcomer_that_cuts_the_data_differently_is_refused_alone(lead: Lead) 
 
 def test_a_member_that_dies_while_all_save_before_too_few_are_left_costs_the_other_nothing(lead: Lead) -> None:
     """One is asked to go, and is killed before it has saved: the other keeps its process and its state, and waits."""
-    faults = [("all", 3, "after_step", "gate:leaving"), ("b", 0, "settling", "kill")]
+    faults = [*joins(3, "leaving"), ("b", 0, "settling", "kill")]
     a, b = workers = begun(lead, "ab", faults, pace_s=PACE_S, checkpoints=str(lead.directory / "checkpoints"))
     lead.form(workers)
     lead.await_file("leaving.b")

@@ -21,9 +21,8 @@ from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdServer
 from tests.support.browsing import Overview, overviews
 from tests.support.following import COMMAND, monitor
-from tests.support.mailbox import Message
 from tests.support.small_disk import mounted
-from tests.support.watch import ALWAYS, WAIT_S, Watch
+from tests.support.watch import ALWAYS, WAIT_S, Message, Watch
 
 SCALE = 1 / 20
 """Three seconds are a minute of the rules: still more than the two from one word of a node to the next."""

@@ -17,9 +17,9 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.hosts import one_host
 from tests.drills.endings.job import Job
 from tests.drills.operations.night import SAVES, STEPS, Night, Plan, night
+from tests.support.networks import one_host
 from tests.support.requirements import needs, needs_root
 from tests.support.running import Running
 from tests.support.small_disk import mounted

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.local import agents
-from elastic_trainer.local.hosts import HostNetwork, OwnName, Segment
 from elastic_trainer.membership.documents import RoundState
 from tests.drills.endings.job import LASTING, Job
+from tests.support.networks import AnySegment, HostNetwork, OwnName
 from tests.support.requirements import here
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.root]
@@ -20,7 +20,7 @@ SLOW_TO_FORM = LASTING | {"form_timeout": "3"}
 
 
 @pytest.fixture
-def segment() -> Segment:
+def segment() -> AnySegment:
     """The one that tests run on."""
     return here()
 
@@ -53,7 +53,7 @@ def test_a_job_that_starts_on_one_host_grows_onto_another(tmp_path: Path, etcd_e
 @pytest.mark.parametrize("recovery", ["in_place", "restart"])
 @pytest.mark.parametrize("spelled", ["localhost", "n0", "address"])
 def test_etcd_on_the_head_machine(
-    segment: Segment, tmp_path: Path, etcd_binary: str, run_id: str, recovery: str, spelled: str
+    segment: AnySegment, tmp_path: Path, etcd_binary: str, run_id: str, recovery: str, spelled: str
 ) -> None:
     """Whatever the head calls its etcd, it announces an address that others can use, and the second host trains with
     it. Both hosts have Debian's ``/etc/hosts``."""
@@ -78,7 +78,7 @@ def test_etcd_on_the_head_machine(
 
 @pytest.mark.parametrize("fault", ["silent", "misled"])
 def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(
-    segment: Segment, tmp_path: Path, etcd_endpoint: str, run_id: str, fault: str
+    segment: AnySegment, tmp_path: Path, etcd_endpoint: str, run_id: str, fault: str
 ) -> None:
     """Both reach etcd. All packets between them are lost, or the workers of the second publish their loopback
     (``GLOO_SOCKET_IFNAME``), which only they know. The first trains on, with growing pauses between two tries, and the
@@ -89,6 +89,7 @@ def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(
         job.hosts["n1"] = segment.attach("n1", [tmp_path], tmp_path / "ledger")
         if fault == "silent":
             segment.part("n0", "n1")
+            segment.part("n1", "n0")
         job.add_with(environment={"GLOO_SOCKET_IFNAME": "lo"} if fault == "misled" else {})
         job.wait_for(lambda: job.document().left_out == "n1", "n1 is not left out")
         job.await_steps(100)
@@ -112,6 +113,7 @@ def test_hosts_that_do_not_reach_each_other_do_not_end_the_run(
         assert "node.quarantined" in job.log("n1")
         if fault == "silent":
             segment.reunite("n0", "n1")
+            segment.reunite("n1", "n0")
             job.await_world("n0", "n1", after=first, count=10)
             assert job.finish() == {"n0": 0, "n1": 0}
             job.check_lossless()

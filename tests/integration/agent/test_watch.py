@@ -20,7 +20,7 @@ def health(job: PlainJob, node: str) -> NodeHealth | None:
 def test_its_steps_are_seen_and_a_worker_that_hangs_is_ended(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """All nodes see ranks and steps; after the restart they step together, and the record says who hung and why."""
     entry = ["-m", "elastic_trainer.watch", str(SCRIPT), str(tmp_path), "--optimizer"]
-    options = {"step_timeout": "2", "first_step_timeout": "60"}
+    options = {"step_timeout": "5", "first_step_timeout": "60"}
     with PlainJob(tmp_path, etcd_endpoint, run_id, least=2, most=2, entry=entry, options=options) as job:
         job.start(2)
         first, second = order = job.await_order()

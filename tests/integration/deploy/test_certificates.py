@@ -15,13 +15,14 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.local.etcd import EtcdServer, ServerTls
-from elastic_trainer.local.hosts import one_host
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.settings import Endpoint
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.connect import refusal
 from tests.integration.store.support import client, put, settings
 from tests.support.deployment import DEPLOY, ran
+from tests.support.etcd import TlsEtcdServer
+from tests.support.networks import one_host
 from tests.support.requirements import needs
 from tests.support.waiting import soon
 
@@ -50,8 +51,8 @@ def files(directory: Path, name: str = "client") -> dict[str, Path]:
 
 def server_of(directory: Path, data: Path, binary: str) -> EtcdServer:
     """An etcd with the certificates, for its clients and for its peers."""
-    tls = ServerTls(directory / "ca.crt", directory / "server.crt", directory / "server.key")
-    return EtcdServer(data, binary=binary, tls=tls)
+    served = (directory / name for name in ("ca.crt", "server.crt", "server.key"))
+    return TlsEtcdServer(data, *served, binary=binary)
 
 
 def contents(directory: Path, pattern: str) -> dict[str, bytes]:

@@ -57,17 +57,6 @@ def test_a_restart_waits_for_its_port_and_then_says_so(etcd_binary: str, tmp_pat
             server.start()
 
 
-def test_a_port_lost_between_look_and_bind_is_recognised(etcd_binary: str, tmp_path: Path) -> None:
-    """etcd's own failure to bind is told from its other failures."""
-    server = EtcdServer(tmp_path, binary=etcd_binary)
-    with socket.create_server(("127.0.0.1", server.client_port)):
-        server.launch()
-        with pytest.raises(StoreUnavailableError, match="ended while starting"):
-            server.wait_healthy(soon())
-    assert server.lost_its_port
-    server.dispose()
-
-
 def test_a_server_that_dies_at_its_start_tells_why(etcd_binary: str, tmp_path: Path) -> None:
     server = EtcdServer(tmp_path, binary=etcd_binary, arguments=["--no-such-flag"])
     with pytest.raises(StoreUnavailableError, match="ended while starting") as caught, server:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from elastic_trainer.local import agents
-from elastic_trainer.local.hosts import ABOVE, BELOW, IPV6, ClusterError, Host, HostNetwork, OwnName, Segment
+from elastic_trainer.local.hosts import ClusterError, Host
+from tests.support.networks import ABOVE, BELOW, IPV6, AnySegment, HostNetwork, OwnName, entering
 from tests.support.requirements import needs_hosts
 from tests.support.waiting import eventually
 
@@ -37,9 +38,9 @@ open("/tmp/of-one-host", "w").close(), open("/dev/shm/of-one-host", "w").close()
 
 
 @pytest.fixture
-def segment(tmp_path: Path) -> Iterator[Segment]:
+def segment(tmp_path: Path) -> Iterator[AnySegment]:
     needs_hosts()
-    with Segment() as made:
+    with AnySegment() as made:
         yield made
 
 
@@ -50,7 +51,7 @@ def ran(host: Host, log: Path) -> str:
     return log.read_text()
 
 
-def test_hosts_share_no_name_process_or_temporary_file(segment: Segment, tmp_path: Path) -> None:
+def test_hosts_share_no_name_process_or_temporary_file(segment: AnySegment, tmp_path: Path) -> None:
     """Process ids are equal on both, as on real hosts. The working directory is that of all."""
     told = []
     for name in ("a", "b"):
@@ -64,7 +65,7 @@ def test_hosts_share_no_name_process_or_temporary_file(segment: Segment, tmp_pat
     assert not Path("/tmp/of-one-host").exists()
 
 
-def test_what_contains_what_is_shared_is_shared_as_a_whole(segment: Segment, tmp_path: Path) -> None:
+def test_what_contains_what_is_shared_is_shared_as_a_whole(segment: AnySegment, tmp_path: Path) -> None:
     """A project with its environment in it, a file, and a directory by the name of a link to it."""
     whole, part, file = tmp_path / "project", tmp_path / "project" / ".venv", tmp_path / "alone.py"
     part.mkdir(parents=True)
@@ -73,28 +74,28 @@ def test_what_contains_what_is_shared_is_shared_as_a_whole(segment: Segment, tmp
     (tmp_path / "link").symlink_to(whole)
     host = segment.attach("a", [part, whole, file, tmp_path / "link"])
     seen = [whole / "train.py", part / "python", file, tmp_path / "link" / "train.py"]
-    assert subprocess.run([*host.entering, "ls", *seen], capture_output=True).returncode == 0
+    assert subprocess.run([*entering(host), "ls", *seen], capture_output=True).returncode == 0
 
 
-def test_only_shared_directories_below_tmp_are_seen(segment: Segment, tmp_path: Path) -> None:
+def test_only_shared_directories_below_tmp_are_seen(segment: AnySegment, tmp_path: Path) -> None:
     """A ledger shows the processes as the reader numbers them."""
     shared, other = tmp_path / "shared", tmp_path / "other"
     for each in (shared, other):
         each.mkdir()
         (each / "file").touch()
     host = segment.attach("a", [shared], shared)
-    seen = subprocess.run([*host.entering, "ls", shared / "file"], capture_output=True)
-    unseen = subprocess.run([*host.entering, "ls", other / "file"], capture_output=True)
+    seen = subprocess.run([*entering(host), "ls", shared / "file"], capture_output=True)
+    unseen = subprocess.run([*entering(host), "ls", other / "file"], capture_output=True)
     assert (seen.returncode, unseen.returncode) == (0, 2)
     look = "import os, sys; print(os.readlink(sys.argv[1]), os.getpid())"
-    told = subprocess.check_output([*host.entering, sys.executable, "-c", look, shared / "proc" / "self"])
+    told = subprocess.check_output([*entering(host), sys.executable, "-c", look, shared / "proc" / "self"])
     outside, inside = map(int, told.split())
     assert outside > inside
 
 
-def test_a_closed_host_ends_all_that_runs_on_it(segment: Segment) -> None:
+def test_a_closed_host_ends_all_that_runs_on_it(segment: AnySegment) -> None:
     host = segment.attach("a")
-    sleeper = subprocess.Popen([*host.entering, "setsid", "sleep", "600"])
+    sleeper = subprocess.Popen([*entering(host), "setsid", "sleep", "600"])
     eventually(lambda: psutil.Process(sleeper.pid).children(), "it does not start")
     inside = psutil.Process(sleeper.pid).children()[0]
     host.close()
@@ -124,7 +125,7 @@ def test_hosts_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     ids=["below", "ipv6", "debian", "unnamed"],
 )
 def test_a_network_is_made_as_it_was_asked_for(
-    segment: Segment, network: HostNetwork, own: list[str], tmp_path: Path
+    segment: AnySegment, network: HostNetwork, own: list[str], tmp_path: Path
 ) -> None:
     """The hub reaches each host at each of its addresses."""
     with segment.using(network):
@@ -136,12 +137,12 @@ def test_a_network_is_made_as_it_was_asked_for(
             socket.create_connection((address, 9), 10.0)
 
 
-def test_a_host_that_cannot_be_made_says_why(segment: Segment) -> None:
+def test_a_host_that_cannot_be_made_says_why(segment: AnySegment) -> None:
     with pytest.raises(ClusterError, match=r"no host could be created: .*sethostname: Invalid argument"):
         segment.attach("a" * 65)
 
 
-def test_nothing_of_a_cut_off_node_reaches_the_hub_and_the_others_stay_in_touch(segment: Segment) -> None:
+def test_nothing_of_a_cut_off_node_reaches_the_hub_and_the_others_stay_in_touch(segment: AnySegment) -> None:
     """Whichever node it is: a bridge without an address of its own would have that of one node's cable."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hub:
         hosts = {name: segment.attach(name) for name in ("a", "b", "c")}
@@ -151,7 +152,7 @@ def test_nothing_of_a_cut_off_node_reaches_the_hub_and_the_others_stay_in_touch(
         def passes(name: str, limit_s: float) -> bool:
             """Whether a datagram of ``name`` arrives; its kernel knows the hub's hardware address already."""
             sender = [sys.executable, "-S", "-c", SEND, segment.hub, str(port)]
-            subprocess.run([*hosts[name].entering, *sender], check=True)
+            subprocess.run([*entering(hosts[name]), *sender], check=True)
             hub.settimeout(limit_s)
             try:
                 return hub.recv(1) == b"x"

@@ -29,7 +29,7 @@ from elastic_trainer.preflight.examination import Neighbor
 from elastic_trainer.preflight.judge import FitLimits, Published, Status, bad, judge, judge_pairs, sentence
 from elastic_trainer.preflight.together import AbsentError, Heard, attended, port_of
 from elastic_trainer.store.api import RunKeys
-from tests.support.guarded import guard
+from tests.support.etcd import guard
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 ILL = "tests.integration.preflight.illness"

@@ -21,14 +21,14 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
-from elastic_trainer.local.etcd import EtcdCluster, EtcdServer, ServerTls
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.accounts import Accounts
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.etcd import StoreConnection
 from tests.integration.store.support import client, put, settings, watching
 from tests.support.certificates import Authority
-from tests.support.guarded import guard
+from tests.support.etcd import TlsEtcdServer, guard
 from tests.support.waiting import soon
 
 
@@ -161,10 +161,10 @@ def secured(etcd_binary: str, tmp_path: Path) -> Iterator[tuple[EtcdServer, dict
     """An etcd that speaks TLS only and wants client certificates, and the options for it."""
     authority = Authority(tmp_path / "certificates")
     certificate, key = authority.issue("server")
-    tls = ServerTls(authority.certificate, certificate, key)
+    served = authority.certificate, certificate, key
     mine, my_key = authority.issue("agent")
     options: dict[str, Any] = {"ca_cert": authority.certificate, "cert": mine, "key": my_key}
-    with EtcdServer(tmp_path / "etcd", binary=etcd_binary, tls=tls) as server:
+    with TlsEtcdServer(tmp_path / "etcd", *served, binary=etcd_binary) as server:
         yield server, options
 
 

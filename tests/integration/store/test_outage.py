@@ -17,6 +17,7 @@ from elastic_trainer.store.api import Delete, Put, Store, absent
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.store.watch import WatchLoop
 from tests.integration.store.support import client, put, watching
+from tests.support.etcd import freeze, thaw
 from tests.support.listeners import LIMIT_S, Recorder
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually, soon
@@ -177,7 +178,7 @@ def test_a_frozen_etcd_is_noticed(own_etcd: EtcdServer) -> None:
     """
     with client(own_etcd.endpoint) as store:
         recorder = watching(store, "/w/")
-        own_etcd.pause()
+        freeze(own_etcd)
         try:
             began = SYSTEM.monotonic()
             with pytest.raises(StoreUnavailableError):
@@ -187,7 +188,7 @@ def test_a_frozen_etcd_is_noticed(own_etcd: EtcdServer) -> None:
             assert SYSTEM.monotonic() - began < 15.0
             recorder.wait(lambda me: me.connected == [True, False], "the freeze")
         finally:
-            own_etcd.resume()
+            thaw(own_etcd)
         # A write into the old connection, which ends about now, may happen or not; reads go on over the next one.
         recorder.wait(lambda me: me.connected == [True, False, True], "the watch's return")
         store.get("/w/k", Deadline.after(30.0))
@@ -200,14 +201,14 @@ def test_closing_is_prompt_while_etcd_is_frozen(own_etcd: EtcdServer) -> None:
     """A watch that waits for etcd, before or after its first answer, does not hold up the end of the process."""
     with client(own_etcd.endpoint) as store:
         watching(store, "/w/")
-        own_etcd.pause()
+        freeze(own_etcd)
         late = Recorder()
         store.watch("/w/", late)
         pause(0.5)
         began = SYSTEM.monotonic()
         store.close()
         assert SYSTEM.monotonic() - began < 3.0
-        own_etcd.resume()
+        thaw(own_etcd)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("watch-/w/")]
     assert late.snapshots == []
 

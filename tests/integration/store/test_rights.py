@@ -21,12 +21,13 @@ from elastic_trainer.errors import (
     LeaseLostError,
     StoreUnavailableError,
 )
-from elastic_trainer.local.etcd import EtcdServer, ServerTls, find_binary
+from elastic_trainer.local.etcd import EtcdServer, find_binary
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.accounts import Account, Accounts
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
 from tests.integration.store.support import client, put, settings
 from tests.support.certificates import Authority
+from tests.support.etcd import TlsEtcdServer
 from tests.support.listeners import Recorder
 from tests.support.requirements import missing
 from tests.support.waiting import soon
@@ -284,13 +285,13 @@ def test_a_certificate_can_take_the_place_of_a_password(
     """etcd takes the common name of a client's certificate for the user, where none is given; with one that is no
     user's name nothing can be read."""
     authority = Authority(tmp_path / "certificates")
-    tls = ServerTls(authority.certificate, *authority.issue("server"))
+    served = authority.certificate, *authority.issue("server")
 
     def shown(name: str) -> dict[str, Any]:
         certificate, key = authority.issue(name)
         return {"ca_cert": authority.certificate, "cert": certificate, "key": key}
 
-    with EtcdServer(tmp_path / "etcd", binary=etcd_binary, tls=tls) as server:
+    with TlsEtcdServer(tmp_path / "etcd", *served, binary=etcd_binary) as server:
         (tmp_path / "root").write_text(ROOT_PASSWORD)
         files = shown("client")
         where = ["--endpoint", server.endpoint, "--user", "root", "--password-file", str(tmp_path / "root")]

@@ -7,7 +7,7 @@ from dataclasses import astuple
 import pytest
 
 from elastic_trainer.drills.faults import FaultKind, Injected
-from elastic_trainer.drills.measure import Book, Digest, JournalMoment, compared, recovery, state_problems
+from elastic_trainer.drills.measure import Book, Digest, compared, recovery, state_problems
 from elastic_trainer.local.ledger import Line, LineKind
 from tests.support.story import committed, opened, struck
 
@@ -44,7 +44,7 @@ def test_recovery_is_the_first_step_of_a_later_round(
 
 def left(node: str, shard_rank: int, digest: str) -> Digest:
     pid = int(node[1:]) * 10 + shard_rank
-    return Digest(event=JournalMoment.END, node=node, pid=pid, round=1, step=7, digest=digest, shard_rank=shard_rank)
+    return Digest(event="end", node=node, pid=pid, round=1, step=7, digest=digest, shard_rank=shard_rank)
 
 
 def test_ranks_of_one_shard_rank_hold_the_same_and_those_of_two_do_not() -> None:

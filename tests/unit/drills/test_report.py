@@ -125,9 +125,6 @@ def test_the_summary_is_written_whole_as_json(tmp_path: Path) -> None:
     assert read["faults"][0]["recovery"]["recovery_s"] == pytest.approx(1.5)
     assert (read["audit"]["exact"], read["audit"]["repeated"], read["audit"]["missing"]) == (True, 0, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_a_summary_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         report.write(told(), tmp_path / "gone" / "summary.json")
 

@@ -78,37 +78,6 @@ def test_a_sample_that_a_living_rank_did_not_use_is_missing(
         assert not result.epochs[-1].ended
 
 
-@given(histories(), st.data())
-def test_a_sample_used_twice_is_repeated(history: tuple[list[Line], int, int], data: st.DataObject) -> None:
-    """Adding an already used sample to a surviving line is found, whichever it is."""
-    lines, size, _ = history
-    surviving = {(commit.round, commit.step) for commit in lineage(lines)}
-    index = data.draw(
-        st.sampled_from([i for i, line in enumerate(lines) if line.samples and (line.round, line.step) in surviving])
-    )
-    line = lines[index]
-    lines = [*lines[:index], line.model_copy(update={"samples": (*line.samples, line.samples[0])}), *lines[index + 1 :]]
-    result = audit(lines, size)
-    assert not result.exact
-    assert result.repeated == 1
-    assert f"epoch {line.epoch}: 1 repeated" in result.reason
-
-
-def test_steps_that_a_later_round_threw_away_do_not_survive_even_if_it_never_got_so_far() -> None:
-    """A round that begins at step 3 ends the life of steps 3 to 5 of the round before."""
-    lines = [committed(step, 1, step, samples=[step]) for step in range(1, 6)] + [committed(3, 2, 9.0, samples=[3])]
-    assert [(commit.round, commit.step) for commit in lineage(lines)] == [(1, 1), (1, 2), (2, 3)]
-    assert audit(lines).steps_rolled_back == 3
-
-
-def test_the_commit_of_a_rank_that_died_before_its_line_counts_by_number() -> None:
-    """With one line of two ranks missing its two samples are unrecorded, not missing."""
-    whole = [committed(1, samples=[0, 1], of=4, rank=0, world=2)]
-    result = audit([*whole, committed(2, 2, samples=[], of=0, epoch=1)], size=4)
-    assert result.epochs[0].unrecorded == 2
-    assert result.missing == 0
-
-
 def test_a_rank_that_is_silent_in_the_middle_of_a_round_has_not_used_its_samples() -> None:
     """Others cannot commit a second step without it, so its samples are missing."""
     silent = [committed(step, samples=[2 * step - 2], of=2, rank=0, world=2) for step in (1, 2, 3)]
