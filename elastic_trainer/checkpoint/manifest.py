@@ -417,11 +417,6 @@ def checked(image: Image) -> Image:
     return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
 
 
-def records(image: Image) -> tuple[FileRecord, ...]:
-    """The records of the files of ``image``, as a commit would make them."""
-    return tuple(record(file) for file in checked(image).files)
-
-
 def record(file: FileImage) -> FileRecord:
     """The record of a file whose checksums are known."""
     return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=file.checksums)

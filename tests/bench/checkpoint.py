@@ -27,13 +27,13 @@ import structlog
 import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, LoadInto, Retention, SaveInfo
-from elastic_trainer.checkpoint.manifest import records
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
 from elastic_trainer.worker.state.restore import StoredStates, restore
 from tests.bench.checkpoint_training import measure_training
 from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, parse, ratio
 from tests.support.throttled import ThrottledStorage
+from tests.unit.checkpoint.states import records
 from tests.unit.worker.ranks import run_ranks
 
 MB = 1 << 20

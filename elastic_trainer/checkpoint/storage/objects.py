@@ -24,10 +24,10 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_trainer.checkpoint.manifest import (
@@ -696,20 +696,17 @@ class _Stream:
         self._file.write(part)
 
     def _within(self, limit_s: float, act: Callable[[], object]) -> None:
-        outcome: SimpleQueue[Exception | None] = SimpleQueue()
+        outcome: Future[object] = Future()
 
         def run() -> None:
             try:
-                act()
+                outcome.set_result(act())
             except Exception as error:  # noqa: BLE001 - the edge of a thread: the one that waits raises it
-                outcome.put(error)
-            else:
-                outcome.put(None)
+                outcome.set_exception(error)
 
         threading.Thread(target=run, name="checkpoint-upload", daemon=True).start()
         try:
-            error = outcome.get(timeout=limit_s)
-        except Empty:
-            self._stuck, error = True, TimeoutError()
-        if error is not None:
+            outcome.result(limit_s)
+        except Exception as error:
+            self._stuck = not outcome.done()
             raise in_words(error, _NEEDS) from error

@@ -323,16 +323,21 @@ class PosixSource:
         self.readers = min(_READERS, os.cpu_count() or 1)
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], offset)
-            if count == 0:
-                return False
-            offset += count
-            buffer = buffer[count:]
-        return True
+        return read_into(self._descriptor, buffer, offset)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> bool:
+    """Fill ``buffer`` from byte ``offset`` of the file on; False if it ends before."""
+    while buffer:
+        count = os.preadv(descriptor, [buffer], offset)
+        if count == 0:
+            return False
+        offset += count
+        buffer = buffer[count:]
+    return True
 
 
 def sync(path: Path) -> None:

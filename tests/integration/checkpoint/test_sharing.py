@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, commit
-from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, records, tensors_file
+from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, tensors_file
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import newest_of, same
+from tests.unit.checkpoint.states import newest_of, records, same
 
 PARTS = 4
 

@@ -27,7 +27,7 @@ def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
     body = b"".join(files[TENSORS_FILE].body())
     skeleton = b"".join(files[STATE_FILE].body())
     assert len(body) == files[TENSORS_FILE].body_size
-    placed = codec.parse_header(files[TENSORS_FILE].head, len(body), "here")
+    placed, _ = codec.parse_header(files[TENSORS_FILE].head, len(body), "here")
     slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = body[slab.begin : slab.begin + len(slab.view)]

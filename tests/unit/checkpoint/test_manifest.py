@@ -30,7 +30,6 @@ from elastic_trainer.checkpoint.manifest import (
     quarantine_name,
     quarantined,
     record,
-    records,
     seal,
     temporary_name,
     trash_name,
@@ -38,6 +37,7 @@ from elastic_trainer.checkpoint.manifest import (
 )
 from elastic_trainer.checkpoint.retention import BestMode, Candidate, Retention, by_metric, decide
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from tests.unit.checkpoint.states import records
 
 NAME = "step-000000120-r7-0123456789ab"
 

@@ -60,7 +60,7 @@ from elastic_trainer.checkpoint.manifest import (
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
 from elastic_trainer.checkpoint.storage.posix import PosixSource
 from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import flip_bit, newest_of, raw, same, training_state
+from tests.unit.checkpoint.states import flip_bit, load_newest, newest_of, raw, same, training_state
 
 
 def head(entries: Any) -> bytes:
@@ -79,7 +79,7 @@ def test_a_built_header_parses_back_aligned(kinds: list[tuple[str, list[int]]]) 
     placed = lay_out([TensorEntry(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(kinds)])
     text = file_header(placed)
     assert len(text) % 8 == 0
-    parsed = parse_header(text, sum(each.size for each in placed), "here")
+    parsed, _ = parse_header(text, sum(each.size for each in placed), "here")
     assert set(parsed) == set(placed)
     assert all(each.begin % ELEMENT_SIZE[each.dtype] == 0 for each in parsed)
 
@@ -120,7 +120,7 @@ HEADER = file_header(lay_out([TensorEntry("weight", "F32", (2, 3)), TensorEntry(
 def test_no_mutation_breaks_the_parser(start: int, cut: int, put: bytes) -> None:
     """A header of which a few bytes were changed, cut or added gives tensors within the data, or DamagedError."""
     try:
-        found = parse_header(HEADER[:start] + put + HEADER[start + cut :], 36, "here")
+        found, _ = parse_header(HEADER[:start] + put + HEADER[start + cut :], 36, "here")
     except DamagedError:
         return
     assert sorted((each.begin, each.begin + each.size) for each in found)[-1][1] == 36
@@ -316,13 +316,13 @@ def test_of_tensors_that_nobody_wants_only_shared_chunks_are_read(parts: int, tm
     state = {name: torch.randn(3, 2 << 20) for name in ("a", "b", "c")}
     inner, manifest = saved_by(parts, state, tmp_path)
     storage = CountingStorage(tmp_path)
-    found, slabs = reading.read_tensors(storage, manifest, lambda name: name == "a")
+    found, slabs = reading.read_tensors(storage, manifest, {"a"})
     (name, array), *more = codec.arrays(found, slabs).items()
     assert (name, more, array.tobytes()) == ("a", [], raw(state["a"]))
     assert sum(storage.sizes) <= 4 * CHUNK + 4096
     flip_bit(tmp_path / manifest.name / tensors_file(0, parts), 8 * 9000)
     with pytest.raises(DamagedError, match="checksum"):
-        reading.read_tensors(inner, manifest, lambda name: name == "a")
+        reading.read_tensors(inner, manifest, {"a"})
 
 
 @contextmanager
@@ -523,7 +523,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
     live = {"a": torch.zeros(3, 2)}
     with pytest.raises(CheckpointError, match="of another model"):
-        manager.load_newest(LoadInto(live, fits=fits))
+        load_newest(manager, LoadInto(live, fits=fits))
     assert seen == [(3, 2), "meta", 7]
     loaded = newest_of(manager, LoadInto(live, fits=lambda state: False))
     assert loaded.state["a"].ne(0).all()
