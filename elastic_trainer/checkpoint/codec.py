@@ -127,28 +127,15 @@ class Leaf:
 def outline(skeleton: bytes | bytearray, where: str) -> dict[tuple[Any, ...], Leaf]:
     """The leaves of the state of ``skeleton``, by path; needs neither the tensors nor torch."""
     with _judged(where):
-        return dict(_leaves(_root(skeleton, where), ()))
+        return dict(_leaves(_Decoder(None).value(_root(skeleton, where)), ()))
 
 
-def _leaves(node: Json, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
-    mark = node.get(_MARK) if isinstance(node, dict) else None
-    pairs: list[tuple[Any, Json]]
-    if mark in ("tensor", "complex", "blob"):
-        yield path, Leaf(tensor=node["name"], mark=mark)
-        return
-    if mark in ("dict", "ordered", "counter"):
-        pairs = [(_Decoder({}).value(key), each) for key, each in node["items"]]
-    elif isinstance(node, list) or mark == "tuple":
-        pairs = list(enumerate(node if isinstance(node, list) else node["items"]))
-    elif isinstance(node, dict) and mark is None:
-        pairs = list(node.items())
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
+    if isinstance(value, dict | list | tuple) and value:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(each, (*path, key))
     else:
-        yield path, Leaf(_Decoder({}).value(node))
-        return
-    if not pairs:
-        yield path, Leaf(_Decoder({}).value(node))
-    for key, each in pairs:
-        yield from _leaves(each, (*path, key))
+        yield path, value if isinstance(value, Leaf) else Leaf(value)
 
 
 def _root(skeleton: bytes | bytearray, where: str) -> Json:
@@ -436,10 +423,10 @@ def _advice(value: Any) -> str:
 
 
 class _Decoder:
-    """Builds the state from its skeleton."""
+    """Builds the state from its skeleton; without ``loaded`` tensors it has a :class:`Leaf` for each."""
 
-    def __init__(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = loaded
+    def __init__(self, loaded: Mapping[str, torch.Tensor] | None) -> None:
+        self._tensors = loaded if loaded is not None else {}
         self._complex: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, Callable[[dict[str, Json]], Any]] = {
             "tuple": lambda node: tuple(self.value(each) for each in node["items"]),
@@ -454,6 +441,9 @@ class _Decoder:
             "tensor": lambda node: self._tensors[node["name"]],
             "complex": self._complex_tensor,
         }
+        if loaded is None:
+            for mark in ("blob", "tensor", "complex"):
+                self._kinds[mark] = lambda node: Leaf(tensor=node["name"], mark=node[_MARK])
 
     def value(self, node: Json) -> Any:
         if isinstance(node, list):

@@ -21,6 +21,7 @@ import mmap
 import os
 import pickle
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -48,7 +49,7 @@ from elastic_trainer.checkpoint.manifest import (
 from elastic_trainer.checkpoint.reading import CheckpointSource
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.checkpoint.storage.posix import beside, sync
+from elastic_trainer.checkpoint.storage.posix import sync
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -249,8 +250,10 @@ def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]
         raise ConfigError(f"{goal} is {'no' if folder else 'a'} directory", hint="choose another name")
     try:
         goal.parent.mkdir(parents=True, exist_ok=True)
-        temporary = beside(goal, folder=folder)
+        temporary = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
         try:
+            if folder:
+                temporary.mkdir()
             yield temporary
             _appear(temporary, goal, force=force, folder=folder)
         finally:

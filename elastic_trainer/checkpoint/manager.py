@@ -227,9 +227,11 @@ def describe(directory: str | Path, *, read_all: bool = True) -> list[Descriptio
     """
     storage = open_storage(directory)
     names = listed(storage)
-    found = [_described(storage, each) for each in examine(storage, names, {})]
-    if read_all:
-        found = [each for each in (verified(storage, each) for each in found) if each is not None]
+    found = []
+    for each in examine(storage, names, {}):
+        described = _described(storage, each)
+        with suppress(GoneError):
+            found.append(verified(storage, described) if read_all else described)
     return found + [
         Description(name, f"{storage.location}/{name}", Soundness.QUARANTINED) for name in quarantined_in(names)
     ]
@@ -242,14 +244,12 @@ def _described(storage: Storage, each: Entry | Problem) -> Description:
     return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
 
 
-def verified(files: CheckpointFiles, each: Description) -> Description | None:
-    """``each`` after every byte of it was read; None if it vanished meanwhile."""
+def verified(files: CheckpointFiles, each: Description) -> Description:
+    """``each`` after every byte of it was read; GoneError if it vanished meanwhile."""
     if each.manifest is None or each.status is not Soundness.UNVERIFIED:
         return each
     try:
         verify(files, each.manifest)
-    except GoneError:
-        return None
     except (DamagedError, UnreadableError) as error:
         return replace(each, status=_status(error), problem=str(error))
     return replace(each, status=Soundness.VERIFIED)

@@ -427,7 +427,7 @@ class Checksums:
 
     def __init__(self, file: FileImage) -> None:
         self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
-        self._found = [checksum(file.head)] if file.head else []
+        self._found = [xxhash.xxh3_128_hexdigest(file.head)] if file.head else []
 
     def add(self, piece: memoryview) -> None:
         """Add the next piece."""
@@ -601,11 +601,6 @@ class Manifest(_Frozen):
         raise DamagedError(f"checkpoint {self.name}: its manifest does not list {name}")
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """XXH3-128 of ``data`` in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` as plain JSON; CheckpointError naming the first one that is not JSON."""
     plain = {}
@@ -627,7 +622,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def _sealed(body: bytes) -> bytes:
-    return _OPENING + checksum(body).encode() + _MIDDLE + body + _CLOSING
+    return _OPENING + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _CLOSING
 
 
 def unseal(data: bytes, where: str) -> Manifest:

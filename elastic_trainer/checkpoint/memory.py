@@ -400,13 +400,10 @@ class Parts:
         return bool(self._on_device)
 
     def add(self, position: int, view: memoryview | OnDevice) -> None:
-        """Add a piece. numpy copies as fast as memcpy, and releases the interpreter lock meanwhile."""
-        import numpy as np
-
         if isinstance(view, OnDevice):
             self._on_device.append((position, view))
             return
-        array = np.frombuffer(view, np.uint8)
+        array = _array(view)
         self._size += len(array)
         for start in range(0, len(array), _SLICE):
             self._waiting.append((position + start, array[start : start + _SLICE]))

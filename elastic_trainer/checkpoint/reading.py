@@ -104,6 +104,8 @@ def _value_at(state: Any, path: StatePath) -> Any:
 
 
 _LONGEST_MANIFEST = 256 << 20
+_IN_TURN = 256 << 20
+"""Bytes of tensors in memory at a time, unless one has more."""
 
 Buffers = Callable[[int, int], Iterator[memoryview]]
 """Where the bytes from a begin to an end of a file go, in order."""
@@ -313,13 +315,13 @@ def _fill(
 
 
 def read_in_turn(
-    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[TensorEntry], most: int = 256 << 20
+    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[TensorEntry]
 ) -> Iterator[tuple[TensorEntry, Any]]:
-    """The ``wanted`` tensors one by one, each with its bytes as a numpy array; few more than ``most`` are in memory."""
+    """The ``wanted`` tensors one by one, each with its bytes as a numpy array; a few hundred MB are in memory."""
     start = 0
     while start < len(wanted):
         end, size = start + 1, wanted[start].size
-        while end < len(wanted) and size + wanted[end].size <= most:
+        while end < len(wanted) and size + wanted[end].size <= _IN_TURN:
             size += wanted[end].size
             end += 1
         names = {each.name for each in wanted[start:end]}

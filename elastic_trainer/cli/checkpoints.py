@@ -255,8 +255,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there are no checkpoints in {storage.location}", hint="nothing was verified")
     total = sum(each.manifest.size for each in found if each.manifest is not None)
     with progress("verify", total) as heard:
-        read = [verified(WatchedFiles(storage, heard), each) for each in found]
-    results = [each for each in read if each is not None]
+        results = [verified(WatchedFiles(storage, heard), each) for each in found]
     if arguments.json:
         _print_json({"directory": storage.location, "checkpoints": [description_json(each) for each in results]})
     else:
