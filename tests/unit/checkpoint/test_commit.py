@@ -145,12 +145,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mine", [Owner(), Owner("b"), Owner("b", "b"), Owner("a")])
 def test_a_directory_that_a_living_process_of_another_job_saves_in_is_refused(tmp_path: Path, mine: Owner) -> None:
     """At the start and at each save, with the holder's name; an equal name proves nothing where no agent vouches for
-    it. Nothing is written."""
+    it. Nothing is written. Who reads is kept out by nobody."""
     with another(tmp_path, "a") as holder:
         checkpoints = CheckpointManager(tmp_path, owner=mine)
         for attempt in (checkpoints.check_writable, lambda: checkpoints.save({"x": 1}, SaveInfo(1))):
             with pytest.raises(StorageError, match=rf"in use by run 'a' \(process {holder.pid} on "):
                 attempt()
+        assert checkpoints.newest() is None
+        assert kind_of(OWNER_FILE) is Kind.FOREIGN
+        assert CheckpointManager(tmp_path).sweep() == 0
     assert CheckpointManager(tmp_path).entries() == ()
 
 
@@ -174,14 +177,6 @@ def test_a_process_of_the_same_job_does_not_wait_for_its_predecessor(tmp_path: P
     checkpoints.save({"x": 2}, SaveInfo(2))
     with pytest.raises(AssertionError), another(tmp_path, "b"):
         pass
-
-
-def test_who_reads_holds_nothing_and_is_kept_out_by_nobody(tmp_path: Path) -> None:
-    """Commands and evaluations beside a training; the file of the lock is nobody's checkpoint."""
-    assert kind_of(OWNER_FILE) is Kind.FOREIGN
-    with another(tmp_path, "a"):
-        assert CheckpointManager(tmp_path, owner=Owner("b")).newest() is None
-        CheckpointManager(tmp_path).sweep()
 
 
 class Helper(ManualClock):

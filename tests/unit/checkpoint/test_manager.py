@@ -26,6 +26,7 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.manifest import FORMAT, MANIFEST_FILE, STATE_FILE, TENSORS_FILE, seal
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
+from elastic_trainer.checkpoint.storage.posix import writing
 from elastic_trainer.errors import CheckpointError, StorageError
 from tests.unit.checkpoint.states import Heard, flip_bit, load_newest, manager, newest_of, same, training_state
 
@@ -47,6 +48,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     done = checkpoints.save(state, info)
     loaded = newest_of(checkpoints)
     assert same(loaded.state, state)
+    assert loaded.state["model"]._metadata == state["model"]._metadata  # the versions of its modules
     manifest = loaded.manifest
     assert (manifest.step, manifest.round, manifest.epoch, manifest.samples, manifest.world_size) == (12, 3, 1, 640, 4)
     assert (dict(manifest.metrics), manifest.best, manifest.fields) == ({"loss": 0.5}, True, dict(info.fields))
@@ -280,7 +282,7 @@ class Failing(PosixStorage):
         def failing(data: memoryview) -> None:
             self.left -= 1
             if self.left < 0:
-                with self._writing():
+                with writing(self.location):
                     raise OSError(self.number, os.strerror(self.number))
             write(data)
 
@@ -310,46 +312,38 @@ def test_a_failing_disk_costs_nothing_but_the_save(tmp_path: Path, number: int, 
     assert loaded.state["step"] == 1
 
 
-def test_an_interrupt_leaves_nothing_partial(tmp_path: Path) -> None:
+def test_nothing_partial_is_left(tmp_path: Path) -> None:
+    """By an interrupt; where space is lacking, which is found before anything is written; of what cannot be saved."""
+
     class Interrupting(PosixStorage):
         def publish(self, temporary: str, name: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         save(CheckpointManager(tmp_path, storage=Interrupting(tmp_path)), 1)
-    assert os.listdir(tmp_path) == []
-
-
-def test_space_is_checked_before_writing(tmp_path: Path) -> None:
     small = Failing(tmp_path, errno.EIO, at=0, free=1000)
     with pytest.raises(StorageError, match=r"is full.*needs.*are free"):
         save(CheckpointManager(tmp_path, storage=small), 1)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("act", ["check_writable", "save", "load_newest", "newest", "describe"])
-def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path, act: str) -> None:
-    path = tmp_path / "file"
-    path.write_text("mine")
-    checkpoints, _ = manager(path)
-    acts: dict[str, Callable[[], object]] = {
-        "check_writable": checkpoints.check_writable, "save": lambda: save(checkpoints, 1),
-        "load_newest": lambda: load_newest(checkpoints), "newest": checkpoints.newest,
-        "describe": lambda: describe(path),
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match="is not a directory") as caught:
-        acts[act]()
-    assert str(path) in str(caught.value)
-    assert path.read_text() == "mine"
-
-
-def test_a_state_that_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
     checkpoints, _ = manager(tmp_path)
     with pytest.raises(CheckpointError, match=r"state\['bad'\]"):
         checkpoints.save({"bad": object()}, SaveInfo(1))
     with pytest.raises(CheckpointError, match="'odd'"):
         checkpoints.save({}, SaveInfo(1, fields={"odd": object()}))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_place_of_the_directory_is_one_clear_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    checkpoints, _ = manager(path)
+    acts: list[Callable[[], object]] = [
+        checkpoints.check_writable, lambda: save(checkpoints, 1), lambda: load_newest(checkpoints), checkpoints.newest,
+        lambda: describe(path),
+    ]  # fmt: skip
+    for act in acts:
+        with pytest.raises(CheckpointError, match=f"{path} is not a directory"):
+            act()
+    assert path.read_text() == "mine"
 
 
 def test_the_package_lists_and_verifies_without_torch(tmp_path: Path) -> None:

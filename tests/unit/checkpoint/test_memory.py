@@ -53,6 +53,9 @@ def test_a_copy_stays_as_it_was_when_the_state_changes() -> None:
     weights.add_(1)
     assert content(held.image) == content(held.image) == expected
     assert content(codec.encode(state)) != expected
+    for file in held.image.files:  # each begins where in a page it begins in its file: the disk takes it from there
+        (body,) = file.body()
+        assert (np.frombuffer(body, np.uint8).ctypes.data - len(file.head)) % 4096 == 0
 
 
 def test_slots_are_used_again_and_grow() -> None:
@@ -100,14 +103,6 @@ def test_the_control_group_limits_what_is_available(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert arenas._of_group(tmp_path) is None
     assert arenas.available() > 1 << 20
-
-
-def test_bodies_begin_where_in_a_page_they_begin_in_their_file() -> None:
-    """So that the disk can take them from there."""
-    held = Arena().hold(image(1, 100_000))
-    for file in held.image.files:
-        (body,) = file.body()
-        assert (np.frombuffer(body, np.uint8).ctypes.data - len(file.head)) % 4096 == 0
 
 
 def test_prepared_memory_is_what_the_first_copies_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +190,8 @@ def test_what_is_on_a_device_arrives_as_it_was_though_training_goes_on() -> None
 
 
 def test_memory_for_devices_is_pinned_once_and_let_go_before_it_moves() -> None:
-    """A slot that grows is pinned anew, one that closes is free; a state that is on no device pins nothing."""
+    """A slot that grows is pinned anew, one that closes is free; a state that is on no device pins nothing; what
+    cannot be pinned is filled all the same."""
     cuda = Stream()
     arena = Arena(cuda=cuda)
     for size in (1000, 900_000, 3_000_000, 2_000_000):
@@ -211,14 +207,10 @@ def test_memory_for_devices_is_pinned_once_and_let_go_before_it_moves() -> None:
     assert cuda.pinned == []
     other.prepare(5_000_000, pinned=True)
     assert len(cuda.pinned) == SLOTS
-
-
-def test_memory_that_cannot_be_pinned_is_filled_all_the_same() -> None:
-    arena = Arena(cuda=Stream(refuses=True))
-    held = arena.hold(on_device(image(2.0)))
+    refusing = Arena(cuda=Stream(refuses=True))
+    held = refusing.hold(on_device(image(2.0)))
     held.arrived()
     assert content(held.image) == content(image(2.0))
-    arena.close()
 
 
 OWNER = Owner("run", "job")
