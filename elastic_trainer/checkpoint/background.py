@@ -108,12 +108,10 @@ class BackgroundSaves:
 
     @property
     def copied(self) -> bool:
-        """Whether the neighbour has got a copy."""
         return self._neighbour is not None and self._copied_to is self._neighbour
 
     @property
     def sending(self) -> bool:
-        """Whether a copy is on its way to the neighbour."""
         return bool(self._unsent)
 
     def copy_to(self, neighbour: Neighbour | None) -> bool:
@@ -393,6 +391,5 @@ class BackgroundSaves:
 
 
 def _give_way(niceness: int) -> None:
-    """Lower the priority of this thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

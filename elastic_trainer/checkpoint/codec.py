@@ -728,7 +728,6 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
 
     @property

@@ -430,7 +430,6 @@ class Checksums:
         self._found = [xxhash.xxh3_128_hexdigest(file.head)] if file.head else []
 
     def add(self, piece: memoryview) -> None:
-        """Add the next piece."""
         self._digest.update(piece)
         self._seen += len(piece)
         if self._seen % CHUNK == 0 or self._seen == self._file.body_size:

@@ -114,7 +114,6 @@ class Arena:
 
     @property
     def full(self) -> bool:
-        """Whether all slots are held."""
         return not self._free
 
     @property
@@ -415,7 +414,6 @@ class Parts:
         return cuda.record({part.data.device for _, part in self._on_device})
 
     def copy(self) -> None:
-        """Copy all other pieces now."""
         others = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
         if self._size < _WORTHWHILE or others < 1:
             self._run()

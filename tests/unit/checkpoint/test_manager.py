@@ -18,8 +18,6 @@ import torch
 from elastic_trainer.checkpoint import (
     BestMode,
     CheckpointManager,
-    DamagedError,
-    GoneError,
     SaveInfo,
     Soundness,
     describe,
@@ -175,20 +173,6 @@ def test_a_checkpoint_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
     assert (tmp_path / future).exists()
     assert [each.status for each in describe(tmp_path)] == [Soundness.UNREADABLE, Soundness.VERIFIED]
-
-
-def test_load_of_one_entry_tells_what_is_wrong(tmp_path: Path) -> None:
-    """load() neither falls back nor renames."""
-    checkpoints, _ = manager(tmp_path)
-    save(checkpoints, 1, 2)
-    older, newest = checkpoints.entries()[1], checkpoints.entries()[0]
-    middle_bit(newest.path / TENSORS_FILE)
-    with pytest.raises(DamagedError, match=TENSORS_FILE):
-        checkpoints.load(newest)
-    assert newest.path.exists()
-    shutil.rmtree(older.path)
-    with pytest.raises(GoneError, match=older.name):
-        checkpoints.load(older)
 
 
 class Vanishing(PosixStorage):
