@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Image, Manifest, checked, part_of, record
-from elastic_trainer.checkpoint.memory import Arena, Held
+from elastic_trainer.checkpoint.memory import Arena, Held, mark_stored, seal_as
 from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.telemetry.logs import logger
@@ -108,12 +108,10 @@ class BackgroundSaves:
 
     @property
     def copied(self) -> bool:
-        """Whether the neighbour has got a copy."""
         return self._neighbour is not None and self._copied_to is self._neighbour
 
     @property
     def sending(self) -> bool:
-        """Whether a copy is on its way to the neighbour."""
         return bool(self._unsent)
 
     def copy_to(self, neighbour: Neighbour | None) -> bool:
@@ -309,7 +307,7 @@ class BackgroundSaves:
         held = replace(held, image=checked(held.image))
         save.manifest = save.manifest.with_files(tuple(map(record, held.image.files)))
         if self._arena.lasting:
-            self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
+            seal_as(self._arena.descriptor(held), save.manifest, self._manager.location, self._manager.owner.job)
         return held
 
     def _send_all(self) -> None:
@@ -360,7 +358,7 @@ class BackgroundSaves:
             self._write(save, held.image)
             with self._changed:
                 if save.committed is not None and self._arena.lasting:
-                    self._arena.mark_stored(held)
+                    mark_stored(self._arena.descriptor(held))
                 self._busy = False
                 self._end(save, held, sealed=sealed)
                 self._changed.notify_all()
@@ -393,6 +391,5 @@ class BackgroundSaves:
 
 
 def _give_way(niceness: int) -> None:
-    """Lower the priority of this thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -127,28 +127,15 @@ class Leaf:
 def outline(skeleton: bytes | bytearray, where: str) -> dict[tuple[Any, ...], Leaf]:
     """The leaves of the state of ``skeleton``, by path; needs neither the tensors nor torch."""
     with _judged(where):
-        return dict(_leaves(_root(skeleton, where), ()))
+        return dict(_leaves(_Decoder(None).value(_root(skeleton, where)), ()))
 
 
-def _leaves(node: Json, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
-    mark = node.get(_MARK) if isinstance(node, dict) else None
-    pairs: list[tuple[Any, Json]]
-    if mark in ("tensor", "complex", "blob"):
-        yield path, Leaf(tensor=node["name"], mark=mark)
-        return
-    if mark in ("dict", "ordered", "counter"):
-        pairs = [(_Decoder({}).value(key), each) for key, each in node["items"]]
-    elif isinstance(node, list) or mark == "tuple":
-        pairs = list(enumerate(node if isinstance(node, list) else node["items"]))
-    elif isinstance(node, dict) and mark is None:
-        pairs = list(node.items())
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
+    if isinstance(value, dict | list | tuple) and value:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(each, (*path, key))
     else:
-        yield path, Leaf(_Decoder({}).value(node))
-        return
-    if not pairs:
-        yield path, Leaf(_Decoder({}).value(node))
-    for key, each in pairs:
-        yield from _leaves(each, (*path, key))
+        yield path, value if isinstance(value, Leaf) else Leaf(value)
 
 
 def _root(skeleton: bytes | bytearray, where: str) -> Json:
@@ -179,7 +166,7 @@ def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointErro
 class _Encoder:
     """Walks a state once; collects tensors by name. With ``shard_group``, also which box of each is written here."""
 
-    def __init__(self, shard_group: ShardGroup | None = None) -> None:
+    def __init__(self, shard_group: ShardGroup | None) -> None:
         self._shard_group = shard_group
         self._held: list[TensorSlice] = []
         self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
@@ -436,10 +423,10 @@ def _advice(value: Any) -> str:
 
 
 class _Decoder:
-    """Builds the state from its skeleton."""
+    """Builds the state from its skeleton; without ``loaded`` tensors it has a :class:`Leaf` for each."""
 
-    def __init__(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = loaded
+    def __init__(self, loaded: Mapping[str, torch.Tensor] | None) -> None:
+        self._tensors = loaded if loaded is not None else {}
         self._complex: dict[str, torch.Tensor] = {}
         self._kinds: dict[str, Callable[[dict[str, Json]], Any]] = {
             "tuple": lambda node: tuple(self.value(each) for each in node["items"]),
@@ -454,6 +441,9 @@ class _Decoder:
             "tensor": lambda node: self._tensors[node["name"]],
             "complex": self._complex_tensor,
         }
+        if loaded is None:
+            for mark in ("blob", "tensor", "complex"):
+                self._kinds[mark] = lambda node: Leaf(tensor=node["name"], mark=node[_MARK])
 
     def value(self, node: Json) -> Any:
         if isinstance(node, list):
@@ -653,14 +643,25 @@ def file_header(placed: Sequence[TensorEntry], notes: Mapping[str, str] | None =
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def parse_header(head: bytes | bytearray, data_size: int, where: str) -> tuple[TensorEntry, ...]:
-    """The tensors that ``head`` describes, in file order, for a file with ``data_size`` bytes behind its header.
+def parse_header(
+    head: bytes | bytearray, data_size: int, where: str
+) -> tuple[tuple[TensorEntry, ...], Mapping[str, Any]]:
+    """The tensors that ``head`` describes, in file order, and its notes, for ``data_size`` bytes behind the header.
 
     Raises DamagedError unless header, element types, shapes and offsets all fit together and cover the data exactly.
     """
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    if not 0 < length <= LONGEST_HEADER or len(head) != _LENGTH_BYTES + length:
+        raise DamagedError(f"{where}: the header says {length} bytes; {max(0, len(head) - _LENGTH_BYTES)} are there")
+    try:
+        entries = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where}: the header is not JSON ({error})") from error
+    notes = entries.pop(_RESERVED, {}) if isinstance(entries, dict) else None
+    if not isinstance(notes, dict):
+        raise DamagedError(f"{where}: the header or its metadata is not a JSON object")
     tensors = sorted(
-        (_entry(name, entry, where) for name, entry in _entries(head, where).items() if name != _RESERVED),
-        key=lambda each: (each.begin, each.end),
+        (_entry(name, entry, where) for name, entry in entries.items()), key=lambda each: (each.begin, each.end)
     )
     expected = 0
     for each in tensors:
@@ -671,28 +672,7 @@ def parse_header(head: bytes | bytearray, data_size: int, where: str) -> tuple[T
         expected = each.end
     if expected != data_size:
         raise DamagedError(f"{where}: the header describes {expected} bytes of data; there are {data_size}")
-    return tuple(tensors)
-
-
-def header_notes(head: bytes | bytearray, where: str) -> Mapping[str, Any]:
-    """The notes in ``head``; DamagedError where it makes no sense."""
-    notes = _entries(head, where).get(_RESERVED, {})
-    if not isinstance(notes, dict):
-        raise DamagedError(f"{where}: the header's metadata is not a JSON object")
-    return notes
-
-
-def _entries(head: bytes | bytearray, where: str) -> dict[str, Any]:
-    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    if not 0 < length <= LONGEST_HEADER or len(head) != _LENGTH_BYTES + length:
-        raise DamagedError(f"{where}: the header says {length} bytes; {max(0, len(head) - _LENGTH_BYTES)} are there")
-    try:
-        entries = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: the header is not JSON ({error})") from error
-    if not isinstance(entries, dict):
-        raise DamagedError(f"{where}: the header is not a JSON object")
-    return entries
+    return tuple(tensors), notes
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -748,7 +728,6 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
 
     @property
@@ -786,26 +765,16 @@ def split_tensors(described: Iterable[TensorEntry], parts: int) -> tuple[tuple[T
             part = min(parts - 1, (begin + each.size // 2) * parts // max(1, total))
             result[part] += uncut([each])
         else:
-            for part, (first, last) in enumerate(_rows(each, axis, begin, total, parts)):
+            rows, row_size = each.shape[axis], each.size // each.shape[axis]
+            ends = (total * part // parts - begin for part in range(parts + 1))
+            cuts = [max(0, min(rows, (end + row_size // 2) // row_size)) for end in ends]
+            for part, (first, last) in enumerate(itertools.pairwise(cuts)):
                 if first < last:
-                    result[part].append(_cut(each, axis, first, last))
+                    offset = tuple(first if at == axis else 0 for at in range(len(each.shape)))
+                    shape = (*each.shape[:axis], last - first, *each.shape[axis + 1 :])
+                    result[part].append(TensorSlice(each.name, each.dtype, each.shape, offset, shape))
         begin += each.size
     return tuple(map(tuple, result))
-
-
-def _rows(tensor: TensorEntry, axis: int, begin: int, total: int, parts: int) -> Iterable[tuple[int, int]]:
-    """The rows of each part, for a tensor that begins at byte ``begin`` of all ``total``."""
-    rows = tensor.shape[axis]
-    bytes_per_row = tensor.size // rows
-    ends = (total * part // parts - begin for part in range(parts + 1))
-    cuts = [max(0, min(rows, (end + bytes_per_row // 2) // bytes_per_row)) for end in ends]
-    return itertools.pairwise(cuts)
-
-
-def _cut(tensor: TensorEntry, axis: int, first: int, last: int) -> TensorSlice:
-    before, after = (0,) * axis, (0,) * (len(tensor.shape) - axis - 1)
-    shape = (*tensor.shape[:axis], last - first, *tensor.shape[axis + 1 :])
-    return TensorSlice(tensor.name, tensor.dtype, tensor.shape, (*before, first, *after), shape)
 
 
 def by_name(slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
@@ -1050,6 +1019,12 @@ def _types() -> dict[torch.dtype, str]:
     }
 
 
+@cache
+def dtypes() -> dict[str, torch.dtype]:
+    """torch's element types by their names in a file."""
+    return {name: dtype for dtype, name in _types().items()}
+
+
 def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Why ``tensor`` cannot be saved and what to do about it, or None."""
     import torch
@@ -1181,21 +1156,12 @@ def fits(tensor: Any, stored: TensorEntry) -> bool:
     return all(stride or size < 2 for stride, size in zip(held.stride(), held.shape, strict=True))
 
 
-def new_like(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A tensor without content, sharded and on the device as ``tensor`` is."""
-    import torch
-
-    dtypes = {name: each for each, name in _types().items()}
-    return torch.empty_like(tensor.detach(), dtype=dtypes[dtype])
-
-
 def without_data(placed: Iterable[TensorEntry], blobs: Collection[str]) -> dict[str, torch.Tensor]:
     """Tensors of their types and shapes, on the meta device; zeros for those that stand for bytes."""
     import torch
 
-    dtypes = {name: dtype for dtype, name in _types().items()}
     return {
-        each.name: torch.empty(each.shape, dtype=dtypes[each.dtype], device="meta")
+        each.name: torch.empty(each.shape, dtype=dtypes()[each.dtype], device="meta")
         if each.name not in blobs
         else torch.zeros(each.shape, dtype=torch.uint8)
         for each in placed
@@ -1206,10 +1172,9 @@ def build(placed: Sequence[TensorEntry], slabs: Sequence[Slab]) -> dict[str, tor
     """The tensors of a file whose data were read into ``slabs``; they share the slabs' memory."""
     import torch
 
-    dtypes = {name: dtype for dtype, name in _types().items()}
     data = arrays(placed, slabs)
     return {
-        each.name: torch.from_numpy(data[each.name]).view(dtypes[each.dtype]).reshape(each.shape) for each in placed
+        each.name: torch.from_numpy(data[each.name]).view(dtypes()[each.dtype]).reshape(each.shape) for each in placed
     }
 
 

@@ -12,8 +12,13 @@ from typing import Any
 
 from elastic_trainer.checkpoint.codec import ELEMENT_SIZE, Leaf, TensorEntry, outline
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.reading import read_headers, read_in_turn, read_skeleton, whole_tensors
-from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.reading import (
+    CheckpointSource,
+    read_headers,
+    read_in_turn,
+    read_skeleton,
+    whole_tensors,
+)
 
 FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "best")
 """The fields of a manifest that describe a state, except metrics, fields and versions."""
@@ -57,17 +62,9 @@ class Differences:
         return bool(self.facts or self.values or self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of two checkpoints."""
-
-    storage: Storage
-    manifest: Manifest
-
-
-def compare(left: Side, right: Side) -> Differences:
+def compare(left: CheckpointSource, right: CheckpointSource) -> Differences:
     """Read both; tensors are read only where their files differ."""
-    leaves = [outline(read_skeleton(each.storage, each.manifest), each.manifest.name) for each in (left, right)]
+    leaves = [outline(read_skeleton(each.files, each.manifest), each.manifest.name) for each in (left, right)]
     values = tuple(_values(*({p: e for p, e in side.items() if e.tensor is None} for side in leaves)))
     found, equal = _tensors(left, right, *leaves)
     return Differences(tuple(_facts(left.manifest, right.manifest)), values, tuple(found), equal)
@@ -103,7 +100,10 @@ def shown(path: tuple[Any, ...]) -> str:
 
 
 def _tensors(
-    left: Side, right: Side, here: Mapping[tuple[Any, ...], Leaf], there: Mapping[tuple[Any, ...], Leaf]
+    left: CheckpointSource,
+    right: CheckpointSource,
+    here: Mapping[tuple[Any, ...], Leaf],
+    there: Mapping[tuple[Any, ...], Leaf],
 ) -> tuple[list[TensorDifference], int]:
     names = [{path: leaf.tensor for path, leaf in side.items() if leaf.tensor is not None} for side in (here, there)]
     kinds = [_described(left), _described(right)]
@@ -119,8 +119,8 @@ def _tensors(
         return found, len(common)
     equal = len(found)
     pairs = zip(
-        read_in_turn(left.storage, left.manifest, [ours for _, ours, _ in common]),
-        read_in_turn(right.storage, right.manifest, [theirs for _, _, theirs in common]),
+        read_in_turn(left.files, left.manifest, [ours for _, ours, _ in common]),
+        read_in_turn(right.files, right.manifest, [theirs for _, _, theirs in common]),
         strict=True,
     )
     for (path, ours, _), ((_, a), (_, b)) in zip(common, pairs, strict=True):
@@ -132,8 +132,8 @@ def _tensors(
     return found, len(common) - len(found) + equal
 
 
-def _described(side: Side) -> dict[str, TensorEntry]:
-    files = read_headers(side.storage, side.manifest)
+def _described(side: CheckpointSource) -> dict[str, TensorEntry]:
+    files = read_headers(side.files, side.manifest)
     return {each.name: each for each in whole_tensors(files, side.manifest)}
 
 

@@ -21,6 +21,7 @@ import mmap
 import os
 import pickle
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -45,9 +46,10 @@ from elastic_trainer.checkpoint.manifest import (
     Manifest,
     from_bytes,
 )
+from elastic_trainer.checkpoint.reading import CheckpointSource
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.checkpoint.storage.posix import beside, sync
+from elastic_trainer.checkpoint.storage.posix import sync
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -68,18 +70,6 @@ SHARD = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSource:
-    """A checkpoint to be exported."""
-
-    storage: Storage
-    manifest: Manifest
-
-    @property
-    def where(self) -> str:
-        return f"checkpoint {self.manifest.name}"
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
     """Tensors by their exported names: ``kept`` are the stored tensors, ``aliases`` further names of these."""
 
@@ -95,7 +85,7 @@ class Weights:
 
 def weights(source: CheckpointSource, part: str) -> Weights:
     """The tensors of the part ``part`` of the state, ``model`` for most."""
-    skeleton = reading.read_skeleton(source.storage, source.manifest)
+    skeleton = reading.read_skeleton(source.files, source.manifest)
     leaves = codec.outline(skeleton, source.where)
     stored = {each.name: each for each in _whole(source)}
     found = _of_part(leaves, part, source.where)
@@ -133,7 +123,7 @@ def _of_part(leaves: Mapping[tuple[Any, ...], Leaf], part: str, where: str) -> d
 
 
 def _whole(source: CheckpointSource) -> tuple[TensorEntry, ...]:
-    return reading.whole_tensors(reading.read_headers(source.storage, source.manifest), source.manifest)
+    return reading.whole_tensors(reading.read_headers(source.files, source.manifest), source.manifest)
 
 
 def to_safetensors(source: CheckpointSource, found: Weights, goal: Path, *, force: bool) -> None:
@@ -144,7 +134,7 @@ def to_safetensors(source: CheckpointSource, found: Weights, goal: Path, *, forc
 
 def whole_to_safetensors(source: CheckpointSource, goal: Path, *, force: bool) -> None:
     """One file with all tensors of the state, and the rest of it in the metadata."""
-    skeleton = reading.read_skeleton(source.storage, source.manifest).decode()
+    skeleton = reading.read_skeleton(source.files, source.manifest).decode()
     note = json.dumps({"manifest": summary(source.manifest), "state": skeleton})
     with replaced(goal, force=force) as temporary:
         _write_weights(
@@ -214,7 +204,7 @@ def _write_weights(
     source: CheckpointSource, kept: Mapping[str, TensorEntry], path: Path, notes: Mapping[str, str]
 ) -> None:
     placed = codec.lay_out([TensorEntry(name, each.dtype, each.shape) for name, each in kept.items()])
-    arrays = reading.read_in_turn(source.storage, source.manifest, [kept[each.name] for each in placed])
+    arrays = reading.read_in_turn(source.files, source.manifest, [kept[each.name] for each in placed])
     write_tensors(path, placed, (data for _, data in arrays), notes)
 
 
@@ -237,12 +227,12 @@ class _Partly(dict[str, Any]):
 
 def _part(source: CheckpointSource, part: str | None) -> Any:
     """The decoded state, or its part ``part``; tensors of other parts are not read."""
-    skeleton = reading.read_skeleton(source.storage, source.manifest)
+    skeleton = reading.read_skeleton(source.files, source.manifest)
     trail = () if part is None else tuple(part.split("/"))
     leaves = codec.outline(skeleton, source.where)
     wanted = leaves if part is None else _of_part(leaves, part, source.where)
-    names = {leaf.tensor for leaf in wanted.values()}
-    loaded = codec.build(*reading.read_tensors(source.storage, source.manifest, names.__contains__))
+    names = {leaf.tensor for leaf in wanted.values() if leaf.tensor is not None}
+    loaded = codec.build(*reading.read_tensors(source.files, source.manifest, names))
     state: Any = codec.decode(skeleton, _Partly(loaded), source.where)
     for key in trail:
         state = state[key]
@@ -260,12 +250,17 @@ def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]
         raise ConfigError(f"{goal} is {'no' if folder else 'a'} directory", hint="choose another name")
     try:
         goal.parent.mkdir(parents=True, exist_ok=True)
-        temporary = beside(goal, folder=folder)
+        temporary = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
         try:
+            if folder:
+                temporary.mkdir()
             yield temporary
             _appear(temporary, goal, force=force, folder=folder)
         finally:
-            _vanish(temporary)
+            if folder:
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
             f"{goal} cannot be written: {error.strerror or error}",
@@ -296,13 +291,6 @@ def _link(temporary: Path, goal: Path) -> None:
         raise ConfigError(f"{goal} exists", hint="another process made it meanwhile") from None
     except OSError:
         temporary.rename(goal)
-
-
-def _vanish(temporary: Path) -> None:
-    if temporary.is_dir():
-        shutil.rmtree(temporary, ignore_errors=True)
-    else:
-        temporary.unlink(missing_ok=True)
 
 
 # ---- importing
@@ -354,14 +342,12 @@ def _from_safetensors(
     source: Path, storage: Storage, part: str | None, *, force: bool, folder: Path | None = None
 ) -> Brought:
     """``folder`` is called as the weights are to be, if it is not the file."""
-    data = _mapped(source)
-    placed, notes, begin = _header(source, data)
+    held, notes = _mapped(source)
     if NOTE in notes and part is None:
-        return _restored(source, storage, placed, notes[NOTE], data[begin:])
-    chosen, stripped = _stripped(_chosen(source, placed, part))
-    found = {name: _value(name, each, data, begin) for name, each in chosen.items()}
+        return _restored(source, storage, held, notes[NOTE])
+    found, stripped = _stripped(_chosen(source, held, part))
     about = _kept_notes(notes) if part is None and not stripped else {}
-    left_out = tuple(each.name for each in placed if each not in chosen.values())
+    left_out = tuple(name for name in held if part is not None and not name.startswith(f"{part}/"))
     return _weights(folder or source, storage, found, about, stripped, left_out, force=force)
 
 
@@ -370,48 +356,35 @@ def _kept_notes(notes: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in notes.items() if key not in ("format", NOTE)}
 
 
-def _value(name: str, placed: TensorEntry, data: memoryview, begin: int) -> tuple[TensorEntry, memoryview]:
-    """A tensor of a mapped file, under the name ``name``."""
-    return TensorEntry(name, placed.dtype, placed.shape), data[begin + placed.begin : begin + placed.end]
-
-
-def _chosen(source: Path, placed: tuple[TensorEntry, ...], part: str | None) -> dict[str, TensorEntry]:
+def _chosen(source: Path, held: Mapping[str, Value], part: str | None) -> dict[str, Value]:
     """The tensors by their names as weights. Those of a whole state have the path of each in the state."""
-    if part is None:
-        return {each.name: each for each in placed}
-    found = {each.name.removeprefix(f"{part}/"): each for each in placed if each.name.startswith(f"{part}/")}
-    if not found:
+    prefix = f"{part}/" if part is not None else ""
+    found = {name.removeprefix(prefix): each for name, each in held.items() if name.startswith(prefix)}
+    if part is not None and not found:
         raise ConfigError(f"{source} has no tensors under {part!r}", hint="leave --part out")
     return found
 
 
-def _mapped(source: Path) -> memoryview:
-    """The bytes of a file, which are read when they are needed."""
+def _mapped(source: Path) -> tuple[dict[str, tuple[TensorEntry, memoryview]], Mapping[str, Any]]:
+    """The tensors of a safetensors file, whose bytes are read when they are needed, and its notes."""
     try:
         with source.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
         raise unreadable(source, error) from error
-
-
-def _header(source: Path, data: memoryview) -> tuple[tuple[TensorEntry, ...], Mapping[str, Any], int]:
     begin = 8 + int.from_bytes(data[:8], "little")
     if begin > min(len(data), codec.LONGEST_HEADER):
         raise ConfigError(f"{source} is not a safetensors file, or is cut off", hint="fetch it again")
-    head = bytes(data[:begin])
     try:
-        return (
-            codec.parse_header(head, len(data) - begin, str(source)),
-            codec.header_notes(head, str(source)),
-            begin,
-        )
+        placed, notes = codec.parse_header(data[:begin].tobytes(), len(data) - begin, str(source))
     except DamagedError as error:
         raise ConfigError(
             str(error), hint="the file is damaged, or has a dtype that this torch does not know"
         ) from error
+    return {each.name: (each, data[begin + each.begin : begin + each.end]) for each in placed}, notes
 
 
-def _restored(source: Path, storage: Storage, placed: tuple[TensorEntry, ...], note: str, data: memoryview) -> Brought:
+def _restored(source: Path, storage: Storage, held: Mapping[str, tuple[TensorEntry, memoryview]], note: str) -> Brought:
     """A whole state, byte by byte as it was exported; no tensor library is needed."""
     try:
         about = json.loads(note)
@@ -419,12 +392,11 @@ def _restored(source: Path, storage: Storage, placed: tuple[TensorEntry, ...], n
         wanted = {leaf.tensor for leaf in codec.outline(skeleton, str(source)).values()} - {None}
     except (AttributeError, KeyError, TypeError, ValueError, DamagedError) as error:
         raise ConfigError(f"{source}: its description of the state is invalid", hint="export again") from error
-    if wanted != {each.name for each in placed}:
+    if wanted != held.keys():
         raise ConfigError(f"{source} does not hold the tensors of the state it describes", hint="export it again")
-    again = codec.lay_out(placed)
-    where = {each.name: each for each in placed}
-    body = [data[where[each.name].begin : where[each.name].end] for each in again if each.size]
-    file = FileImage(TENSORS_FILE, codec.file_header(again), sum(map(len, body)), lambda: iter(body))
+    placed = codec.lay_out([each for each, _ in held.values()])
+    body = [held[each.name][1] for each in placed if each.size]
+    file = FileImage(TENSORS_FILE, codec.file_header(placed), sum(map(len, body)), lambda: iter(body))
     image = Image((file, from_bytes(STATE_FILE, skeleton)))
     return _committed(storage, run, info, lambda manager: image, len(placed))
 
@@ -460,20 +432,18 @@ def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, 
         raise unreadable(index, error) from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{index} is not a valid index of weights", hint="fetch it again") from error
-    values: dict[str, tuple[TensorEntry, memoryview]] = {}
+    held: dict[str, tuple[TensorEntry, memoryview]] = {}
     about: dict[str, str] = {}
     for name in names:
-        data = _mapped(source / name)
-        placed, notes, begin = _header(source / name, data)
+        tensors, notes = _mapped(source / name)
         about |= _kept_notes(notes)
-        values |= {each.name: _value(each.name, each, data, begin) for each in placed if where.get(each.name) == name}
-    missing = next((tensor for tensor in where if tensor not in values), None)
+        held |= {tensor: each for tensor, each in tensors.items() if where.get(tensor) == name}
+    missing = next((tensor for tensor in where if tensor not in held), None)
     if missing is not None:
         raise ConfigError(
             f"{source / where[missing]} does not hold {missing!r}, as the index says", hint="fetch it again"
         )
-    chosen, stripped = _stripped(_chosen(source, tuple(placed for placed, _ in values.values()), part))
-    found = {name: (TensorEntry(name, each.dtype, each.shape), values[each.name][1]) for name, each in chosen.items()}
+    found, stripped = _stripped(_chosen(source, held, part))
     left_out = tuple(sorted(each.name for each in source.iterdir() if each.name not in (index.name, *names)))
     about = about if part is None and not stripped else {}
     return _weights(source, storage, found, about, stripped, left_out, force=force)
@@ -505,8 +475,6 @@ def _tensors(
 
 def _loaded(source: Path) -> Any:
     """Load ``source`` with torch without running its code; tensors stay in the file if it can be mapped."""
-    import pickle
-
     import torch
 
     try:
@@ -599,7 +567,7 @@ def _weights(
         )
     stem = source.resolve().name if source.is_dir() else source.stem
     goal = Path(storage.location) / f"{stem}.safetensors"
-    placed = codec.lay_out([each for each, _ in found.values()])
+    placed = codec.lay_out([TensorEntry(name, each.dtype, each.shape) for name, (each, _) in found.items()])
     with replaced(goal, force=force) as temporary:
         write_tensors(temporary, placed, (found[each.name][1] for each in placed), notes)
     return Brought(str(goal), len(placed), sum(each.size for each in placed), left_out=left_out, stripped=stripped)
@@ -705,7 +673,11 @@ def open_folder(path: Path) -> DcpFolder:
             if isinstance(each, TensorStorageMetadata):
                 tensor = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                 names[id(tensor)] = name
-            _put(state, (metadata.planner_data or {}).get(name, (name,)), tensor)
+            *outer, last = (metadata.planner_data or {}).get(name, (name,))
+            inner = state
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = tensor
         for stored in metadata.storage_data.values():
             if not (path / stored.relative_path).resolve().is_relative_to(path.resolve()):
                 raise ValueError(f"it names the file {stored.relative_path}, which is outside of the checkpoint")
@@ -732,12 +704,6 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise _ForbiddenError(f"{module}.{name}")
-
-
-def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        state = state.setdefault(key, {})
-    state[path[-1]] = value
 
 
 def unreadable(source: Path, error: BaseException) -> ConfigError:

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ from elastic_trainer.checkpoint.reading import (
     LOAD_NEW,
     CheckpointFiles,
     LoadInto,
-    checked,
     read_manifest,
     read_state,
     verify,
@@ -92,14 +91,7 @@ class Transition(StrEnum):
     SWEPT = "checkpoint.swept"
 
 
-_WARNINGS = frozenset(
-    {
-        Transition.QUARANTINED,
-        Transition.SKIPPED,
-        Transition.OUTRANKED,
-        Transition.REMOVAL_FAILED,
-    }
-)
+_WARNINGS = {Transition.QUARANTINED, Transition.SKIPPED, Transition.OUTRANKED, Transition.REMOVAL_FAILED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,27 +227,32 @@ def describe(directory: str | Path, *, read_all: bool = True) -> list[Descriptio
     """
     storage = open_storage(directory)
     names = listed(storage)
-    described = (_described(storage, each, read_all) for each in examine(storage, names, {}))
-    found = [each for each in described if each is not None]
+    found = []
+    for each in examine(storage, names, {}):
+        described = _described(storage, each)
+        with suppress(GoneError):
+            found.append(verified(storage, described) if read_all else described)
     return found + [
         Description(name, f"{storage.location}/{name}", Soundness.QUARANTINED) for name in quarantined_in(names)
     ]
 
 
-def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Description | None:
-    """None for an entry that vanished meanwhile."""
+def _described(storage: Storage, each: Entry | Problem) -> Description:
     path = f"{storage.location}/{each.name}"
     if isinstance(each, Problem):
         return Description(each.name, path, _status(each.error), problem=str(each.error))
-    if not read_all:
-        return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
+    return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
+
+
+def verified(files: CheckpointFiles, each: Description) -> Description:
+    """``each`` after every byte of it was read; GoneError if it vanished meanwhile."""
+    if each.manifest is None or each.status is not Soundness.UNVERIFIED:
+        return each
     try:
-        verify(storage, each.manifest)
-    except GoneError:
-        return None
+        verify(files, each.manifest)
     except (DamagedError, UnreadableError) as error:
-        return Description(each.name, path, _status(error), each.manifest, str(error))
-    return Description(each.name, path, Soundness.VERIFIED, each.manifest)
+        return replace(each, status=_status(error), problem=str(error))
+    return replace(each, status=Soundness.VERIFIED)
 
 
 def _status(error: DamagedError | UnreadableError) -> Soundness:
@@ -265,28 +262,21 @@ def _status(error: DamagedError | UnreadableError) -> Soundness:
 # ---- what dead writers and interrupted removals left
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """Whether a temporary directory is removed, and why."""
-
-    remove: bool
-    reason: str
-
-
-def fate(writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s: float | None) -> Fate:
-    """Judge a temporary of ``writer`` from where ``me`` stands.
+def reason_to_remove(
+    writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s: float | None
+) -> str | None:
+    """Why ``me`` may remove a temporary directory of ``writer``; None if it must stay.
 
     ``alive`` is what the kernel says of the writer if it can be asked, ``idle_s`` the time without writes if known.
     """
-    if writer == me:
-        return Fate(False, "it is being written by this process")
-    if alive is not None:
-        return Fate(not alive, "its writer lives" if alive else f"its writer, process {writer.pid}, is dead")
-    if idle_s is None:
-        return Fate(False, "its age is unknown")
+    if writer == me or alive:
+        return None
+    if alive is False:
+        return f"its writer, process {writer.pid}, is dead"
     limit = REBOOTED_S if writer.host == me.host and writer.boot != me.boot else ELSEWHERE_S
-    verb = "was not written to for" if idle_s > limit else "was written to within"
-    return Fate(idle_s > limit, f"its writer is on {writer.host}, and it {verb} {limit:.0f} s")
+    if idle_s is None or idle_s <= limit:
+        return None
+    return f"its writer is on {writer.host}, and it was not written to for {limit:.0f} s"
 
 
 def sweep(storage: Storage) -> Iterator[Event]:
@@ -303,9 +293,9 @@ def sweep(storage: Storage) -> Iterator[Event]:
         if writer is not None:
             living = alive(writer, me)
             quiet_s = idle_s(storage, name) if living is None and writer != me else None
-            verdict = fate(writer, me, living, quiet_s)
-            if verdict.remove:
-                yield _remove(storage, name, verdict.reason)
+            reason = reason_to_remove(writer, me, living, quiet_s)
+            if reason is not None:
+                yield _remove(storage, name, reason)
 
 
 def _remove(storage: Storage, name: str, reason: str) -> Event:
@@ -475,22 +465,13 @@ class CheckpointManager:
 
     def draft(self, info: SaveInfo) -> Manifest:
         """The manifest of a checkpoint that is about to be saved; its files are filled in when they are written."""
-        name = CheckpointName(round=info.round, step=info.step)
-        return Manifest(
-            name=str(name),
-            run=self.owner.run,
-            step=info.step,
-            round=info.round,
-            epoch=info.epoch,
-            samples=info.samples,
-            world_size=info.world_size,
-            created=self._clock.wall(),
-            metrics={key: float(value) for key, value in info.metrics.items()},
-            best=info.best,
-            fields=checked_fields(info.fields),
-            versions=_versions(),
-            files=(),
-        )
+        values = {each.name: getattr(info, each.name) for each in fields(info)} | {
+            "metrics": {key: float(value) for key, value in info.metrics.items()},
+            "fields": checked_fields(info.fields),
+        }
+        name = str(CheckpointName(round=info.round, step=info.step))
+        created = self._clock.wall()
+        return Manifest(name=name, run=self.owner.run, created=created, versions=_versions(), files=(), **values)
 
     def _retain(self, just_saved: str) -> None:
         try:
@@ -575,15 +556,15 @@ class CheckpointManager:
 
     # -- loading
 
-    def load(self, wanted: Entry, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None) -> Loaded:
+    def load(self, wanted: Entry, live: LoadInto = LOAD_NEW) -> Loaded:
         """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise.
 
         Tensors that are ``live`` are overwritten, and are part of what comes back. After an error they hold neither
-        the one state nor the other: load another checkpoint, or end. ``check()`` raises to end it, between two reads.
+        the one state nor the other: load another checkpoint, or end.
         """
-        began, files = self._clock.monotonic(), checked(self._storage, check)
-        manifest = read_manifest(files, wanted.name)
-        state = read_state(files, manifest, live)
+        began = self._clock.monotonic()
+        manifest = read_manifest(self._storage, wanted.name)
+        state = read_state(self._storage, manifest, live)
         self.loaded(manifest, self._clock.monotonic() - began)
         return Loaded(state, manifest)
 
@@ -598,44 +579,6 @@ class CheckpointManager:
             self._quarantine(name, error)
         elif isinstance(error, UnreadableError):
             self._skip(Problem(name, error))
-
-    def load_newest(self, live: LoadInto = LOAD_NEW) -> Loaded | None:
-        """The newest state that is whole; None if there never was a checkpoint. ``live`` is as in :meth:`load`.
-
-        Quarantines damaged ones and skips unreadable ones on the way, and reports both. Raises CheckpointError if none
-        is left: starting from scratch must be a deliberate decision.
-        """
-        failed: list[str] = []
-        tried: set[str] = set()
-        while True:
-            names = listed(self._storage)  # anew each time: others may have been removed or committed meanwhile
-            name = next((text for text in map(str, committed(names)) if text not in tried), None)
-            if name is None:
-                self._require_none_bad(failed, names)
-                if tried and live is not LOAD_NEW:
-                    raise CheckpointError("the last checkpoint was removed while it was read", hint="start again")
-                return None
-            tried.add(name)
-            try:
-                loaded = self.load_named(name, live)
-            except GoneError:
-                continue
-            if loaded is not None:
-                return loaded
-            failed.append(name)
-
-    def load_named(
-        self, name: str, live: LoadInto = LOAD_NEW, check: Callable[[], None] | None = None
-    ) -> Loaded | None:
-        """The state of the checkpoint ``name``; None, and reported, if it is damaged (then quarantined) or unreadable.
-
-        GoneError if it is not there.
-        """
-        try:
-            return self.load(entry(self._storage, name), live, check)
-        except (DamagedError, UnreadableError) as error:
-            self.reject(name, error)
-        return None
 
     def _require_none_bad(self, failed: list[str], names: tuple[str, ...]) -> None:
         """Distinguish a directory that never had a checkpoint from one where all are bad (CheckpointError)."""

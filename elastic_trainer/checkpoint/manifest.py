@@ -417,11 +417,6 @@ def checked(image: Image) -> Image:
     return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
 
 
-def records(image: Image) -> tuple[FileRecord, ...]:
-    """The records of the files of ``image``, as a commit would make them."""
-    return tuple(record(file) for file in checked(image).files)
-
-
 def record(file: FileImage) -> FileRecord:
     """The record of a file whose checksums are known."""
     return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=file.checksums)
@@ -432,10 +427,9 @@ class Checksums:
 
     def __init__(self, file: FileImage) -> None:
         self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
-        self._found = [checksum(file.head)] if file.head else []
+        self._found = [xxhash.xxh3_128_hexdigest(file.head)] if file.head else []
 
     def add(self, piece: memoryview) -> None:
-        """Add the next piece."""
         self._digest.update(piece)
         self._seen += len(piece)
         if self._seen % CHUNK == 0 or self._seen == self._file.body_size:
@@ -606,11 +600,6 @@ class Manifest(_Frozen):
         raise DamagedError(f"checkpoint {self.name}: its manifest does not list {name}")
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """XXH3-128 of ``data`` in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` as plain JSON; CheckpointError naming the first one that is not JSON."""
     plain = {}
@@ -632,7 +621,7 @@ def seal(manifest: Manifest) -> bytes:
 
 
 def _sealed(body: bytes) -> bytes:
-    return _OPENING + checksum(body).encode() + _MIDDLE + body + _CLOSING
+    return _OPENING + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _CLOSING
 
 
 def unseal(data: bytes, where: str) -> Manifest:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import xxhash
 
 from elastic_trainer.checkpoint.manifest import (
@@ -52,6 +53,7 @@ from elastic_trainer.checkpoint.manifest import (
     seal,
     unseal,
 )
+from elastic_trainer.checkpoint.storage.posix import read_into
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
@@ -112,7 +114,6 @@ class Arena:
 
     @property
     def full(self) -> bool:
-        """Whether all slots are held."""
         return not self._free
 
     @property
@@ -159,14 +160,6 @@ class Arena:
         copied, arrived = slot.copy(image)
         self._free.remove(number)
         return Held(number, copied, arrived)
-
-    def seal(self, held: Held, manifest: Manifest, location: str, job: str | None) -> None:
-        """Mark the copy complete, as described by ``manifest``; if this process dies, others may use it."""
-        seal_as(self._slots[held.slot].descriptor, manifest, location, job)
-
-    def mark_stored(self, held: Held) -> None:
-        """Mark the copy committed."""
-        mark_stored(self._slots[held.slot].descriptor)
 
     def release(self, held: Held, *, sealed: bool = True) -> None:
         """Free the slot. A slot that was never sealed is reused first: the other may hold a state."""
@@ -247,7 +240,7 @@ class _Slot:
         size = max(_ROUNDED, -(-needed // _ROUNDED) * _ROUNDED)
         there = os.fstat(self.descriptor).st_size
         free = available()
-        if free is not None and there < size and free < size - there + KEPT_FREE:
+        if there < size and free < size - there + KEPT_FREE:
             raise NoRoomError(f"{size / 1e6:,.0f} MB of memory are needed; {free / 1e6:,.0f} MB are left")
         self._unmap()
         try:
@@ -322,18 +315,10 @@ def _array(data: Any) -> Any:
     return np.frombuffer(data, np.uint8)
 
 
-def available() -> int | None:
-    """Bytes of memory that this process may still allocate, by the machine and its cgroup; None if unknown."""
-    found = [each for each in (_of_machine(), _of_group(Path("/sys/fs/cgroup"))) if each is not None]
-    return min(found, default=None)
-
-
-def _of_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+def available() -> int:
+    """Bytes of memory that this process may still allocate, by the machine and its cgroup."""
+    of_machine, of_group = psutil.virtual_memory().available, _of_group(Path("/sys/fs/cgroup"))
+    return of_machine if of_group is None else min(of_machine, of_group)
 
 
 def _of_group(root: Path) -> int | None:
@@ -414,13 +399,10 @@ class Parts:
         return bool(self._on_device)
 
     def add(self, position: int, view: memoryview | OnDevice) -> None:
-        """Add a piece. numpy copies as fast as memcpy, and releases the interpreter lock meanwhile."""
-        import numpy as np
-
         if isinstance(view, OnDevice):
             self._on_device.append((position, view))
             return
-        array = np.frombuffer(view, np.uint8)
+        array = _array(view)
         self._size += len(array)
         for start in range(0, len(array), _SLICE):
             self._waiting.append((position + start, array[start : start + _SLICE]))
@@ -432,7 +414,6 @@ class Parts:
         return cuda.record({part.data.device for _, part in self._on_device})
 
     def copy(self) -> None:
-        """Copy all other pieces now."""
         others = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
         if self._size < _WORTHWHILE or others < 1:
             self._run()
@@ -477,13 +458,7 @@ class LocalMemory:
     descriptor: int
 
     def read_into(self, buffer: memoryview, position: int) -> bool:
-        while buffer:
-            count = os.preadv(self.descriptor, [buffer], position)
-            if count == 0:
-                return False
-            position += count
-            buffer = buffer[count:]
-        return True
+        return read_into(self.descriptor, buffer, position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,7 +569,7 @@ def break_seal(descriptor: int) -> None:
 
 
 def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None) -> None:
-    """Seal the file as holding the files of ``manifest``, whose records are filled in."""
+    """Seal the file as holding the files of ``manifest``, which others may use if this process dies."""
     text, begin = notes(manifest, location, job), file_begins([each.size for each in manifest.files])[-1]
     os.pwrite(descriptor, text, begin)
     digest = xxhash.xxh3_128_digest(text)

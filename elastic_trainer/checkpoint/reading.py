@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -74,20 +74,18 @@ class LoadInto:
                 result[leaf.tensor] = tensor
         return result
 
-    def _at(self, path: StatePath, stored: TensorEntry) -> torch.Tensor | None:
+    def _at(self, path: StatePath, stored: TensorEntry) -> Any:
+        import torch
+
         there = _value_at(self.state, path)
-        if codec.is_elsewhere(there) and tuple(there.shape) == stored.shape:
-            absent: torch.Tensor = there
-            return absent
-        if codec.fits(there, stored):
-            tensor: torch.Tensor = there
-            return tensor
+        if codec.fits(there, stored) or (codec.is_elsewhere(there) and tuple(there.shape) == stored.shape):
+            return there
         model = self.like.get(path[:-1])
         if model is None or tuple(model.shape) != stored.shape:
             return None
         if not codec.is_sharded(model) and not codec.is_elsewhere(model):
             return None
-        return codec.new_like(model, stored.dtype)
+        return torch.empty_like(model.detach(), dtype=codec.dtypes()[stored.dtype])
 
 
 LOAD_NEW = LoadInto()
@@ -106,6 +104,8 @@ def _value_at(state: Any, path: StatePath) -> Any:
 
 
 _LONGEST_MANIFEST = 256 << 20
+_IN_TURN = 256 << 20
+"""Bytes of tensors in memory at a time, unless one has more."""
 
 Buffers = Callable[[int, int], Iterator[memoryview]]
 """Where the bytes from a begin to an end of a file go, in order."""
@@ -119,31 +119,40 @@ class CheckpointFiles(Protocol):
     def source(self, name: str, file: str) -> ByteSource: ...
 
 
-def checked(files: CheckpointFiles, check: Callable[[], None] | None) -> CheckpointFiles:
-    """``files``, of which nothing is read before ``check()`` has returned: it raises to end the reading."""
-    return files if check is None else _Checked(files, check)
-
-
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class WatchedFiles:
+    """``files``; before bytes of them are read, ``hear`` gets their number, and may raise to end the reading."""
+
     files: CheckpointFiles
-    check: Callable[[], None]
+    hear: Callable[[int], object]
 
     def exists(self, name: str) -> bool:
         return self.files.exists(name)
 
     def source(self, name: str, file: str) -> ByteSource:
-        return _CheckedSource(self.files.source(name, file), self.check)
+        return _WatchedSource(self.files.source(name, file), self.hear)
 
 
-class _CheckedSource:
-    def __init__(self, source: ByteSource, check: Callable[[], None]) -> None:
-        self._source, self._check = source, check
+class _WatchedSource:
+    def __init__(self, source: ByteSource, hear: Callable[[int], object]) -> None:
+        self._source, self._hear = source, hear
         self.size, self.readers, self.close = source.size, source.readers, source.close
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
-        self._check()
+        self._hear(len(buffer))
         return self._source.read_into(buffer, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """A checkpoint to be read."""
+
+    files: CheckpointFiles
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        return f"checkpoint {self.manifest.name}"
 
 
 def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
@@ -162,10 +171,6 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: LoadInto = LO
 
     Live tensors may be overwritten with data that turn out to be damaged: then read another checkpoint, or exit.
     """
-    if live is LOAD_NEW:
-        skeleton = read_skeleton(storage, manifest)
-        loaded = codec.build(*read_tensors(storage, manifest))
-        return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
     filling = Filling(read_outline(storage, manifest), live)
     fill(storage, manifest.name, filling)
     return filling.state()
@@ -279,23 +284,14 @@ def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Tens
 
 
 def read_tensors(
-    storage: CheckpointFiles, manifest: Manifest, wanted: Callable[[str], bool] | None = None
+    storage: CheckpointFiles, manifest: Manifest, wanted: Collection[str]
 ) -> tuple[tuple[TensorEntry, ...], tuple[Slab, ...]]:
-    """The tensors, or those that are ``wanted`` by name, and the memory that holds them. Needs no torch.
-
-    Data go straight to their place in it, but for slices that have gaps there: they take a way round.
-    """
+    """The tensors that are ``wanted`` by name, and the memory that holds them. Needs no torch."""
     files = read_headers(storage, manifest)
-    found = whole_tensors(files, manifest)
-    if wanted is not None:
-        found = codec.lay_out([each for each in found if wanted(each.name)])
+    found = codec.lay_out([each for each in whole_tensors(files, manifest) if each.name in wanted])
     slabs = codec.allocate(found)
-    targets: Mapping[str, ReadTarget] | None = None
+    targets = targets_in(slabs)
     for file in files:
-        if wanted is None and file.alone:
-            _read_data(storage, manifest.name, file, _as_it_is(file, slabs))
-            continue
-        targets = targets_in(slabs) if targets is None else targets
         _fill(storage, manifest.name, file, plan(file.record.head_size, file.placed, file.slices(), targets))
     return found, slabs
 
@@ -319,17 +315,17 @@ def _fill(
 
 
 def read_in_turn(
-    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[TensorEntry], most: int = 256 << 20
+    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[TensorEntry]
 ) -> Iterator[tuple[TensorEntry, Any]]:
-    """The ``wanted`` tensors one by one, each with its bytes as a numpy array; few more than ``most`` are in memory."""
+    """The ``wanted`` tensors one by one, each with its bytes as a numpy array; a few hundred MB are in memory."""
     start = 0
     while start < len(wanted):
         end, size = start + 1, wanted[start].size
-        while end < len(wanted) and size + wanted[end].size <= most:
+        while end < len(wanted) and size + wanted[end].size <= _IN_TURN:
             size += wanted[end].size
             end += 1
         names = {each.name for each in wanted[start:end]}
-        found = codec.arrays(*read_tensors(storage, manifest, names.__contains__))
+        found = codec.arrays(*read_tensors(storage, manifest, names))
         for each in wanted[start:end]:
             yield each, found[each.name]
         start = end
@@ -367,8 +363,7 @@ def _read_head(storage: CheckpointFiles, name: str, record: FileRecord) -> bytea
 
 def _parsed(name: str, record: FileRecord, head: bytes | bytearray) -> TensorFile:
     where = f"checkpoint {name}: {record.name}"
-    placed = codec.parse_header(head, record.size - record.head_size, where)
-    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else codec.header_notes(head, where), where)
+    return TensorFile(record, *codec.parse_header(head, record.size - record.head_size, where), where)
 
 
 def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[FileRange]) -> None:

@@ -64,31 +64,22 @@ def decide(newest_first: Sequence[Candidate], policy: Retention, protected: froz
     """Judge each checkpoint, in the given order. ``protected`` names are always kept."""
     ranked = {each.name: order for order, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
     flagged = next((each.name for each in newest_first if each.best), None)
-    return tuple(
-        _verdict(order, each, policy, ranked, flagged, protected) for order, each in enumerate(newest_first, 1)
-    )
-
-
-def _verdict(
-    order: int,
-    candidate: Candidate,
-    policy: Retention,
-    ranked: Mapping[str, int],
-    flagged: str | None,
-    protected: frozenset[str],
-) -> Ruling:
-    name = candidate.name
-    if order <= policy.keep_last:
-        return Ruling(name, True, f"number {order} of the newest {policy.keep_last}")
-    if name in protected:
-        return Ruling(name, True, "it is in use")
-    if policy.keep_every is not None and candidate.step % policy.keep_every == 0:
-        return Ruling(name, True, f"step {candidate.step} is a multiple of {policy.keep_every}")
-    if name in ranked:
-        return Ruling(name, True, f"number {ranked[name]} by {policy.metric}")
-    if name == flagged:
-        return Ruling(name, True, "the newest that was saved as best")
-    return Ruling(name, False, f"number {order}; the newest {policy.keep_last} are kept")
+    rulings = []
+    for order, each in enumerate(newest_first, 1):
+        reason = None
+        if order <= policy.keep_last:
+            reason = f"number {order} of the newest {policy.keep_last}"
+        elif each.name in protected:
+            reason = "it is in use"
+        elif policy.keep_every is not None and each.step % policy.keep_every == 0:
+            reason = f"step {each.step} is a multiple of {policy.keep_every}"
+        elif each.name in ranked:
+            reason = f"number {ranked[each.name]} by {policy.metric}"
+        elif each.name == flagged:
+            reason = "the newest that was saved as best"
+        gone = f"number {order}; the newest {policy.keep_last} are kept"
+        rulings.append(Ruling(each.name, reason is not None, reason or gone))
+    return tuple(rulings)
 
 
 def by_metric(newest_first: Sequence[Candidate], policy: Retention) -> list[Candidate]:

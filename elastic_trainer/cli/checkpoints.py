@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_trainer.checkpoint import (
     BestMode,
@@ -34,12 +34,12 @@ from elastic_trainer.checkpoint import (
     exchange,
 )
 from elastic_trainer.checkpoint.codec import TensorEntry
-from elastic_trainer.checkpoint.comparison import Differences, Side, TensorDifference, compare
-from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, CheckpointSource, bring
-from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed
-from elastic_trainer.checkpoint.manifest import DamagedError, InUseError, UnreadableError
-from elastic_trainer.checkpoint.reading import read_headers, verify, whole_tensors
-from elastic_trainer.checkpoint.storage import ByteSource, Storage, open_storage
+from elastic_trainer.checkpoint.comparison import Differences, TensorDifference, compare
+from elastic_trainer.checkpoint.exchange import AVERAGE, SHARD, bring
+from elastic_trainer.checkpoint.manager import Entry, Problem, committed, describe, entry, examine, listed, verified
+from elastic_trainer.checkpoint.manifest import InUseError
+from elastic_trainer.checkpoint.reading import CheckpointSource, WatchedFiles, read_headers, whole_tensors
+from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import PROGRAM, at_least, console, seconds, sub_commands
 from elastic_trainer.clock import SYSTEM, Deadline, pause
@@ -110,37 +110,6 @@ def suggestion(action: str, *words: str) -> str:
 
 
 # ---- progress
-
-
-class _Watched:
-    """A storage that says how many bytes are read of it."""
-
-    def __init__(self, inner: Storage, heard: Callable[[int], None]) -> None:
-        self._inner, self._heard = inner, heard
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def source(self, name: str, file: str) -> ByteSource:
-        return _WatchedSource(self._inner.source(name, file), self._heard)
-
-
-def watched(storage: Storage, heard: Callable[[int], None]) -> Storage:
-    """``storage``, of whose reads ``heard`` is told the bytes."""
-    return cast("Storage", _Watched(storage, heard))
-
-
-class _WatchedSource:
-    def __init__(self, inner: ByteSource, heard: Callable[[int], None]) -> None:
-        self._inner, self._heard, self.size, self.readers = inner, heard, inner.size, inner.readers
-
-    def read_into(self, buffer: memoryview, offset: int) -> bool:
-        complete = self._inner.read_into(buffer, offset)
-        self._heard(len(buffer))
-        return complete
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @contextmanager
@@ -286,7 +255,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there are no checkpoints in {storage.location}", hint="nothing was verified")
     total = sum(each.manifest.size for each in found if each.manifest is not None)
     with progress("verify", total) as heard:
-        results = [_verified(watched(storage, heard), each) for each in found]
+        results = [verified(WatchedFiles(storage, heard), each) for each in found]
     if arguments.json:
         _print_json({"directory": storage.location, "checkpoints": [description_json(each) for each in results]})
     else:
@@ -295,17 +264,6 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print(f"{each.name}: {each.status}{size}")
         _print_problems(results)
     return EXIT_FAILURE if any(each.status in _BAD for each in results) else 0
-
-
-def _verified(storage: Storage, each: Description) -> Description:
-    if each.manifest is None or each.status is not Soundness.UNVERIFIED:
-        return each
-    try:
-        verify(storage, each.manifest)
-    except (DamagedError, UnreadableError) as error:
-        found = Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE
-        return Description(each.name, each.path, found, each.manifest, str(error))
-    return Description(each.name, each.path, Soundness.VERIFIED, each.manifest)
 
 
 # ---- text
@@ -349,7 +307,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     try:
         chosen = [checkpoint(each) for each in (arguments.left, arguments.right)]
         with progress("compare", sum(entry.manifest.size for _, entry in chosen)) as heard:
-            left, right = (Side(watched(storage, heard), entry.manifest) for storage, entry in chosen)
+            left, right = (CheckpointSource(WatchedFiles(storage, heard), entry.manifest) for storage, entry in chosen)
             found = compare(left, right)
     except CheckpointError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -478,7 +436,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     files = [goal.name]
     left_out: tuple[str, ...] = ()
     with progress("export", entry.manifest.size) as heard:
-        source = CheckpointSource(watched(inner, heard), entry.manifest)
+        source = CheckpointSource(WatchedFiles(inner, heard), entry.manifest)
         if target == TORCH:
             exchange.to_torch(source, None if arguments.all else part, goal, force=arguments.force)
         elif arguments.all:

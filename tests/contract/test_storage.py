@@ -27,7 +27,6 @@ from elastic_trainer.checkpoint.manifest import (
     CheckpointName,
     Image,
     from_bytes,
-    records,
     rescued_name,
     seal,
     temporary_name,
@@ -42,7 +41,7 @@ from elastic_trainer.errors import StorageError
 from elastic_trainer.local.hosts import HOST, free_ports
 from tests.support.s3server import BUCKET
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import Heard, newest_of, same, training_state
+from tests.unit.checkpoint.states import Heard, load_newest, newest_of, records, same, training_state
 from tests.unit.checkpoint.test_commit import dead_process
 
 Place = Callable[[], Storage]
@@ -264,7 +263,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(place: P
     assert loaded.name == good
     assert "checkpoint.quarantined" in heard.kinds()
     assert f"corrupt-{bad}-1" in place().names()
-    assert opened(place).load_newest() is not None
+    assert load_newest(opened(place)) is not None
     assert [entry.name for entry in opened(place).entries()] == [good]
 
 
@@ -305,4 +304,4 @@ def test_a_dead_writers_leftovers_go_and_nothing_else(place: Place) -> None:
 
 def test_a_trial_leaves_nothing_behind(place: Place) -> None:
     check_writable(place())
-    assert (opened(place).newest(), opened(place).load_newest(), place().names()) == (None, None, ())
+    assert (opened(place).newest(), load_newest(opened(place)), place().names()) == (None, None, ())

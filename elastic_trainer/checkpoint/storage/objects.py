@@ -24,10 +24,10 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_trainer.checkpoint.manifest import (
@@ -44,7 +44,7 @@ from elastic_trainer.checkpoint.manifest import (
     trashed,
 )
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, RequestLimits, Sink
-from elastic_trainer.clock import SYSTEM, Clock, pause
+from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StorageError
 from elastic_trainer.telemetry.logs import logger
 
@@ -309,8 +309,8 @@ class ObjectStorage:
                 if self.exists(victim):
                     continue  # only its mark was left
                 self._bucket.abort_uploads(f"{victim}/")
-            self._delete(self._bucket.items(f"{victim}/"))
-        self._delete(marks)
+            self._bucket.delete([each.key for each in self._bucket.items(f"{victim}/")])
+        self._bucket.delete([each.key for each in marks])
         self._final.pop(name, None)
         self._manifests.pop(name, None)
 
@@ -339,10 +339,6 @@ class ObjectStorage:
             return self._bucket.items(reference)[0].modified - item.modified
         finally:
             self._bucket.delete([reference])
-
-    def _delete(self, items: tuple[Item, ...]) -> None:
-        if items:
-            self._bucket.delete([each.key for each in items])
 
 
 def _stands_for(name: str, marks: tuple[Item, ...]) -> list[str]:
@@ -473,8 +469,8 @@ class _Seen:
 class PrefixLease:
     """See the module. ``age_s(item)`` measures by the store's clock."""
 
-    def __init__(self, bucket: Bucket, age_s: Callable[[Item], float], clock: Clock = SYSTEM) -> None:
-        self._bucket, self._age_s, self._clock = bucket, age_s, clock
+    def __init__(self, bucket: Bucket, age_s: Callable[[Item], float]) -> None:
+        self._bucket, self._age_s = bucket, age_s
         self._mine: str | None = None
         self._words, self._renewed_at, self._process = "", 0.0, 0
         self._seen: _Seen | None = None
@@ -484,7 +480,7 @@ class PrefixLease:
     @property
     def was_lost(self) -> bool:
         """Whether it was held, and may belong to another process now."""
-        return self._mine is not None and self._clock.monotonic() - self._renewed_at > VALID_S
+        return self._mine is not None and SYSTEM.monotonic() - self._renewed_at > VALID_S
 
     def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
         """Take or keep it; the holder if that is another process."""
@@ -525,7 +521,7 @@ class PrefixLease:
         """The holder according to ``top``; None if it has released the lease, is dead, or gives way."""
         if top.size == 0:
             return None
-        now = self._clock.monotonic()
+        now = SYSTEM.monotonic()
         if self._seen is None or self._seen.item != top:
             words = self._bucket.read(top.key, 0, _LONGEST_WORDS).decode(errors="replace")
             if gives_way(words):
@@ -535,7 +531,7 @@ class PrefixLease:
         return Holder(self._seen.words, expires_in_s, top.modified) if expires_in_s > 0 else None
 
     def _take(self, number: int, words: str) -> bool:
-        key, begun = f"{DIRECTORY}{number:012d}.json", self._clock.monotonic()
+        key, begun = f"{DIRECTORY}{number:012d}.json", SYSTEM.monotonic()
         try:
             self._bucket.put(key, words.encode(), new=True)
         except FileExistsError:
@@ -560,7 +556,7 @@ class PrefixLease:
             self._thread.start()
 
     def _run(self, stop: threading.Event) -> None:
-        while not pause(RENEW_S, stop, self._clock):
+        while not pause(RENEW_S, stop):
             try:
                 self._renew()
             except OSError as error:
@@ -568,7 +564,7 @@ class PrefixLease:
 
     def _renew(self) -> None:
         """Rewrite the object, unless another process has taken over."""
-        mine, begun = self._mine, self._clock.monotonic()
+        mine, begun = self._mine, SYSTEM.monotonic()
         if mine is None:
             return
         top = self._top()
@@ -696,20 +692,17 @@ class _Stream:
         self._file.write(part)
 
     def _within(self, limit_s: float, act: Callable[[], object]) -> None:
-        outcome: SimpleQueue[Exception | None] = SimpleQueue()
+        outcome: Future[object] = Future()
 
         def run() -> None:
             try:
-                act()
+                outcome.set_result(act())
             except Exception as error:  # noqa: BLE001 - the edge of a thread: the one that waits raises it
-                outcome.put(error)
-            else:
-                outcome.put(None)
+                outcome.set_exception(error)
 
         threading.Thread(target=run, name="checkpoint-upload", daemon=True).start()
         try:
-            error = outcome.get(timeout=limit_s)
-        except Empty:
-            self._stuck, error = True, TimeoutError()
-        if error is not None:
+            outcome.result(limit_s)
+        except Exception as error:
+            self._stuck = not outcome.done()
             raise in_words(error, _NEEDS) from error

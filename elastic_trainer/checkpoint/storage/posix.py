@@ -15,7 +15,6 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,12 +42,15 @@ _EXPLANATIONS = {
 }
 
 
-def explain(error: OSError, location: str) -> StorageError:
-    """``error`` in one sentence about the directory ``location``."""
-    what, hint = _EXPLANATIONS.get(
-        error.errno or 0, (f"cannot be written: {error.strerror or error}", "check the directory")
-    )
-    return StorageError(f"checkpoint directory {location} {what}", hint=hint)
+@contextmanager
+def writing(location: str) -> Iterator[None]:
+    """Turns an OSError into a StorageError, one sentence about the directory ``location``."""
+    try:
+        yield
+    except OSError as error:
+        unknown = f"cannot be written: {error.strerror or error}", "check the directory"
+        what, hint = _EXPLANATIONS.get(error.errno or 0, unknown)
+        raise StorageError(f"checkpoint directory {location} {what}", hint=hint) from error
 
 
 class PosixStorage:
@@ -63,7 +65,7 @@ class PosixStorage:
         return str(self._root)
 
     def prepare(self) -> None:
-        with self._writing():
+        with writing(self.location):
             missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
             self._root.mkdir(parents=True, exist_ok=True)
             for path in missing:
@@ -79,24 +81,24 @@ class PosixStorage:
         return os.path.lexists(self._root / name)
 
     def free_bytes(self) -> int | None:
-        with self._writing():
+        with writing(self.location):
             status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
     def create(self, temporary: str, name: str | None = None) -> None:
-        with self._writing():
+        with writing(self.location):
             (self._root / temporary).mkdir()
 
     def sink(self, name: str, file: str) -> Sink:
-        with self._writing():
-            return PosixSink(self._root / name / file, lambda error: explain(error, self.location))
+        with writing(self.location):
+            return PosixSink(self._root / name / file, self.location)
 
     def join(self, temporary: str, name: str) -> None:
         """It is a directory as any other."""
 
     def mark(self, temporary: str, file: str) -> bool:
         path = self._root / temporary / file
-        with self._writing():
+        with writing(self.location):
             try:
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
             except FileExistsError:
@@ -110,7 +112,7 @@ class PosixStorage:
             return frozenset()
 
     def discard(self, temporary: str, file: str) -> None:
-        with self._writing():
+        with writing(self.location):
             (self._root / temporary / file).unlink(missing_ok=True)
 
     def source(self, name: str, file: str) -> ByteSource:
@@ -119,7 +121,7 @@ class PosixStorage:
     def publish(self, temporary: str, name: str) -> None:
         if self.exists(name):
             raise StorageError(f"checkpoint directory {self.location} already has a {name}; it was not overwritten")
-        with self._writing():
+        with writing(self.location):
             sync(self._root / temporary)
             os.rename(self._root / temporary, self._root / name)
             sync(self._root)
@@ -153,7 +155,7 @@ class PosixStorage:
             if self._still_there(self._lock):
                 return None
             self.let_go()
-        with self._writing():
+        with writing(self.location):
             descriptor = os.open(self._root / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 if not _locked(descriptor):
@@ -180,13 +182,6 @@ class PosixStorage:
         if descriptor is not None:
             os.close(descriptor)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise explain(error, self.location) from error
-
 
 def _locked(descriptor: int) -> bool:
     """Whether the file is this process's now; also where the file system knows no locks."""
@@ -209,38 +204,26 @@ _KEPT_IN_CACHE = 1 << 20
 """Files up to this size may stay in the page cache: manifests, which are read again and again."""
 
 
-def beside(path: Path, *, folder: bool = False) -> Path:
-    """A new, empty file or folder that is to replace ``path``; the umask decides who may read it. Raises OSError."""
-    made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    if folder:
-        made.mkdir()
-    else:
-        os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    return made
-
-
 class PosixSink:
-    """A new file, to be written in order, synced and closed once. ``explain`` makes an error of storage."""
+    """A new file of the directory ``location``, to be written in order, synced and closed once."""
 
-    def __init__(self, path: Path, explain: Callable[[OSError], StorageError]) -> None:
+    def __init__(self, path: Path, location: str) -> None:
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._explain = explain
+        self._location = location
         self._written = self._filled = 0
         self._buffer: mmap.mmap | None = None
         self._direct: bool | None = None
         """None until there is enough to be written."""
 
     def write(self, data: memoryview) -> None:
-        try:
+        with writing(self._location):
             if self._direct is None and len(data) + self._filled >= BLOCK:
                 self._direct = _set_direct(self._opened(), on=True)
             while data:
                 data = data[self._take(data) :]
-        except OSError as error:
-            raise self._explain(error) from error
 
     def finish(self, *, durable: bool = True) -> None:
-        try:
+        with writing(self._location):
             self._write_rest()
             descriptor = self._opened()
             if durable:
@@ -249,8 +232,6 @@ class PosixSink:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._descriptor = None
             os.close(descriptor)
-        except OSError as error:
-            raise self._explain(error) from error
 
     def abandon(self) -> None:
         if self._descriptor is not None:
@@ -323,16 +304,21 @@ class PosixSource:
         self.readers = min(_READERS, os.cpu_count() or 1)
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], offset)
-            if count == 0:
-                return False
-            offset += count
-            buffer = buffer[count:]
-        return True
+        return read_into(self._descriptor, buffer, offset)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def read_into(descriptor: int, buffer: memoryview, offset: int) -> bool:
+    """Fill ``buffer`` from byte ``offset`` of the file on; False if it ends before."""
+    while buffer:
+        count = os.preadv(descriptor, [buffer], offset)
+        if count == 0:
+            return False
+        offset += count
+        buffer = buffer[count:]
+    return True
 
 
 def sync(path: Path) -> None:

@@ -48,7 +48,7 @@ from elastic_trainer.checkpoint.reading import (
     Outline,
     PartReader,
     TensorLoader,
-    checked,
+    WatchedFiles,
     fill,
     parts_of,
     read_manifest,
@@ -633,7 +633,7 @@ def _loaded(
     if filling is not None and files is not None and itself:
         try:
             with storage_awaited():
-                fill(checked(files, control.works.check), manifest.name, filling)
+                fill(WatchedFiles(files, lambda size: control.works.check()), manifest.name, filling)
         except CheckpointError as problem:
             error = problem
     elif filling is not None:
@@ -754,7 +754,7 @@ def unpacked(data: bytes) -> dict[str, Any]:
     sizes, _, rest = data.partition(b"\n")
     skeleton, head, size = json.loads(sizes)
     begin = skeleton + head
-    placed = codec.parse_header(rest[skeleton:begin], size, _WHERE)
+    placed, _ = codec.parse_header(rest[skeleton:begin], size, _WHERE)
     slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = rest[begin + slab.begin : begin + slab.begin + len(slab.view)]

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Retention, SaveInfo
-from elastic_trainer.checkpoint.manifest import Kind, kind_of, records
+from elastic_trainer.checkpoint.manifest import Kind, kind_of
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry import logs
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import load_newest, records, same
 
 Saver = Callable[[Any, Connection], None]
 COUNT = "ELASTIC_TRAINER_SAVE_KILLS"
@@ -51,7 +51,7 @@ def resumed(directory: str | Path, say: Connection) -> tuple[CheckpointManager, 
     torch.set_num_threads(1)
     checkpoints = CheckpointManager(directory, Retention(keep_last=2))
     checkpoints.sweep()
-    found = checkpoints.load_newest()
+    found = load_newest(checkpoints)
     step = 0 if found is None else int(found.state["step"])
     say.send(step)
     return checkpoints, step
@@ -192,7 +192,7 @@ def problem_with(directory: str | Path, said: int, ahead: int) -> str:
     It may be up to ``ahead`` steps newer.
     """
     try:
-        found = CheckpointManager(directory).load_newest()
+        found = load_newest(CheckpointManager(directory))
     except CheckpointError as error:
         return str(error)
     if found is None:

@@ -23,7 +23,7 @@ from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.remote_job import train
 from tests.support.small_disk import fill, mounted, run
-from tests.unit.checkpoint.states import Heard, flip_bit, newest_of
+from tests.unit.checkpoint.states import Heard, flip_bit, load_newest, newest_of
 from tests.unit.checkpoint.test_commit import dead_process
 
 MB = 1 << 20
@@ -60,7 +60,7 @@ class Boundless(PosixStorage):
 
 
 def intact(directory: Path, value: int) -> bool:
-    loaded = CheckpointManager(directory).load_newest()
+    loaded = load_newest(CheckpointManager(directory))
     return loaded is not None and bool((loaded.state["w"] == value).all())
 
 
@@ -155,13 +155,12 @@ def test_unreadable_files_are_skipped_and_an_unreadable_directory_is_an_error(re
     heard = Heard()
     reading = CheckpointManager(reachable, on_event=heard.append)
     with unprivileged():
-        loaded = reading.load_newest()
-    assert loaded is not None
+        loaded = newest_of(reading)
     assert loaded.manifest.step == 1
     assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
     reachable.chmod(0)
     with unprivileged(), pytest.raises(CheckpointError, match="cannot be read") as caught:
-        reading.load_newest()
+        load_newest(reading)
     assert str(reachable) in str(caught.value)
     reachable.chmod(0o755)
 

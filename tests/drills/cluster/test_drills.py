@@ -22,6 +22,7 @@ from tests.drills.cluster.undisturbed import undisturbed
 from tests.drills.sharded.test_sharded import CLOSE
 from tests.integration.training.launch import ran
 from tests.support.requirements import needs_hosts
+from tests.unit.checkpoint.states import newest_of
 
 OUTAGE_S = 8.0
 SLOW = "20"
@@ -84,11 +85,9 @@ def test_a_model_that_is_sharded_anew_comes_out_as_in_one_process(tmp_path: Path
     checkpoint has the parameters of one process after as many steps, to rounding."""
     setting = patient("reshard")
     play(["reshard"], setting, tmp_path / "job")
-    found = CheckpointManager(tmp_path / "job" / CHECKPOINTS).load_newest()
-    assert found is not None
+    found = newest_of(CheckpointManager(tmp_path / "job" / CHECKPOINTS))
     undisturbed(setting, tmp_path / "alone", found.manifest.step)
-    expected = CheckpointManager(tmp_path / "alone" / CHECKPOINTS).load_newest()
-    assert expected is not None
+    expected = newest_of(CheckpointManager(tmp_path / "alone" / CHECKPOINTS))
     assert expected.manifest.step == found.manifest.step
     for name, whole in expected.state["model"].items():
         torch.testing.assert_close(found.state["model"][name], whole, rtol=0.0, atol=CLOSE)

@@ -14,7 +14,7 @@ from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.etcd import EtcdServer
 from tests.drills.endings.job import Job
 from tests.integration.training.launch import ran
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 
 SMALL = ("data.limit=600", "data.test_size=100", "model.width=4", "global_batch=32", "micro_batch=16")
 QUIET = ("epochs=1000000", "scheduler={name: none}", "evaluation={every_epochs: null}", "checkpoint.every_s=600")
@@ -93,13 +93,11 @@ def test_mnist_lives_through_a_day_and_has_the_bits_of_one_quiet_process(
             job.node(name).terminate()
         assert [job.exit_code(job.node(name)) for name in ("n4", "n5")] == [EXIT_LEFT] * 2
         job.check_lossless()
-    found = CheckpointManager(tmp_path / "checkpoints").load_newest()
-    assert found is not None
+    found = newest_of(CheckpointManager(tmp_path / "checkpoints"))
     assert found.manifest.step > stopped
     done = ran([*trained(tmp_path / "quiet"), f"max_steps={found.manifest.step}"])
     assert done.code == 0, done.err
-    expected = CheckpointManager(tmp_path / "quiet").load_newest()
-    assert expected is not None
+    expected = newest_of(CheckpointManager(tmp_path / "quiet"))
     assert expected.manifest.step == found.manifest.step
     for part in ("model", "optimizer"):
         assert same(found.state[part], expected.state[part])

@@ -15,6 +15,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState
 from tests.support.networks import within
 from tests.support.running import LIMIT_S as LIMIT_S
 from tests.support.running import Running
+from tests.unit.checkpoint.states import load_newest
 
 SCRIPT = Path(__file__).with_name("train.py")
 QUICK = {
@@ -127,7 +128,7 @@ class Job(Running):
         directory = self.spec.directory / "checkpoints"
         if not directory.exists():
             return None
-        loaded = CheckpointManager(directory).load_newest()
+        loaded = load_newest(CheckpointManager(directory))
         return loaded.manifest.step if loaded is not None else None
 
     def describe(self) -> str:

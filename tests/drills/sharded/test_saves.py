@@ -20,6 +20,7 @@ from elastic_trainer.local.cluster import Node
 from tests.drills.sharded.test_sharded import CLOSE, SCRIPT, SHARDS, Sharded
 from tests.drills.sharded.train import Net, named_tensors
 from tests.integration.training.launch import ran
+from tests.unit.checkpoint.states import newest_of
 
 pytestmark = pytest.mark.usefixtures("sharded_torch")
 
@@ -75,8 +76,7 @@ class Saved(Sharded):
 
 def compared(directory: Path, checkpoints: Path) -> dict[str, torch.Tensor]:
     """The newest checkpoint as an unsharded program loads it: bit by bit what all shard ranks copied at that moment."""
-    loaded = CheckpointManager(checkpoints).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(checkpoints))
     moment = (loaded.manifest.round, loaded.manifest.step)
     whole: dict[str, torch.Tensor] = dict(named_tensors(loaded.state))
     covered = {name: set[str]() for name in whole}

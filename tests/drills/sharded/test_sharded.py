@@ -25,6 +25,7 @@ from tests.drills.endings.job import Job
 from tests.drills.sharded.train import SAMPLES, Net
 from tests.integration.training.launch import ran
 from tests.support import seeds
+from tests.unit.checkpoint.states import newest_of
 
 pytestmark = pytest.mark.usefixtures("sharded_torch")
 
@@ -218,8 +219,7 @@ def test_a_fault_in_the_middle_of_a_schedule_is_undone_and_repeated(
         error = sharded.ended(tmp_path)
     print({"error": error})
     assert error < CLOSE
-    saved = CheckpointManager(sharded.directory / "checkpoints").load_newest()
-    assert saved is not None
+    saved = newest_of(CheckpointManager(sharded.directory / "checkpoints"))
     Net().load_state_dict(saved.state["model"])  # all stages, as one
 
 

@@ -23,6 +23,7 @@ from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch
 from tests.drills.sharded.train import BATCH, SAMPLES, Net, built, data, optimized, staged
+from tests.unit.checkpoint.states import newest_of
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
 STAGED: dict[str, Any] = {"names": ["pp", "dp_shard"]}
@@ -170,8 +171,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
         found["parameters"] = max(found.get("parameters", 0.0), float((other - each).abs().max()))
     found["rows"] = float((rows - expected).abs().max())
     if checkpoints is not None and session.environment.rank == 0:
-        loaded = CheckpointManager(checkpoints).load_newest()
-        assert loaded is not None
+        loaded = newest_of(CheckpointManager(checkpoints))
         bare = Net()
         bare.load_state_dict(loaded.state["model"])  # of names and shapes as without a session
         found["stored"] = max(float((dict(bare.named_parameters())[name] - b).abs().max()) for name, b in mine.items())

@@ -49,7 +49,7 @@ from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.local.hosts import free_ports
 from tests.support.s3server import BUCKET, Fault, S3Server
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import newest_of
+from tests.unit.checkpoint.states import load_newest, newest_of
 
 LIMIT_S = 60.0
 ELSEWHERE = json.dumps({"run": "a", "job": None, "pid": 1, "start": 2, "boot": "b" * 32, "namespace": 3, "host": "far"})
@@ -83,7 +83,7 @@ def test_the_number_of_requests_does_not_grow_with_the_number_of_checkpoints(s3:
     assert len(s3.log()) == 1
     assert CheckpointManager(s3_url).newest() is not None
     assert len(s3.log()) == 2
-    assert CheckpointManager(s3_url).load_newest() is not None
+    assert load_newest(CheckpointManager(s3_url)) is not None
     assert len(s3.log()) <= 6
 
 
@@ -141,7 +141,7 @@ def test_a_passing_failure_is_not_noticed(s3: S3Server, s3_url: str) -> None:
     )]  # fmt: skip
     s3.inject(*faults, Fault("^GET .*tensors", cut=True, count=3))
     checkpoints.save(state, SaveInfo(1))
-    loaded = CheckpointManager(s3_url).load_newest()
+    loaded = load_newest(CheckpointManager(s3_url))
     assert s3.hits() == len(faults) + 3
     assert loaded is not None
     assert torch.equal(loaded.state["w"], state["w"])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,8 +343,9 @@ def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: 
     assert trained.end() == [1, 3]
 
 
-def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path) -> None:
-    """Both copies are being written when a rank dies: the others join the next round at once."""
+def test_a_wait_for_storage_or_the_files_of_other_places_ends_with_the_round(tmp_path: Path) -> None:
+    """Both copies are being written when a rank dies: the others join the next round at once. So do those that resume
+    first, and let the saves under way end."""
     trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
     group = ShardGroup(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
     trained.saver.serve(saves=True, part=ShardPart(group, Control(works=works), writes=True))
@@ -352,7 +354,8 @@ def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path
         assert trained.saver.attempt() is None
     trained.step()
     threading.Timer(0.2, works.end, ["a place is gone"]).start()
-    for waits in (trained.saver.attempt, trained.saver.make_durable):
+    storage = partial(trained.saver.wait, Control(works=works))
+    for waits in (trained.saver.attempt, trained.saver.make_durable, storage):
         with pytest.raises(RoundBrokenError, match="a place is gone"):
             waits()
     assert trained.end() == [1, 2]
@@ -422,17 +425,6 @@ def test_without_memory_a_save_waits_for_other_places_no_longer_than_the_round(
     assert trained.saver.attempt() is None
     assert time.monotonic() - began < SHARDS_LEAST_PATIENCE_S / 2
     assert trained.end() == []
-
-
-def test_a_new_round_waits_for_storage_no_longer_than_it_lasts(tmp_path: Path) -> None:
-    """Ranks that resume first let the saves under way end, and a peer may die meanwhile."""
-    trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
-    trained.step()
-    assert trained.saver.attempt() is None
-    threading.Timer(0.2, works.end, ["a peer is gone"]).start()
-    with pytest.raises(RoundBrokenError, match="a peer is gone"):
-        trained.saver.wait(Control(works=works))
-    assert trained.end() == [1]
 
 
 def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, commit
-from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, records, tensors_file
+from elastic_trainer.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, Image, Manifest, tensors_file
 from elastic_trainer.checkpoint.storage import PosixStorage, Sink
 from tests.support.waiting import eventually
-from tests.unit.checkpoint.states import newest_of, same
+from tests.unit.checkpoint.states import newest_of, records, same
 
 PARTS = 4
 
@@ -95,10 +95,7 @@ from pathlib import Path
 from elastic_trainer.checkpoint import commit
 from tests.integration.checkpoint.test_sharing import Slow, prepared, state
 directory = Path(sys.argv[1])
-image, manifest = prepared(directory, state())
-storage = Slow(directory)
-threading.Timer(float(sys.argv[2]), storage.gate.set).start()
-print(commit.write_share(storage, image, manifest, 1, threading.Event()))
+commit.write_share(Slow(directory), *prepared(directory, state()), 1, threading.Event())
 """
 
 
@@ -108,7 +105,7 @@ def test_a_helper_that_dies_or_stands_still_is_done_without(
 ) -> None:
     """In the middle of a file; one that thaws afterwards changes nothing any more."""
     monkeypatch.setattr(commit, "LEAST_PATIENCE_S", 1.0)
-    helper = subprocess.Popen([sys.executable, "-c", HELPER, str(tmp_path), "600"], stdout=subprocess.PIPE)
+    helper = subprocess.Popen([sys.executable, "-c", HELPER, str(tmp_path)])
     try:
         image, manifest = prepared(tmp_path, state())
         storage = Slow(tmp_path)
@@ -124,4 +121,4 @@ def test_a_helper_that_dies_or_stands_still_is_done_without(
         assert {path: path.read_bytes() for path in tmp_path.glob("step-*/*")} == before
     finally:
         helper.kill()
-        helper.communicate(timeout=30)
+        helper.wait(30)

@@ -20,6 +20,7 @@ from elastic_trainer.jobs.trainer import Trainer
 from elastic_trainer.telemetry import logs
 from tests.integration.training.launch import records, train
 from tests.support.requirements import needs
+from tests.unit.checkpoint.states import newest_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -57,8 +58,7 @@ def _config(directory: Path, text: Path, *overrides: str, tokens: int = 128 * 20
 
 
 def _parameters(directory: Path) -> Mapping[str, torch.Tensor]:
-    loaded = CheckpointManager(directory).load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(directory))
     model: Mapping[str, torch.Tensor] = loaded.state["model"]
     return model
 
@@ -148,8 +148,7 @@ def test_it_learns_a_verse_and_writes_it(tmp_path: Path, text: Path, capsys: pyt
 
 def test_a_moving_average_is_what_writes(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(Gpt, _config(tmp_path / "run", text, "average=0.5", tokens=128 * 3)).run()
-    loaded = CheckpointManager(tmp_path / "run").load_newest()
-    assert loaded is not None
+    loaded = newest_of(CheckpointManager(tmp_path / "run"))
     state = loaded.state
     model = gpt_sample._model(Gpt(_config(tmp_path, text)), len(state["model"]["tokens.weight"]), state)
     assert torch.equal(model.tokens.weight, state["average"]["module.tokens.weight"])

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Event, Loaded, LoadInto, Retention, StateSnapshot
+from elastic_trainer.checkpoint.manifest import FileRecord, Image, checked, record
 from elastic_trainer.checkpoint.memory import LocalMemory
-from elastic_trainer.checkpoint.reading import LOAD_NEW
+from elastic_trainer.checkpoint.reading import LOAD_NEW, read_manifest
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.report import HeartbeatReporter
+from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
 
 
 def descriptor_of(snapshot: StateSnapshot) -> int:
@@ -61,10 +65,25 @@ def training_state(seed: int = 0, width: int = 16) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def load_newest(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded | None:
+    """The newest that is whole, as a job that resumes finds it: bad ones are set aside on the way."""
+    state, origins = dict[str, Any](), list[Origin]()
+    stored = StoredStates(checkpoints, HeartbeatReporter())
+    restore(Control(), Control(), stored, dict, state.update, origins.append, live=live)
+    if not origins[-1].name:
+        return None
+    return Loaded(state, read_manifest(checkpoints.files, origins[-1].name))
+
+
 def newest_of(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded:
-    loaded = checkpoints.load_newest(live)
+    loaded = load_newest(checkpoints, live)
     assert loaded is not None
     return loaded
+
+
+def records(image: Image) -> tuple[FileRecord, ...]:
+    """The records of the files of ``image``, as a commit would make them."""
+    return tuple(map(record, checked(image).files))
 
 
 class Heard(list[Event]):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.manifest import STATE_FILE, TENSORS_FILE, DamagedError
 from elastic_trainer.errors import CheckpointError
-from tests.unit.checkpoint.states import same, training_state
+from tests.unit.checkpoint.states import same
 
 
 def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
     body = b"".join(files[TENSORS_FILE].body())
     skeleton = b"".join(files[STATE_FILE].body())
     assert len(body) == files[TENSORS_FILE].body_size
-    placed = codec.parse_header(files[TENSORS_FILE].head, len(body), "here")
+    placed, _ = codec.parse_header(files[TENSORS_FILE].head, len(body), "here")
     slabs = codec.allocate(placed)
     for slab in slabs:
         slab.view[:] = body[slab.begin : slab.begin + len(slab.view)]
@@ -35,6 +35,7 @@ def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DTYPES = [each for each in codec._types() if each is not torch.bool]  # arbitrary bytes are no bools
+DTYPES += [torch.complex64, torch.complex128]  # of which the file format has none
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
 
 
@@ -49,42 +50,26 @@ def test_tensors_of_every_type_and_shape_keep_their_bits(dtype: torch.dtype, sha
     assert same(through_bytes(state), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_complex_tensors_come_back(dtype: torch.dtype) -> None:
-    """Complex numbers are kept though the file format has no such type; lazily conjugated ones by their values."""
-    tensor = torch.randn(2, 3, dtype=dtype)
-    state = {"plain": tensor, "scalar": tensor[0, 0].clone(), "empty": tensor[:0], "conjugate": tensor.conj()}
-    back = through_bytes(state)
-    assert same(back, state)
-    assert torch.equal(back["conjugate"], tensor.conj().resolve_conj())
-
-
 def test_views_and_strides_are_saved_by_value() -> None:
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     state = {
         "transposed": base.t(), "strided": base[::2, 1::3], "expanded": torch.tensor([1.5]).expand(5),
-        "offset": base.reshape(-1)[7:9], "negated": torch._neg_view(base), "parameter": torch.nn.Parameter(base[1]),
+        "conjugate": torch.complex(base, base).conj(), "offset": base.reshape(-1)[7:9],
+        "negated": torch._neg_view(base), "parameter": torch.nn.Parameter(base[1]),
     }  # fmt: skip
     back = through_bytes(state)
-    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    assert all(torch.equal(back[name], tensor.resolve_conj()) for name, tensor in state.items())
 
 
 def test_a_tensor_in_two_places_is_stored_once_and_comes_back_as_one() -> None:
     """Tied weights stay tied; a different view of the same memory is a tensor of its own."""
     weight = torch.randn(8, 8)
-    image = codec.encode({"encoder": weight, "decoder": weight, "row": weight[0]})
-    assert image.files[0].body_size == weight.nbytes + weight[0].nbytes
-    back = through_bytes({"encoder": weight, "decoder": weight, "row": weight[0]})
-    assert back["encoder"] is back["decoder"]
-    assert back["row"] is not back["encoder"]
-
-
-def test_loaded_tensors_can_be_written_to_without_touching_each_other() -> None:
-    state = {str(index): torch.full((5,), index, dtype=torch.int8) for index in range(50)}
+    state = {"encoder": weight, "decoder": weight, "row": weight[0]}
+    assert codec.encode(state).files[0].body_size == weight.nbytes + weight[0].nbytes
     back = through_bytes(state)
-    for tensor in back.values():
-        tensor.add_(100)
-    assert all(torch.equal(back[str(index)], torch.full((5,), index + 100, dtype=torch.int8)) for index in range(20))
+    assert back["encoder"] is back["decoder"]
+    back["row"].add_(100)
+    assert torch.equal(back["encoder"], weight)
 
 
 def test_saving_reads_tensors_in_place() -> None:
@@ -126,15 +111,6 @@ def test_awkward_values_come_back() -> None:
     texts = ["\ud800", "\ud83d\ude00", b"\0" * 5000, b""]
     for value in (*numbers, *texts, {"$": 1}, {1: "int", "1": "str"}, {1 << 20000: torch.ones(2)}):
         assert same(through_bytes({"it": value}), {"it": value})
-
-
-def test_a_training_state_comes_back_and_continues() -> None:
-    """Real state dicts keep everything, including the module versions that state_dict() carries in an attribute."""
-    state = training_state()
-    back = through_bytes(state)
-    assert same(back, state)
-    assert back["model"]._metadata == state["model"]._metadata
-    assert isinstance(back["scheduler"]["milestones"], Counter)
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")

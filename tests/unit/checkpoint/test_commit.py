@@ -19,7 +19,7 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, SaveInfo, manager
 from elastic_trainer.checkpoint.commit import FIND_S, write_file, write_share
-from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, fate, sweep
+from elastic_trainer.checkpoint.manager import ELSEWHERE_S, REBOOTED_S, Transition, reason_to_remove, sweep
 from elastic_trainer.checkpoint.manifest import (
     OFFER_FILE,
     OWNER_FILE,
@@ -58,11 +58,11 @@ NAME = "step-000000120-r7-0123456789ab"
         (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, None, False),
     ],
 )
-def test_fate(writer: WriterIdentity, alive: bool | None, idle_s: float | None, removed: bool) -> None:
+def test_only_what_is_known_to_be_dead_may_be_removed(
+    writer: WriterIdentity, alive: bool | None, idle_s: float | None, removed: bool
+) -> None:
     """The kernel's word counts where it has one; elsewhere only long silence does."""
-    verdict = fate(writer, ME, alive, idle_s)
-    assert verdict.remove is removed
-    assert verdict.reason
+    assert (reason_to_remove(writer, ME, alive, idle_s) is not None) is removed
 
 
 def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
@@ -145,12 +145,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mine", [Owner(), Owner("b"), Owner("b", "b"), Owner("a")])
 def test_a_directory_that_a_living_process_of_another_job_saves_in_is_refused(tmp_path: Path, mine: Owner) -> None:
     """At the start and at each save, with the holder's name; an equal name proves nothing where no agent vouches for
-    it. Nothing is written."""
+    it. Nothing is written. Who reads is kept out by nobody."""
     with another(tmp_path, "a") as holder:
         checkpoints = CheckpointManager(tmp_path, owner=mine)
         for attempt in (checkpoints.check_writable, lambda: checkpoints.save({"x": 1}, SaveInfo(1))):
             with pytest.raises(StorageError, match=rf"in use by run 'a' \(process {holder.pid} on "):
                 attempt()
+        assert checkpoints.newest() is None
+        assert kind_of(OWNER_FILE) is Kind.FOREIGN
+        assert CheckpointManager(tmp_path).sweep() == 0
     assert CheckpointManager(tmp_path).entries() == ()
 
 
@@ -174,14 +177,6 @@ def test_a_process_of_the_same_job_does_not_wait_for_its_predecessor(tmp_path: P
     checkpoints.save({"x": 2}, SaveInfo(2))
     with pytest.raises(AssertionError), another(tmp_path, "b"):
         pass
-
-
-def test_who_reads_holds_nothing_and_is_kept_out_by_nobody(tmp_path: Path) -> None:
-    """Commands and evaluations beside a training; the file of the lock is nobody's checkpoint."""
-    assert kind_of(OWNER_FILE) is Kind.FOREIGN
-    with another(tmp_path, "a"):
-        assert CheckpointManager(tmp_path, owner=Owner("b")).newest() is None
-        CheckpointManager(tmp_path).sweep()
 
 
 class Helper(ManualClock):

@@ -30,7 +30,6 @@ from elastic_trainer.checkpoint.manifest import (
     quarantine_name,
     quarantined,
     record,
-    records,
     seal,
     temporary_name,
     trash_name,
@@ -38,6 +37,7 @@ from elastic_trainer.checkpoint.manifest import (
 )
 from elastic_trainer.checkpoint.retention import BestMode, Candidate, Retention, by_metric, decide
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from tests.unit.checkpoint.states import records
 
 NAME = "step-000000120-r7-0123456789ab"
 
@@ -62,12 +62,9 @@ def test_any_change_of_the_file_is_seen() -> None:
             unseal(content, NAME)
 
 
-def test_the_manifest_of_another_checkpoint_is_damage() -> None:
+def test_a_sealed_manifest_of_another_checkpoint_or_with_bad_values_is_damage() -> None:
     with pytest.raises(DamagedError, match="is that of"):
         unseal(seal(manifest()), NAME.replace("120", "121"))
-
-
-def test_a_sealed_manifest_with_bad_values_names_the_field() -> None:
     wrong = manifest().model_copy(update={"step": -1})
     with pytest.raises(DamagedError, match="'step'"):
         unseal(seal(wrong), NAME)
@@ -160,15 +157,16 @@ def test_a_body_that_is_not_all_there_gets_no_checksums() -> None:
 # ---- names: what is formatted parses back; nothing else is taken for ours
 
 
-def test_a_name_reads_as_designed() -> None:
-    assert str(CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
-
-
 @given(st.integers(0, 10**17), st.integers(0, 10**17))
 def test_every_name_parses_back(step: int, round_number: int) -> None:
     """Formatting and parsing are inverse, also beyond nine digits."""
     name = CheckpointName(round=round_number, step=step)
     assert parse_checkpoint(str(name)) == name
+    assert kind_of(trash_name(str(name))) is Kind.TRASH
+    assert kind_of(quarantine_name(str(name), 3)) is Kind.QUARANTINED
+    assert quarantined(quarantine_name(str(name), 3)) == str(name)
+    with pytest.raises(CheckpointError, match=f"step {-1 - step}"):
+        CheckpointName(round=0, step=-1 - step)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +183,6 @@ def test_near_misses_are_foreign(text: str) -> None:
     assert parse_checkpoint(text) is None
 
 
-def test_negative_steps_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="step -1"):
-        CheckpointName(round=0, step=-1)
-
-
 @given(st.text(max_size=100), st.integers(1, 2**31), st.integers(0, 2**60), st.integers(0, 2**40))
 def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, namespace: int) -> None:
     """The identity comes back from the name, whatever the host's name; names fit a file system, and never repeat."""
@@ -200,13 +193,6 @@ def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, na
     assert kind_of(name) is Kind.TEMPORARY
     assert len(name.encode()) < 255
     assert "/" not in name
-
-
-def test_trash_and_quarantine_are_recognized() -> None:
-    """Neither counts as committed; a quarantine name tells what it was."""
-    assert kind_of(trash_name(NAME)) is Kind.TRASH
-    assert kind_of(quarantine_name(NAME, 3)) is Kind.QUARANTINED
-    assert quarantined(quarantine_name(NAME, 3)) == NAME
 
 
 def test_of_two_saves_of_one_step_the_later_is_newer() -> None:

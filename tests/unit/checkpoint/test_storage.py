@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.checkpoint.storage import PosixStorage, is_url, open_storage, posix
-from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink, explain
+from elastic_trainer.checkpoint.storage.posix import BLOCK, PosixSink
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.jobs.config import load_job
 
@@ -65,7 +65,7 @@ def content() -> memoryview:
 
 
 def written(path: Path, parts: list[memoryview]) -> bytes:
-    sink = PosixSink(path, lambda error: explain(error, str(path)))
+    sink = PosixSink(path, str(path))
     for part in parts:
         sink.write(part)
     sink.finish()
@@ -131,7 +131,7 @@ def test_a_full_disk_is_explained_and_the_file_closed(tmp_path: Path, monkeypatc
     def full(descriptor: int, data: Any) -> int:
         raise OSError(errno.ENOSPC, "full")
 
-    sink = PosixSink(tmp_path / "file", lambda error: explain(error, "here"))
+    sink = PosixSink(tmp_path / "file", "here")
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageError, match="is full"):
         sink.write(memoryview(bytearray(posix._BUFFER)))

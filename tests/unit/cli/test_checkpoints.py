@@ -23,6 +23,8 @@ from elastic_trainer.membership.documents import SaveRequest
 from elastic_trainer.store.api import Put, RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.unit.checkpoint.states import flip_bit
+from tests.unit.checkpoint.test_commit import another
+from tests.unit.checkpoint.test_exporting import tied_model
 
 
 def state(step: int) -> dict[str, Any]:
@@ -77,7 +79,8 @@ def parsed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) ->
 def test_checkpoints_are_listed_newest_first(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With epoch, age, size, metrics and status; nothing is claimed about bytes that were not read."""
+    """With epoch, age, size, metrics and status, and what cannot be read; nothing is claimed about bytes that were not
+    read; that there are none is no error."""
     monkeypatch.setenv("COLUMNS", "100")  # in 80 the metrics take two lines where the age is as long as "12.3 ms"
     rows = [line for line in ran(capsys, "list", directory).splitlines() if "step-0" in line]
     assert [row.split()[0] for row in rows] == names(directory)
@@ -87,6 +90,13 @@ def test_checkpoints_are_listed_newest_first(
     assert [(each["step"], each["best"], each["metrics"]["accuracy"]) for each in listed] == [
         (30, False, 0.3), (20, True, 0.2), (10, False, 0.1),
     ]  # fmt: skip
+    name = names(directory)[0]
+    (directory / name / "manifest.json").write_text("x")
+    output = ran(capsys, "list", directory, code=1)
+    assert "damaged" in output
+    assert f"{name}: checkpoint {name}: the manifest does not match" in output
+    (directory.parent / "empty").mkdir()
+    assert ran(capsys, "list", directory.parent / "empty") == f"no checkpoints in {directory.parent}/empty\n"
 
 
 def test_the_list_fits_eighty_columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,18 +106,6 @@ def test_the_list_fits_eighty_columns(directory: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.startswith("step-")] == names(directory)
-
-
-def test_what_cannot_be_read_is_in_the_list(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = names(directory)[0]
-    (directory / name / "manifest.json").write_text("x")
-    output = ran(capsys, "list", directory, code=1)
-    assert "damaged" in output
-    assert f"{name}: checkpoint {name}: the manifest does not match" in output
-
-
-def test_an_empty_directory_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ran(capsys, "list", tmp_path) == f"no checkpoints in {tmp_path}\n"
 
 
 def test_one_is_shown_with_its_tensors_and_totals(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +175,10 @@ def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[
 
 
 def test_diff_names_what_differs(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Facts, values, and tensors with the number of elements and the largest difference; exit code 1."""
+    """Facts, values, and tensors with the number of elements and the largest difference; exit code 1.
+
+    What is damaged is trouble, no difference.
+    """
     found = parsed(capsys, "diff", directory / "step-000000010", directory / "step-000000030", code=1)
     assert {"path": "step", "left": 10, "right": 30} in found["facts"]
     assert {"path": "metrics.accuracy", "left": 0.1, "right": 0.3} in found["facts"]
@@ -189,6 +190,9 @@ def test_diff_names_what_differs(directory: Path, capsys: pytest.CaptureFixture[
     text = ran(capsys, "diff", directory / "step-000000010", directory, code=1)
     assert "  model/w F32[2, 3]: 1 of 6 differ, by up to 20\n" in text
     assert "  cursor/samples: 10 -> 30\n" in text
+    damage(directory)
+    assert main(["checkpoints", "diff", str(directory), f"{directory}/best"]) == 2
+    assert "do not match their checksum" in capsys.readouterr().err
 
 
 def test_equal_checkpoints_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,14 +200,6 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, capsys: pytest.CaptureF
     saved(tmp_path / "a", 10)
     saved(tmp_path / "b", 10)
     assert ran(capsys, "diff", tmp_path / "a", tmp_path / "b") == "no differences\ntensors: 2 equal, 0 different\n"
-
-
-def test_diff_of_what_is_damaged_is_trouble_not_a_difference(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(directory)
-    assert main(["checkpoints", "diff", str(directory), f"{directory}/best"]) == 2
-    assert "do not match their checksum" in capsys.readouterr().err
 
 
 def test_tensors_of_other_shapes_or_only_one_side_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,25 +267,10 @@ def test_prune_keeps_the_best_by_a_metric(directory: Path, capsys: pytest.Captur
     assert names(directory) == before[:2]
 
 
-HOLDER = """
-import sys
-from elastic_trainer.checkpoint import CheckpointManager, Owner
-manager = CheckpointManager(sys.argv[1], owner=Owner(run="night"))
-manager.check_writable()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_directory_in_use_is_not_pruned(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 73 and who uses it, while another process holds its lock; ``--force`` prunes, ``--dry-run`` looks."""
     before = names(directory)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    with another(directory, "night"):
         assert main(["checkpoints", "prune", str(directory), "--keep-last", "1"]) == 73
         error = capsys.readouterr().err
         assert "in use by run 'night'" in error
@@ -298,14 +279,11 @@ def test_a_directory_in_use_is_not_pruned(directory: Path, capsys: pytest.Captur
         ran(capsys, "prune", directory, "--keep-last", 1, "--dry-run")
         ran(capsys, "prune", directory, "--keep-last", 1, "--force")
         assert names(directory) == before[:2]
-        process.communicate("", timeout=60)
     ran(capsys, "prune", directory, "--keep-last", 1)
 
 
 def test_looking_comparing_and_pruning_need_no_torch(directory: Path, tmp_path: Path) -> None:
     """Nor do exports to safetensors and the way back: a machine for storage need not have it."""
-    from tests.unit.checkpoint.test_exporting import tied_model
-
     CheckpointManager(directory).save(tied_model(), SaveInfo(40))
     goal = tmp_path / "model.safetensors"
     program = (

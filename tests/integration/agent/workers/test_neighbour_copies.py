@@ -21,13 +21,13 @@ from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
 from elastic_trainer.checkpoint import neighbours as protocol
 from elastic_trainer.checkpoint.background import SnapshotPurpose
-from elastic_trainer.checkpoint.manifest import records
-from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read
+from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read, seal_as
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
 from elastic_trainer.checkpoint.reading import read_state
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state.restore import joined_copies
 from tests.support.waiting import eventually
+from tests.unit.checkpoint.states import records
 from tests.unit.worker.ranks import run_ranks
 
 OWNER = Owner("run", "job")
@@ -71,7 +71,7 @@ class Node:
         arena, info = Arena(self.paths(self.own)), SaveInfo(step, 1)
         held = arena.hold(self.manager.encode(self.state(step), info, shard_group=GroupRank(self.index, self.count)))
         manifest = self.manager.draft(info).with_files(records(held.image))
-        arena.seal(held, manifest, self.manager.location, OWNER.job)
+        seal_as(arena.descriptor(held), manifest, self.manager.location, OWNER.job)
         descriptor = arena.descriptor(held)
         return next(each for each in self.own if os.path.sameopenfile(each, descriptor))
 

@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, LoadInto, SaveInfo, StateSnapshot, commit, manifest
 from elastic_trainer.checkpoint.codec import fingerprint
-from elastic_trainer.checkpoint.manifest import records
-from elastic_trainer.checkpoint.memory import DATA
+from elastic_trainer.checkpoint.memory import DATA, seal_as
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.storage.posix import PosixSource, PosixStorage
 from elastic_trainer.errors import CheckpointError, RoundBrokenError
@@ -33,7 +32,7 @@ from elastic_trainer.worker.state.restore import (
     restore,
     state_digest,
 )
-from tests.unit.checkpoint.states import descriptor_of, flipped
+from tests.unit.checkpoint.states import descriptor_of, flipped, records
 from tests.unit.worker.ranks import outcome, run_ranks
 
 EARLIER, NEWER, LATER, OTHER = (StateIdentity(*each) for each in ((3, 7, "a"), (3, 8, "a"), (4, 1, "a"), (3, 8, "b")))
@@ -128,7 +127,7 @@ def in_memory(directory: Path, step: int, round: int) -> StateSnapshot:
     manager, arena, info = CheckpointManager(directory), Arena(), SaveInfo(step, round, fields={"length": step})
     held = arena.hold(manager.encode({"value": torch.full((1000,), float(step)), "round": round}, info))
     manifest = manager.draft(info).with_files(records(held.image))
-    arena.seal(held, manifest, manager.location, None)
+    seal_as(arena.descriptor(held), manifest, manager.location, None)
     found = arena.newest()
     assert found is not None
     return found

@@ -28,7 +28,7 @@ from elastic_trainer.worker.state.training_state import (
     load_exactly,
 )
 from elastic_trainer.worker.steps.engine import Before
-from tests.unit.checkpoint.states import same
+from tests.unit.checkpoint.states import newest_of, same
 from tests.unit.worker.toys import Counter, data
 
 CPU = torch.device("cpu")
@@ -139,8 +139,7 @@ def test_what_an_optimizer_keeps_for_all_parameters_comes_back(tmp_path: Path) -
         each.grad = torch.ones_like(each)
     old.optimizer.step()
     assert old.size() > before
-    loaded = stored(old, tmp_path).load_newest(new.targets())
-    assert loaded is not None
+    loaded = newest_of(stored(old, tmp_path), new.targets())
     new.apply(loaded.state, first_rank=True)
     assert new.optimizer.state[SEEN] == 1
     parameters: list[torch.Tensor] = [*old.module.parameters()]
@@ -161,8 +160,7 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
     old.average.update_parameters(old.module)
     manager = stored(old, tmp_path)
     where = {name: each.data_ptr() for name, each in new.module.state_dict().items()}
-    loaded = manager.load_newest(new.targets())
-    assert loaded is not None
+    loaded = newest_of(manager, new.targets())
     assert same(dict(new.module.state_dict()), dict(old.module.state_dict()))
     assert same(dict(new.average.state_dict()), dict(old.average.state_dict()))
     new.apply(loaded.state, first_rank=True)
@@ -171,8 +169,7 @@ def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path
     assert state_digest(new.collect()) == state_digest(old.collect())
     moments = new.optimizer.state_dict()["state"][0]["exp_avg"]
     moments.zero_()
-    again = manager.load_newest(new.targets())
-    assert again is not None
+    again = newest_of(manager, new.targets())
     assert again.state["optimizer"]["state"]["state"][0]["exp_avg"] is moments
     assert moments.ne(0).any()
 
@@ -201,8 +198,7 @@ def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
     old.pending = {"other": {"values": [], "tensor": torch.ones(4)}}
     new.user = {"counter" if part is Particular else "other": part()}
     before = {name: each.clone() for name, each in new.module.state_dict().items()}
-    loaded = stored(old, tmp_path).load_newest(new.targets())
-    assert loaded is not None
+    loaded = newest_of(stored(old, tmp_path), new.targets())
     with pytest.raises(ConfigError, match="not mine"):
         new.apply(loaded.state, first_rank=True)
     assert same(dict(new.module.state_dict()), before)
@@ -272,8 +268,7 @@ def test_a_layer_may_be_wrapped_or_unwrapped_between_two_lives(
     old.average, new.average = AveragedModel(old.module), AveragedModel(new.module)
     old.average.update_parameters(old.module)
     where = [each.data_ptr() for each in new.module.state_dict().values()]
-    loaded = stored(old, tmp_path).load_newest(new.targets())
-    assert loaded is not None
+    loaded = newest_of(stored(old, tmp_path), new.targets())
     assert all(map(torch.equal, new.module.state_dict().values(), old.module.state_dict().values()))
     new.apply(loaded.state, first_rank=True)
     assert [each.data_ptr() for each in new.module.state_dict().values()] == where
