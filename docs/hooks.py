@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path, PurePath
 from types import ModuleType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 HOME = "README.md"
 OUTSIDE = (HOME, "CHANGELOG.md", "CONTRIBUTING.md", "deploy/**/*.md", "k8s/**/*.md", "deploy/images/**/*")
 LINK = re.compile(r"(?P<before>\]\(\s*)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\s*\))")
-MAKE = re.compile(r"^<!-- make: (\w+)(?: (\S+))? -->$", re.MULTILINE)
+MAKE = re.compile(r"^<!-- make: (\w+)((?: \S+)*) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -72,13 +73,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             led_to = f"{str(config.repo_url).rstrip('/')}/{kind}/main/{path}"
         return f"{match['before']}{led_to}{match['anchor'] or ''}{match['after']}"
 
-    return LINK.sub(led, MAKE.sub(lambda match: MAKERS[match[1]](*filter(None, [match[2]])), markdown))
+    return LINK.sub(led, MAKE.sub(lambda match: MAKERS[match[1]](*match[2].split()), markdown))
 
 
 def table(heading: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table of Markdown."""
-    head = list(heading)
-    lines = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    """A table of Markdown, of whose rows each says what it means."""
+    head, cells = list(heading), [list(row) for row in rows]
+    if silent := [row[0] for row in cells if not row[-1]]:
+        raise PluginError(f"{silent[0]} has no description: write one where it is defined")
+    lines = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -96,10 +99,10 @@ def names() -> str:
     return table(("name", "what it is"), [(f"`{name}`", first_sentence(name)) for name in offered])
 
 
-def keys(name: str) -> str:
+def keys(name: str, prefix: str = "") -> str:
     """Each key of the pydantic model ``module:Class``, sections opened, with its type, default and description."""
     module, _, kind = name.partition(":")
-    return table(("key", "type", "default", "meaning"), _rows(getattr(import_module(module), kind), ""))
+    return table(("key", "type", "default", "meaning"), _rows(attrgetter(kind)(import_module(module)), prefix))
 
 
 def _rows(kind: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:

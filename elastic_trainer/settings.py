@@ -167,14 +167,20 @@ def secret(path: Path, option: str) -> str:
 class StoreSettings(Frozen):
     """How to reach etcd. ``password_file``: its first line is the password, read anew at each login."""
 
-    endpoints: tuple[Endpoint, ...] = Field(min_length=1)
-    prefix: str = "/elastic_trainer"
-    user: str | None = None
-    password: str | None = Field(default=None, repr=False)
-    password_file: Path | None = None
-    ca_cert: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    endpoints: tuple[Endpoint, ...] = Field(min_length=1, description="where etcd is, `--rdzv-endpoint`")
+    prefix: str = Field(default="/elastic_trainer", description="prefix of all keys in etcd")
+    user: str | None = Field(default=None, description="for etcd, with a password; null: `ELASTIC_TRAINER_USER`")
+    password: str | None = Field(
+        default=None,
+        repr=False,
+        description="for etcd, with `user`. All users of the machine can read it in `ps`: prefer `password_file`",
+    )
+    password_file: Path | None = Field(
+        default=None, description="its first line is the password; null: `ELASTIC_TRAINER_PASSWORD_FILE`"
+    )
+    ca_cert: Path | None = Field(default=None, description="for etcd over TLS; null: `ELASTIC_TRAINER_CA_CERT`")
+    cert: Path | None = Field(default=None, description="for etcd over TLS, with `key`; null: `ELASTIC_TRAINER_CERT`")
+    key: Path | None = Field(default=None, description="for etcd over TLS, with `cert`; null: `ELASTIC_TRAINER_KEY`")
 
     @field_validator("prefix")
     @classmethod
@@ -202,26 +208,66 @@ class StoreSettings(Frozen):
 class RendezvousOptions(Frozen):
     """What ``--rdzv-conf key=value,...`` may say. Times are in seconds."""
 
-    recovery: RecoveryMode = RecoveryMode.RESTART
-    ttl: float = Field(default=5.0, ge=2.0, le=600.0, description="lease: how long a silent node counts as alive")
-    last_call: float = Field(default=3.0, ge=0.0, le=600.0, description="wait for more nodes once min are there")
-    join_timeout: float = Field(default=600.0, gt=0.0, description="longest wait for min nodes")
-    connect_timeout: float = Field(default=15.0, gt=0.0, description="longest wait for the store at the start")
-    regroup_grace: float = Field(default=0.5, gt=0.0, description="in place: how long a silent member is waited for")
-    join_interval: float = Field(default=5.0, ge=0.0, description="least time between planned changes")
-    stop_grace: float = Field(default=5.0, gt=0.0, description="time workers of a broken round get before SIGKILL")
-    sever_timeout: float = Field(default=30.0, gt=0.0, description="in place: time to leave a round, before SIGKILL")
+    recovery: RecoveryMode = Field(
+        default=RecoveryMode.RESTART, description="what happens to the other workers when one is lost"
+    )
+    ttl: float = Field(default=5.0, ge=2.0, le=600.0, description="how long a silent node counts as alive; from 2")
+    last_call: float = Field(
+        default=3.0,
+        ge=0.0,
+        le=600.0,
+        description=(
+            "wait for more nodes once the minimum is there; each that comes begins it anew, for a minute "
+            "at most, or for one `last_call` that is longer"
+        ),
+    )
+    join_timeout: float = Field(default=600.0, gt=0.0, description="longest wait for the minimum")
+    connect_timeout: float = Field(default=15.0, gt=0.0, description="longest wait for etcd at the start")
+    regroup_grace: float = Field(
+        default=0.5,
+        gt=0.0,
+        description=(
+            "in place: how long a member whose agent is silent is waited for; longer where machines "
+            "stall, as overcommitted ones do"
+        ),
+    )
+    join_interval: float = Field(
+        default=5.0,
+        ge=0.0,
+        description=(
+            "least time between planned changes, before each of which newcomers are collected for a "
+            "second; longer where a change is dear, as a restart is"
+        ),
+    )
+    stop_grace: float = Field(default=5.0, gt=0.0, description="what workers of a broken round get before SIGKILL")
+    sever_timeout: float = Field(
+        default=30.0,
+        gt=0.0,
+        description=(
+            "in place: how long a worker may stay blocked in a round that is over, before SIGKILL; one "
+            "that saves, evaluates, compiles or is between two steps is waited for as long as the limits "
+            "below allow"
+        ),
+    )
     hang_timeout: float = Field(
-        default=60.0, ge=0.0, description="in place: time a worker may answer nothing before SIGKILL; 0: no limit"
+        default=60.0, ge=0.0, description="in place: how long a worker may answer nothing before SIGKILL; 0: no limit"
     )
     step_timeout: float = Field(
-        default=300.0, ge=0.0, description="time for a step, beside ten of its steps, before SIGKILL; 0: no limit"
+        default=300.0,
+        ge=0.0,
+        description=(
+            "how long a worker may take for a step, beside ten of its usual steps, before SIGKILL; 0: no limit"
+        ),
     )
     first_step_timeout: float = Field(
-        default=1800.0, ge=0.0, description="the same for the first two steps of a round, which may compile"
+        default=1800.0,
+        ge=0.0,
+        description=(
+            "the same for the first two steps of a round, which may compile; at least `step_timeout`, 0: no limit"
+        ),
     )
     phase_timeout: float = Field(
-        default=3600.0, ge=0.0, description="the same for a checkpoint or a turn of an evaluation"
+        default=3600.0, ge=0.0, description="the same for a save, a load or a turn of an evaluation; 0: no limit"
     )
     evict_stragglers: bool = Field(
         default=False, description="let a node go whose ranks compute much longer than the others', if another is ready"
@@ -229,44 +275,113 @@ class RendezvousOptions(Frozen):
     evict_mismatched: bool = Field(
         default=False, description="let a node go whose ranks an audit has found to be wrong, if `--nnodes` allows it"
     )
-    preemption: str | None = Field(default=None, pattern=r"^(ec2|gce|azure)(@\S+)?$", description="cloud to obey")
-    metrics_address: str = Field(default="127.0.0.1", description="where to listen for Prometheus; empty: nowhere")
-    metrics_port: int = Field(default=0, ge=0, le=65535, description="at which port; 0: a free one")
-    metrics_token_file: Path | None = Field(default=None, description="file with a token that readers must present")
-    metrics_cert: Path | None = Field(default=None, description="certificate of the endpoint (PEM)")
-    metrics_key: Path | None = Field(default=None, description="and its key")
-    alive_file: Path | None = Field(default=None, description="file that is touched while the agent is well")
-    form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
-    session_timeout: float = Field(default=3600.0, gt=0.0, description="in place: time until a worker opens a Session")
-    failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
-    preflight: PreflightMode = PreflightMode.OFF
-    preflight_dir: str | None = Field(default=None, description="checkpoint directory or URL that preflight looks at")
-    preflight_ratio: float = Field(default=0.5, gt=0.0, le=1.0, description="unfit: slower than this part of a median")
+    preemption: str | None = Field(
+        default=None,
+        pattern=r"^(ec2|gce|azure)(@\S+)?$",
+        description=(
+            "`ec2`, `gce` or `azure`: ask the cloud's metadata service every 3 s whether it takes this "
+            "machine back, and leave then as after a SIGTERM; `ec2@http://HOST:PORT` for a service "
+            "elsewhere"
+        ),
+    )
+    metrics_address: str = Field(
+        default="127.0.0.1", description="where the node listens for Prometheus; empty: nowhere"
+    )
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="at which port; 0: one that is free")
+    metrics_token_file: Path | None = Field(
+        default=None,
+        description="its content is the token that readers of `/metrics` must present: `Authorization: Bearer`",
+    )
+    metrics_cert: Path | None = Field(default=None, description="answer over TLS, with `metrics_key`")
+    metrics_key: Path | None = Field(default=None, description="the key of `metrics_cert`")
+    alive_file: Path | None = Field(
+        default=None,
+        description=(
+            "a file that the agent touches every 5 seconds while it works, whatever etcd and others do; "
+            "for a liveness probe that needs no port"
+        ),
+    )
+    form_timeout: float = Field(
+        default=10.0,
+        gt=0.0,
+        description=("in place: longest time to form a process group; longer where NCCL connects thousands of ranks"),
+    )
+    session_timeout: float = Field(
+        default=3600.0,
+        gt=0.0,
+        description="in place: time until a worker opens a Session, downloads and compilation before it included",
+    )
+    failure_limit: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "failures at one step that end the run; in place so do as many rounds without a committed "
+            "step, but at least 10"
+        ),
+    )
+    preflight: PreflightMode = Field(
+        default=PreflightMode.OFF, description="check the node before it joins: log what is bad, or end with 71"
+    )
+    preflight_dir: str | None = Field(default=None, description="the checkpoint directory or URL to look at")
+    preflight_ratio: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="unfit: slower than this part of the other nodes' median"
+    )
     preload: str = Field(
         default="auto",
         pattern=r"^(off|auto|[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)*)$",
-        description="modules that workers find imported, joined by colons; auto: as the last ones",
+        description=(
+            "modules that workers find imported when they start, joined by colons; `auto`: what the last "
+            "ones imported; `off`: none (warm starts)"
+        ),
     )
     sizes: str | None = Field(
-        default=None, pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$", description="numbers of nodes of rounds, with colons"
+        default=None,
+        pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$",
+        description=(
+            "the numbers of nodes that rounds may have, joined by colons (`1:2:4`), for scripts that "
+            "divide by the world size; nodes beyond the largest that fits stand by"
+        ),
     )
-    multiple_of: int = Field(default=1, ge=1, description="the same: only multiples of this")
-    shard_nodes: int = Field(default=1, ge=1, description="nodes that hold one sharded model together")
-    reopen: bool = Field(default=False, description="start a new epoch of a closed run")
+    multiple_of: int = Field(default=1, ge=1, description="the same: only multiples of it")
+    shard_nodes: int = Field(
+        default=1,
+        ge=1,
+        description=(
+            "how many nodes hold one sharded model together; `--nnodes` and `sizes` still count nodes, "
+            "and must be multiples of it"
+        ),
+    )
+    reopen: bool = Field(default=False, description="go on with a run that was closed")
     allow_different: str | None = Field(
         default=None,
         pattern=r"^(user|checkpoint_dir|script|command)(:(user|checkpoint_dir|script|command))*$",
-        description="what of the job may differ from the run's, with colons",
+        description=(
+            "what of the job may differ from what the run was started with, joined by colons: `user`, "
+            "`checkpoint_dir`, `script`, `command`"
+        ),
     )
-    node_id: str | None = None
-    interface: str | None = Field(default=None, description="address other nodes reach this one by")
-    prefix: str = "/elastic_trainer"
-    user: str | None = None
-    password: str | None = Field(default=None, repr=False)
-    password_file: Path | None = Field(default=None, description="file whose first line is the password")
-    ca_cert: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    node_id: str | None = Field(default=None, description="this node's name")
+    interface: str | None = Field(
+        default=None,
+        description=(
+            "the address that others reach this node by, as torchrun's `--local-addr`; null: the one that "
+            "reaches etcd. Where etcd is on this machine, and `--nnodes` allows others: that of the "
+            "default route, else of the first interface that is up"
+        ),
+    )
+    prefix: str = Field(default="/elastic_trainer", description="prefix of all keys in etcd")
+    user: str | None = Field(default=None, description="for etcd, with a password; null: `ELASTIC_TRAINER_USER`")
+    password: str | None = Field(
+        default=None,
+        repr=False,
+        description="for etcd, with `user`. All users of the machine can read it in `ps`: prefer `password_file`",
+    )
+    password_file: Path | None = Field(
+        default=None, description="its first line is the password; null: `ELASTIC_TRAINER_PASSWORD_FILE`"
+    )
+    ca_cert: Path | None = Field(default=None, description="for etcd over TLS; null: `ELASTIC_TRAINER_CA_CERT`")
+    cert: Path | None = Field(default=None, description="for etcd over TLS, with `key`; null: `ELASTIC_TRAINER_CERT`")
+    key: Path | None = Field(default=None, description="for etcd over TLS, with `cert`; null: `ELASTIC_TRAINER_KEY`")
 
     @property
     def may_differ(self) -> frozenset[str]:

@@ -46,7 +46,16 @@ def configure_admin(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("action", choices=("init", "grant", "revoke", "list"), help=_ACTIONS)
     add("run", nargs="?", help="the run's name (--rdzv-id), for grant and revoke")
-    add("--output", type=Path, metavar="FILE", help="write the password there (mode 0600), not to standard output")
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "write the new password there, mode 0600, not to standard output. It is durable beside that "
+            "file before it is set; exit code 73 if it is set and cannot take its place, with the path "
+            "where it is"
+        ),
+    )
     what = "text: the password alone; kubernetes: a Secret"
     add("--format", choices=("text", "kubernetes"), default="text", metavar="FORMAT", help=what)
     add("--json", action="store_true", help="list: one JSON object instead of lines")

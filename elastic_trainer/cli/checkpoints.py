@@ -678,14 +678,23 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
     add("--to", choices=targets, required=True, metavar="TARGET", help=f"{', '.join(targets)}")
     add("--part", metavar="PART", help=f"the part of the state to write; model by default, {AVERAGE} for the average")
     add("--all", action="store_true", help="the whole state, which import makes a checkpoint again")
-    add("--config", type=Path, metavar="FILE", help="huggingface: the config.json to put beside the weights")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=("huggingface: the config.json; without it the field config of the checkpoint, if there is one"),
+    )
     add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: largest file (default: 5 GB)")
     add("--force", action="store_true", help="replace DEST if it exists")
     add = describe("import", run_import, "import a file of another program")
     what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
     add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
     add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
-    add("--part", metavar="PART", help="the key of the weights, if the file holds more")
+    add(
+        "--part",
+        metavar="PART",
+        help=("where the weights are in a file that holds more; looked for are model, state_dict and the like"),
+    )
     add("--force", action="store_true", help="replace an earlier import of weights")
     save = action("save", run_save, "ask a run that trains for a checkpoint now")
     save.add_argument("run", metavar="RUN", help="the run that is to save now")

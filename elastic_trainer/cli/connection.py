@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.description = "What is not given is taken from the environment: ELASTIC_TRAINER_ENDPOINT, _USER and so on."
     add("--endpoint", metavar="HOST:PORT,...", help="where etcd is (default: ELASTIC_TRAINER_ENDPOINT, this machine)")
     add("--prefix", default=DEFAULT_PREFIX, metavar="PREFIX", help=f"prefix of all keys (default: {DEFAULT_PREFIX})")
-    add("--user", metavar="NAME", help="for an etcd that asks for one")
+    add("--user", metavar="NAME", help="for an etcd that asks for one; by default ELASTIC_TRAINER_USER")
     add("--password-file", type=Path, metavar="FILE", help="holds the password of --user")
     add("--ca-cert", type=Path, metavar="FILE", help="for an etcd that speaks TLS: the CA that vouches for it")
     add("--client-cert", type=Path, metavar="FILE", help="a certificate for an etcd that asks for one")

@@ -51,14 +51,39 @@ def configure_doctor(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--endpoint", metavar="HOST:PORT,...", help="etcd, as for torchrun's --rdzv-endpoint")
-    add("--run-id", metavar="R", help="compare with the nodes of this run; the same on all --peers")
-    add("--peers", type=int, metavar="N", help="measure the network of N nodes, all of which run this command")
+    add(
+        "--run-id",
+        metavar="R",
+        help="compare with the nodes of this run; nodes that measure together give the same name",
+    )
+    add(
+        "--peers",
+        type=int,
+        metavar="N",
+        help=("measure the network of N nodes in all, on each of which this command runs with the same options"),
+    )
     add("--checkpoint-dir", metavar="DIR", help="measure the directory or s3://, gs:// or az:// URL for checkpoints")
     add("--min-disk", type=float, default=0.0, metavar="GIB", help="space that must be free there")
     add("--nproc-per-node", type=int, default=1, metavar="P", help="workers that will run on this node (default: 1)")
-    add("--compute", action=argparse.BooleanOptionalAction, default=True, help="measure memory and matrix products")
-    add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous: credentials, interface, limits")
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="longest time for everything (default: 60)")
+    add(
+        "--compute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure memory and matrix products, which needs seconds; --no-compute leaves them out",
+    )
+    add(
+        "--rdzv-conf",
+        default="",
+        metavar="K=V,...",
+        help="credentials for etcd, interface, node_id and preflight_ratio, as nodes get them",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest time for everything, the wait for other nodes too, 60",
+    )
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 

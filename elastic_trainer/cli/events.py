@@ -36,10 +36,14 @@ def configure_events(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", help="the run's name (--rdzv-id)")
-    add("--follow", action="store_true", help="go on with what happens from now on, until interrupted")
-    add("--json", action="store_true", help="one JSON object a line")
+    add(
+        "--follow",
+        action="store_true",
+        help="go on with what happens from now on, through outages of etcd, until interrupted",
+    )
+    add("--json", action="store_true", help="one JSON object a line, with type transition or incident")
     add("--incident", type=int, metavar="ROUND", help="all that is known of how this round ended, for a post-mortem")
-    add("--format", choices=("markdown", "json"), help="of --incident (default: markdown)")
+    add("--format", choices=("markdown", "json"), help="of --incident: markdown, the default, or json")
     add("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"newest lines (default: {DEFAULT_LIMIT})")
     connection.add_options(parser)
 

@@ -22,8 +22,17 @@ def configure_forget(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id)")
-    add("--unfinished", action="store_true", help="also a run that is not over, if it has no nodes")
-    add("--older-than-days", type=float, metavar="N", help="instead of one run: all that ended at least N days ago")
+    add(
+        "--unfinished",
+        action="store_true",
+        help="also a run that is not over, if no node is in it; also one of another protocol version",
+    )
+    add(
+        "--older-than-days",
+        type=float,
+        metavar="N",
+        help=("instead of one run: all that ended at least N days ago, by the clock of the node that ended them"),
+    )
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     connection.add_options(parser)
 

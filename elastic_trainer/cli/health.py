@@ -26,7 +26,13 @@ Said = tuple[int | None, str]
 def configure_health(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("--port", type=int, action="append", metavar="PORT", help="port that must answer (default: 9470, 9471 if open)")
+    add(
+        "--port",
+        type=int,
+        action="append",
+        metavar="PORT",
+        help="this port must answer, and no other is asked; may be given again",
+    )
     add("--address", default="127.0.0.1", metavar="HOST", help="where it listens (default: 127.0.0.1)")
 
 

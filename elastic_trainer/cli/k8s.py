@@ -644,8 +644,19 @@ def configure_k8s(parser: argparse.ArgumentParser) -> None:
         also = "; may be repeated" * (more.get("action") == "append")
         option = "--nproc-per-node" if field == "workers" else f"--{field.replace('_', '-')}"
         add(option, required=field in ("name", "image"), help=f"{described.description}{default}{also}", **more)
-    add("--checkpoint-claim", metavar="NAME", help="a volume claim that exists (default: make `checkpoints`)")
-    add("--checkpoint-dir", metavar="URL", help="a bucket, such as s3://BUCKET/PREFIX, and no claim")
+    add(
+        "--checkpoint-claim",
+        metavar="NAME",
+        help="a volume claim that exists; by default one named checkpoints is made",
+    )
+    add(
+        "--checkpoint-dir",
+        metavar="URL",
+        help=(
+            "a bucket, such as s3://BUCKET/PREFIX, and no claim; a script of your own gets its directory "
+            "by its own arguments"
+        ),
+    )
     add("--output", type=Path, metavar="DIR", help="write a folder for `kubectl apply -k`, and print nothing")
     what = "a script.py or job.yaml (both go into a ConfigMap), -m module, a ready-made task, or a path in the image"
     add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)

@@ -51,10 +51,23 @@ class NodeLog:
 def configure_logs(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("run", help="the run's name (--rdzv-id), or the directory of a local run")
+    add(
+        "run",
+        help=(
+            "the run's name, --rdzv-id, or the directory of a local run. A folder of that name with "
+            "logs and ledger in it goes before etcd, unless --endpoint is given"
+        ),
+    )
     add("--rank", type=int, metavar="N", help="only the node with this rank of the newest round")
     add("--node", metavar="NAME", help="only this node")
-    add("--since", metavar="TIME", help="only what was written in the last 90s, 10m, 2h or 1d")
+    add(
+        "--since",
+        metavar="TIME",
+        help=(
+            "only what was written in the last 90s, 10m, 2h or 1d, by the date of each line; a "
+            "line without one belongs to the one before"
+        ),
+    )
     connection.add_options(parser)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from textwrap import fill
 from typing import TYPE_CHECKING, NoReturn
 
 from elastic_trainer import __version__
@@ -36,29 +37,111 @@ class Command:
     name: str
     home: str
     help: str
+    about: str = ""
 
 
 COMMANDS = (
-    Command("init", "init", "write a script or job to start from, or list by line what changes in yours"),
-    Command("run", "run", "start this node of a job: torchrun with good defaults"),
+    Command(
+        "init",
+        "init",
+        "write a script or job to start from, or list by line what changes in yours",
+        "Writes a script with a Session, or with a name in .yaml a job file and its task; both learn two "
+        "spirals, to be replaced by your own. Of a script that is there it lists, by line, what a Session "
+        "takes over, each with the lines that replace it. It changes nothing, and finds what is written out: "
+        "what a script does through a library of its own it does not see.",
+    ),
+    Command(
+        "run",
+        "run",
+        "start this node of a job: torchrun with good defaults",
+        "Prints torchrun's command with the etcd rendezvous and defaults for long jobs, and becomes it. Give "
+        "the same words on every node.",
+    ),
     Command("local", "run", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "run", "break a small job in one of many ways, and check that it survives"),
     Command("plot", "run", "draw the course of a job, with its rounds and faults"),
-    Command("status", "status", "show the status of a run, or of all: nodes, ranks, incidents"),
+    Command(
+        "status",
+        "status",
+        "show the status of a run, or of all: nodes, ranks, incidents",
+        "State, round, step, rates, goodput, last checkpoint, nodes and ranks, the newest incidents. With "
+        "more than 40 ranks a node is one row. Columns for which the terminal has no room are left out, and "
+        "named below the table.",
+    ),
     Command("stop", "operate", "end a run by plan: all nodes save and leave"),
     Command("drain", "operate", "have one node leave by plan; the others train on"),
-    Command("pause", "operate", "have all ranks wait between two steps, with their state"),
+    Command(
+        "pause",
+        "operate",
+        "have all ranks wait between two steps, with their state",
+        "They wait with their state in memory, until elastic-trainer resume. A node that joins makes one "
+        "step, and waits too.",
+    ),
     Command("resume", "operate", "let a paused run go on"),
-    Command("restart", "operate", "start the workers anew, with the script as it is now; no step is lost"),
-    Command("events", "events", "what happened to a run, one line each"),
-    Command("logs", "logs", "show the logs of a run's nodes, or where they are"),
-    Command("monitor", "monitor", "show all runs on a status page, and to Prometheus"),
-    Command("admin", "admin", "who may do what in etcd: a user for each run, one for the monitor"),
+    Command(
+        "restart",
+        "operate",
+        "start the workers anew, with the script as it is now; no step is lost",
+        "All ranks save at one step and end; torchrun starts them anew, and they resume there. It counts as "
+        "one of --max-restarts.",
+    ),
+    Command(
+        "events",
+        "events",
+        "what happened to a run, one line each",
+        "Transitions of rounds and incidents, by time. The end of a round says how many steps were lost and "
+        "how long training stood still, from the last committed step before it to the first one after it.",
+    ),
+    Command(
+        "logs",
+        "logs",
+        "show the logs of a run's nodes, or where they are",
+        "What the nodes of a run wrote, if it is on this machine; else a command for kubectl or journalctl, "
+        "or a file on another machine. A node writes the lines of its agent and of all its workers; with "
+        "torchrun's --log-dir and --redirects, look there.",
+    ),
+    Command(
+        "monitor",
+        "monitor",
+        "show all runs on a status page, and to Prometheus",
+        "It keeps nothing: several may run. SIGTERM ends it with 0.",
+    ),
+    Command(
+        "admin",
+        "admin",
+        "who may do what in etcd: a user for each run, one for the monitor",
+        "init once, then grant RUN for each run, as etcd's root: init creates root with the given password "
+        "and a user that reads all runs, and enables authentication; grant gives user run-RUN the keys of RUN "
+        "and nothing else. Both may be repeated, and give a new password each time. revoke removes the user, "
+        "list shows who has one.",
+    ),
     Command("k8s", "k8s", "write the manifests of a run on Kubernetes, change its size there"),
-    Command("forget", "forget", "remove what etcd holds of runs that are over"),
-    Command("doctor", "doctor", "check whether machine, network and etcd are fit to train"),
-    Command("health", "health", "ask the monitor or node of this container whether it works"),
-    Command("checkpoints", "checkpoints", "list, show, verify, compare, prune, export and import checkpoints"),
+    Command(
+        "forget",
+        "forget",
+        "remove what etcd holds of runs that are over",
+        "Nothing else removes it. Checkpoints stay, and a run that has nodes is always kept.",
+    ),
+    Command(
+        "doctor",
+        "doctor",
+        "check whether machine, network and etcd are fit to train",
+        "Exit code 1 if anything is bad. Without options it looks at this machine alone.",
+    ),
+    Command(
+        "health",
+        "health",
+        "ask the monitor or node of this container whether it works",
+        "It asks /healthz, over HTTP or TLS, and ends with 0 if that is well: the health check of the image. "
+        "Where nobody listens on 9470 or 9471 there is nothing to ask, and nothing wrong.",
+    ),
+    Command(
+        "checkpoints",
+        "checkpoints",
+        "list, show, verify, compare, prune, export and import checkpoints",
+        "Without torch, but for its own files. CHECKPOINT is a directory, which stands for its newest "
+        "checkpoint, or DIR/NAME. NAME may be cut short, and be newest or best.",
+    ),
     Command("completion", "main", "print a script that completes these commands in a shell"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
@@ -120,7 +203,9 @@ def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Callable[[arg
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     loaded: dict[str, Callable[[argparse.Namespace], int]] = {}
     for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        subparser = subparsers.add_parser(
+            command.name, help=command.help, description=fill(f"{command.help}. {command.about}".rstrip(". "), 80)
+        )
         if command.name in wanted:
             home = import_module(f"elastic_trainer.cli.{command.home}")
             getattr(home, f"configure_{command.name}")(subparser)

@@ -31,10 +31,23 @@ def configure_monitor(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"where to answer (default: {DEFAULT_LISTEN})")
-    add("--token-file", type=Path, metavar="FILE", help="ask for this token, as a bearer or a browser's password")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=("ask for the token in its first line: Authorization: Bearer, or a browser's password with any name"),
+    )
     add("--cert", type=Path, metavar="FILE", help="answer over TLS with this certificate")
     add("--key", type=Path, metavar="FILE", help="the key of --cert")
-    add("--forget", type=float, default=3600.0, metavar="SECONDS", help="drop metrics of ended runs (default: 3600)")
+    add(
+        "--forget",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help=(
+            "drop the metrics of runs that ended longer ago, 3600; of runs that all nodes left, after a day at least"
+        ),
+    )
     connection.add_options(parser)
 
 

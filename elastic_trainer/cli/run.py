@@ -44,7 +44,9 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="RUN", help="the run's name, the same on all nodes (default: that of the script)")
     add("--nproc-per-node", type=int, metavar="P", help="workers of this node (default: one for each GPU, else 1)")
     add(
-        "--recovery", choices=[str(mode) for mode in RecoveryMode], help="default: in_place for a script with a Session"
+        "--recovery",
+        choices=[str(mode) for mode in RecoveryMode],
+        help=("restart or in_place; by default in_place for a script that imports a Session or Trainer"),
     )
     add(
         "--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=f"worker failures (default: {MAX_RESTARTS})"
@@ -153,7 +155,16 @@ def configure_local(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--{kind}-at", action="append", default=[], metavar=where, help=f"{help_}; may be repeated")
     add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="how nodes recover (default: restart)")
-    add("--hosts", action="store_true", help="give each node a network and processes of its own (Linux, needs root)")
+    add(
+        "--hosts",
+        action="store_true",
+        help=(
+            "give each node a host of its own: network and address, process ids, host name, /tmp and "
+            "/dev/shm, on a network that reaches nothing but the other nodes and etcd (Linux, needs "
+            "root). Directories there are seen by all if the command names them, or a file in them. "
+            "Without it all share this machine's loopback"
+        ),
+    )
     add("--max-restarts", type=int, default=3, metavar="N", help="worker failures that each node survives (default: 3)")
     add("--run-dir", type=Path, metavar="DIR", help="where logs, ledger, checkpoints and summary.json go")
     add("--keep", action="store_true", help="keep the run directory of a success (--run-dir and failures always are)")
@@ -254,8 +265,20 @@ def configure_drill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="which drill, see below")
     add("--repeats", type=int, default=1, metavar="N", help="number of faults (default: 1)")
-    add("--seconds", type=float, default=60.0, metavar="S", help="length of an outage or a load (default: 60)")
-    add("--slack", type=float, default=0.0, metavar="S", help="seconds allowed beyond a drill's limit (default: 0)")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long etcd-outage, and the load of busy-machine, last, 60",
+    )
+    add(
+        "--slack",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds allowed beyond the limit of a drill, for a machine that is busy, 0",
+    )
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
     add("--keep", action="store_true", help="keep the run directory of a success too")
@@ -293,7 +316,13 @@ def configure_plot(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.epilog = "example: elastic-trainer plot runs/mnist --output mnist.svg"
     parser.add_argument(
-        "directory", type=Path, metavar="RUN_DIR", help="checkpoint.directory of a job, or --run-dir of a local run"
+        "directory",
+        type=Path,
+        metavar="RUN_DIR",
+        help=(
+            "the checkpoint.directory of a job: draws its losses over steps; or the --run-dir of a "
+            "local run: draws which node trained when, and each fault"
+        ),
     )
     help_ = "file to write, .png, .svg or .pdf (default: curves.png, of a local run timeline.png, in RUN_DIR)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help_)

@@ -53,9 +53,17 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     add("run", nargs="?", help="the run's name (--rdzv-id); without it all runs are listed")
-    add("--watch", action="store_true", help="refresh until the run is over or the command is interrupted")
+    add(
+        "--watch",
+        action="store_true",
+        help=("go on until the run is over or the command is interrupted; a run that is not there yet is waited for"),
+    )
     add("-o", "--output", choices=("wide",), help="wide: all columns, however narrow the terminal")
-    add("--json", action="store_true", help="one JSON object a line, as the monitor's /api has it")
+    add(
+        "--json",
+        action="store_true",
+        help="one JSON object a line, with the fields of the monitor's /api/runs and /api/runs/<run>",
+    )
     connection.add_options(parser)
 
 

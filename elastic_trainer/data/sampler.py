@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def ids(self) -> Ids:
-        """The samples that count, without those that were found to be bad."""
+        """Numbers of the samples that count: a NumPy array of integers, (n,). Empty for a filler."""
         bad = self._missing.union(*(part._missing for part in self.micro_batches))
         return self._ids[~np.isin(self._ids, list(bad))] if bad else self._ids
 

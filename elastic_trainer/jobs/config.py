@@ -57,9 +57,9 @@ class Precision(StrEnum):
 class EvaluationConfig(Section):
     """When the test data is evaluated. The end of the run is always evaluated."""
 
-    every_epochs: int | None = Field(default=1, ge=1)
-    every_steps: int | None = Field(default=None, ge=1)
-    batch_size: int = Field(default=256, ge=1, description="samples per rank and forward pass")
+    every_epochs: int | None = Field(default=1, ge=1, description="evaluate every N epochs, and at the end of the run")
+    every_steps: int | None = Field(default=None, ge=1, description="also every N steps")
+    batch_size: int = Field(default=256, ge=1, description="samples for each rank and forward pass")
 
 
 Changeable = (
@@ -71,20 +71,22 @@ Changeable = (
 class CheckpointConfig(Section):
     """Where and how often the state is saved, and what is kept."""
 
-    directory: str = Field(default="runs", description="a path, or an s3://, gs:// or az:// URL")
-    every_steps: int | None = Field(default=None, ge=1)
+    directory: str = Field(default="runs", description="the run's directory, or a URL; the same one again resumes")
+    every_steps: int | None = Field(default=None, ge=1, description="save every N steps")
     every_s: float | Literal["auto"] | None = Field(
-        default=60.0, description="auto: by the cost of a save and the failures seen"
+        default=60.0, description="save every N seconds; auto: as often as pays"
     )
-    keep_last: int = Field(default=3, ge=1)
+    keep_last: int = Field(default=3, ge=1, description="newest checkpoints that stay")
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
-    mode: BestMode = BestMode.MAX
-    export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
-    require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
+    mode: BestMode = Field(default=BestMode.MAX, description="which values are better")
+    export: bool = Field(default=True, description="write the final and the best model as safetensors")
+    require_last_save: bool = Field(
+        default=False, description="end with exit code 73 where the state at the end cannot be saved"
+    )
     allow_changed: tuple[Changeable, ...] = Field(
         default=(),
-        description="what may differ from the run that is resumed: samples may then repeat or miss; optimizer.lr, ...",
+        description="what may differ from the run that is resumed: see `allow_changed` of the Session",
     )
 
     @field_validator("every_s")
@@ -106,10 +108,14 @@ class LoggingConfig(Section):
     """What a running job shows."""
 
     every_s: float = Field(default=2.0, gt=0.0, description="least time between two lines of progress")
-    loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    tensorboard: bool = Field(default=False, description="scalars and exhibits in checkpoint.directory/tensorboard")
-    loggers: tuple[str, ...] = Field(default=(), description="also to these: wandb, mlflow, or registered ones")
+    loss_every: int = Field(
+        default=10, ge=1, description="steps between two looks at the global loss, which is a collective"
+    )
+    progress: Literal["auto", "bar", "lines", "none"] = Field(
+        default="auto", description="auto: a bar on a terminal, else lines"
+    )
+    tensorboard: bool = Field(default=False, description="write event files; needs the extra `tensorboard`")
+    loggers: tuple[str, ...] = Field(default=(), description="also log to `wandb`, `mlflow` or one of your own")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,11 +126,11 @@ class LoggingConfig(Section):
 class SgdConfig(Section):
     """Stochastic gradient descent."""
 
-    name: Literal["sgd"]
-    lr: float = Field(default=0.1, gt=0.0)
-    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    nesterov: bool = False
+    name: Literal["sgd"] = Field(description="stochastic gradient descent")
+    lr: float = Field(default=0.1, gt=0.0, description="learning rate")
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0, description="below 1")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="of all parameters, unless the task makes groups")
+    nesterov: bool = Field(default=False, description="needs a momentum")
 
     @model_validator(mode="after")
     def _momentum(self) -> SgdConfig:
@@ -136,36 +142,38 @@ class SgdConfig(Section):
 class AdamWConfig(Section):
     """Adam with decoupled weight decay."""
 
-    name: Literal["adamw"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0.0)
-    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0.0)
-    weight_decay: float = Field(default=0.01, ge=0.0)
+    name: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay")
+    lr: float = Field(default=1e-3, gt=0.0, description="learning rate")
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
+        default=(0.9, 0.999), description="decay of the two moments"
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="added to the denominator")
+    weight_decay: float = Field(default=0.01, ge=0.0, description="of all parameters, unless the task makes groups")
 
 
 class ConstantConfig(Section):
     """The learning rate stays as it is, after an optional linear warm-up."""
 
-    name: Literal["none"] = "none"
-    warmup_steps: int = Field(default=0, ge=0)
+    name: Literal["none"] = Field(default="none", description="the rate stays as it is")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises linearly")
 
 
 class StepConfig(Section):
     """The learning rate is multiplied by ``gamma`` every ``every_epochs`` epochs."""
 
-    name: Literal["step"]
-    every_epochs: float = Field(gt=0.0)
-    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
-    warmup_steps: int = Field(default=0, ge=0)
+    name: Literal["step"] = Field(description="the rate falls at equal distances")
+    every_epochs: float = Field(gt=0.0, description="the distance")
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0, description="what the rate is multiplied by")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises linearly")
 
 
 class MultiStepConfig(Section):
     """The learning rate is multiplied by ``gamma`` at each of the ``milestones``, which are epochs."""
 
-    name: Literal["multistep"]
-    milestones: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(min_length=1)
-    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
-    warmup_steps: int = Field(default=0, ge=0)
+    name: Literal["multistep"] = Field(description="the rate falls at given epochs")
+    milestones: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(min_length=1, description="the epochs, rising")
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0, description="what the rate is multiplied by at each")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises linearly")
 
     @model_validator(mode="after")
     def _rising(self) -> MultiStepConfig:
@@ -177,9 +185,9 @@ class MultiStepConfig(Section):
 class CosineConfig(Section):
     """The learning rate falls along half a cosine, to ``floor`` times its beginning at the end of the run."""
 
-    name: Literal["cosine"]
-    floor: float = Field(default=0.0, ge=0.0, le=1.0)
-    warmup_steps: int = Field(default=0, ge=0)
+    name: Literal["cosine"] = Field(description="the rate falls along half a cosine until the end of the run")
+    floor: float = Field(default=0.0, ge=0.0, le=1.0, description="the last rate, as a part of the first")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises linearly")
 
 
 OptimizerConfig = Annotated[SgdConfig | AdamWConfig, Field(discriminator="name")]
@@ -189,43 +197,59 @@ SchedulerConfig = Annotated[ConstantConfig | StepConfig | MultiStepConfig | Cosi
 class JobConfig(Section):
     """One job. The task checks ``data``, ``model`` and ``options`` (see ``Task``)."""
 
-    task: str = Field(min_length=1, description="a ready-made task, or module:Class of your own")
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    device: str = "auto"
+    task: str = Field(min_length=1, description="a ready-made task, or `module:Class`")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of parameters, order and augmentation")
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:N`, `mps`")
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto", description="gloo: also where several processes share a CUDA device"
     )
-    epochs: int | None = Field(default=None, ge=1)
-    max_steps: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(
+        default=None, ge=1, description="passes over the training data; this or `max_steps` is needed"
+    )
+    max_steps: int | None = Field(default=None, ge=1, description="most optimizer steps")
     global_batch: int | None = Field(
         default=None,
         ge=1,
-        description="samples per optimizer step, over all ranks, whatever their number; a task may derive it",
+        description=("samples for each step over all ranks, whatever their number; needed unless the task derives it"),
     )
-    micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
-    workers: int = Field(default=0, ge=0, description="processes per rank that fetch training samples ahead of use")
+    micro_batch: int | None = Field(
+        default=None, ge=1, description="most samples in one forward pass; gradients of the others are accumulated"
+    )
+    workers: int = Field(default=0, ge=0, description="processes of each rank that fetch training samples ahead")
     prefetch: int = Field(default=2, ge=1, description="micro-batches that each of them fetches ahead")
     pin_memory: bool | None = Field(default=None, description="copy through pinned memory; null: when on CUDA")
     bad_samples: Literal["raise", "skip"] = Field(default="raise", description="what a sample that raises does")
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0, description="of an epoch that may be skipped")
-    precision: Precision = Precision.FP32
+    precision: Precision = Field(default=Precision.FP32, description="of the forward pass; fp16 needs CUDA")
     reduction: Literal["ddp", "tree", "local_sgd", "diloco"] = Field(
         default="ddp",
-        description="tree: the same bits at any number of ranks (needs micro_batch); local_sgd, diloco: for slow links",
+        description=(
+            "tree: the same bits at any number of ranks; needs `micro_batch`. local_sgd and diloco: for slow links"
+        ),
     )
     sync_every: int | None = Field(
-        default=None, ge=1, description="with local_sgd and diloco: how many steps ranks train apart"
+        default=None,
+        ge=1,
+        description=(
+            "with local_sgd and diloco: how many steps ranks train apart; `max_steps`, "
+            "`evaluation.every_steps` and `checkpoint.every_steps` are multiples of it"
+        ),
     )
-    outer_lr: float | None = Field(default=None, gt=0.0, description="with diloco: of the outer SGD; null: 0.7")
+    outer_lr: float | None = Field(
+        default=None, gt=0.0, description="with diloco: learning rate of the outer SGD; null: 0.7"
+    )
     outer_momentum: float | None = Field(
-        default=None, ge=0.0, lt=1.0, description="with diloco: of the outer SGD (Nesterov); null: 0.9"
+        default=None,
+        ge=0.0,
+        lt=1.0,
+        description="with diloco: its Nesterov momentum; null: 0.9. Shorter runs want less",
     )
     average: float | None = Field(
-        default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
+        default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is then evaluated"
     )
-    clip_norm: float | None = Field(default=None, gt=0.0)
-    sync_batchnorm: bool = False
-    compile: bool = Field(default=False, description="compile the model (torch.compile); the first steps take longer")
+    clip_norm: float | None = Field(default=None, gt=0.0, description="largest norm of the gradient")
+    sync_batchnorm: bool = Field(default=False, description="BatchNorm over the samples of all ranks")
+    compile: bool = Field(default=False, description="`torch.compile`; the first steps take longer")
     nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is not a number does")
     compare_every_steps: int | None = Field(
         default=100, ge=1, description="steps between two comparisons of all ranks' parameters"
@@ -234,7 +258,9 @@ class JobConfig(Section):
         default="stop", description="what ranks do whose parameters differ; heal: go on with those of most ranks"
     )
     audit_every: int | None = Field(
-        default=None, ge=1, description="steps between two of which each rank's pass is repeated on another node"
+        default=None,
+        ge=1,
+        description="steps between two of which each rank's pass is repeated on another node (CheckOptions)",
     )
     on_mismatch: Literal["report", "repeat"] = Field(
         default="report", description="after a wrong pass; repeat: in place, make the step again"
@@ -244,9 +270,9 @@ class JobConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     optimizer: OptimizerConfig = AdamWConfig()
     scheduler: SchedulerConfig = ConstantConfig()
-    data: dict[str, Any] = Field(default_factory=dict)
-    model: dict[str, Any] = Field(default_factory=dict)
-    options: dict[str, Any] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict, description="the task's section `Data`")
+    model: dict[str, Any] = Field(default_factory=dict, description="the task's section `Model`")
+    options: dict[str, Any] = Field(default_factory=dict, description="the task's section `Options`")
 
     @field_validator("device")
     @classmethod

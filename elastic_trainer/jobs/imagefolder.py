@@ -183,11 +183,9 @@ class ImageFolder:
 class ResNetOptions(Section):
     """``model:`` which residual network."""
 
-    depth: Literal[18, 34, 50, 101] = 18
-    width: int = Field(default=64, ge=1, le=1024, description="channels of the first stage; 64 in the paper")
-    stem: Literal["imagenet", "small"] = Field(
-        default="imagenet", description="small: keeps the resolution, for images of about 32 pixels"
-    )
+    depth: Literal[18, 34, 50, 101] = Field(default=18, description="layers")
+    width: int = Field(default=64, ge=1, le=1024, description="channels of the first stage")
+    stem: Literal["imagenet", "small"] = Field(default="imagenet", description="small: for images of about 32 pixels")
     zero_gamma: bool = Field(default=True, description="blocks begin as the identity (Goyal et al., 2017, section 5.1)")
 
 
@@ -283,20 +281,24 @@ class ImageFolderData(Section):
     """``data:`` where the images are, and how they are seen."""
 
     directory: Path | None = Field(default=None, description="has train/ and val/ or test/; null: the shipped digits")
-    train: Path | None = Field(default=None, description="instead of directory: the class folders to train on")
-    test: Path | None = None
-    cache: Path | None = Field(default=None, description="where the digits are written; null: ~/.cache")
+    train: Path | None = Field(
+        default=None, description="instead of directory, with `data.test`: the class folders to train on"
+    )
+    test: Path | None = Field(default=None, description="the class folders to test on")
+    cache: Path | None = Field(default=None, description="where the digits are written")
     limit: int | None = Field(default=None, ge=1, description="train on N samples only, evenly spread")
     size: int = Field(default=224, ge=8, description="pixels that the network sees in each direction")
     resize: int = Field(default=256, ge=8, description="of the shorter side in tests, before the middle is cut out")
     scale: tuple[Share, Share] = Field(default=(0.08, 1.0), description="part of the area that training sees")
-    ratio: tuple[Ratio, Ratio] = (3 / 4, 4 / 3)
+    ratio: tuple[Ratio, Ratio] = Field(default=(3 / 4, 4 / 3), description="width over height of that part")
     flip: float = Field(default=0.5, ge=0.0, le=1.0, description="how often training images are mirrored")
     jitter: tuple[Jitter, Jitter, Jitter] = Field(
         default=(0.0, 0.0, 0.0), description="of brightness, contrast and saturation"
     )
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[Spread, Spread, Spread] = (0.229, 0.224, 0.225)
+    mean: tuple[float, float, float] = Field(default=(0.485, 0.456, 0.406), description="subtracted from each channel")
+    std: tuple[Spread, Spread, Spread] = Field(
+        default=(0.229, 0.224, 0.225), description="each channel is divided by it"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ImageFolderData:
@@ -314,10 +316,10 @@ class ImageFolderData(Section):
 class ImageFolderOptions(Section):
     """``options:`` of the training."""
 
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="of the loss")
     decay_all: bool = Field(default=False, description="weight decay of biases and norms too")
     top: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1, 5), min_length=1, description="metrics top1, top5, ...: the class is among the K best guesses"
+        default=(1, 5), min_length=1, description="metrics top1, top5: the class is among the K best guesses"
     )
 
 

@@ -633,8 +633,13 @@ class StageOptions(Section):
 class HrnetOptions(Section):
     """``model:`` the network."""
 
-    channels: tuple[Width, ...] = Field(default=(32, 64, 128, 256), min_length=1, description="of each branch")
+    channels: tuple[Width, ...] = Field(
+        default=(32, 64, 128, 256),
+        min_length=1,
+        description="of each branch; each has half the resolution of the one before",
+    )
     stages: tuple[StageOptions, ...] = Field(
+        description="each: branches, blocks of each branch, and modules that end in a fusion",
         default=(
             StageOptions(branches=1, blocks=4),
             StageOptions(branches=2, blocks=4),
@@ -800,20 +805,24 @@ class CocoFiles(Section):
 class KeypointsData(Section):
     """``data:`` where the pictures are, and how they are seen. Without ``train`` and ``test``: the shipped digits."""
 
-    train: CocoFiles | None = None
-    test: CocoFiles | None = None
+    train: CocoFiles | None = Field(
+        default=None, description="`annotations` (a COCO file) and `images` (its directory); null: digits"
+    )
+    test: CocoFiles | None = Field(default=None, description="the same, for testing; both or none")
     category: str | None = Field(default=None, description="null: the only one of the file that has key points")
     empty: bool = Field(default=False, description="train also on pictures without any key point")
     count: int = Field(default=2000, ge=1, description="pictures with digits to train on")
-    test_count: int = Field(default=300, ge=1)
+    test_count: int = Field(default=300, ge=1, description="pictures with digits to test on")
     size: int = Field(default=64, ge=16, description="pixels that the network sees in each direction")
     most: int = Field(default=30, ge=1, description="instances in a picture; of more the smallest are left out")
-    scale: tuple[Positive, Positive] = (1.0, 1.0)
-    rotation: float = Field(default=0.0, ge=0.0, le=180.0, description="degrees, either way")
+    scale: tuple[Positive, Positive] = Field(default=(1.0, 1.0), description="least and most zoom in training")
+    rotation: float = Field(default=0.0, ge=0.0, le=180.0, description="degrees, either way, in training")
     shift: float = Field(default=0.0, ge=0.0, le=1.0, description="of the side, in each direction")
-    flip: float = Field(default=0.0, ge=0.0, le=1.0, description="how often pictures are mirrored")
-    mean: Colour = (0.485, 0.456, 0.406)
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    flip: float = Field(default=0.0, ge=0.0, le=1.0, description="how often training pictures are mirrored")
+    mean: Colour = Field(default=(0.485, 0.456, 0.406), description="subtracted from each channel")
+    std: tuple[Positive, Positive, Positive] = Field(
+        default=(0.229, 0.224, 0.225), description="each channel is divided by it"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> KeypointsData:
@@ -828,7 +837,7 @@ class KeypointsOptions(Section):
     """``options:`` of the losses, of what counts as a peak, and of what counts as met."""
 
     sigma: float = Field(default=2.0, gt=0.0, description="of the Gaussians, in cells of the heat map")
-    heat_weight: float = Field(default=1.0, gt=0.0)
+    heat_weight: float = Field(default=1.0, gt=0.0, description="of the heat maps in the loss")
     pull_weight: float = Field(default=1e-3, ge=0.0, description="tags of one instance alike")
     push_weight: float = Field(default=1e-3, ge=0.0, description="tags of two instances apart")
     threshold: float = Field(default=0.1, gt=0.0, lt=1.0, description="of a peak in the heat map")

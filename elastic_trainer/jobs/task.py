@@ -267,7 +267,8 @@ class Task(ABC):
         raise NotImplementedError
 
     def init_weights(self, model: torch.nn.Module) -> None:
-        """Give a sharded model, which has memory now, its first values."""
+        """Then: give it its first values; `whole`, as `with whole(parameter) as values`, has them depend on the seed
+        alone."""
         raise NotImplementedError
 
     def miniature(self) -> torch.nn.Module:

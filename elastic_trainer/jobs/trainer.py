@@ -250,7 +250,8 @@ class Trainer:
         self.optimizer, self.scheduler = self._optimization()  # of the shards
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, from the newest checkpoint if there is one; what came of it."""
+        """Train; a dict with `task`, `rank`, `world_size`, `round`, `step`, `epoch`, `metrics`, `train_loss`, `best`,
+        `resumed_from`, `directory`, `seconds`."""
         began = SYSTEM.monotonic()
         with self._session as session:
             run = Run(self, session)

@@ -79,16 +79,26 @@ _OPEN: list[Session] = []
 
 
 class Session:
-    """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
+    """The context manager around a training loop: it resumes, divides the data, averages, saves and recovers.
 
-    Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
-
-    Processes that were started without torchrun meet at ``init_method``, "tcp://host:port" of rank 0's machine, with
-    ``rank`` and ``world_size``, as in ``torch.distributed.init_process_group`` (and "env://" as there). Nobody restarts
-    them: when one is lost the others fail, and all resume when they are started again.
-
-    ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
-    changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.
+    Args:
+        checkpoint_dir: Where the state is saved and resumed from: a path or a URL; `None`: nothing is saved, which
+            `checkpoint.disabled` in the log says under a launcher.
+        seed: Of the order of the data and of all random numbers; from 0.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` takes CUDA device number `local_rank` if there is one.
+        checkpoint_every_steps: Save after each N steps.
+        checkpoint_every_s: Save when N seconds have passed since the last save; `"auto"`: as often as pays.
+        keep_last: How many of the newest checkpoints stay.
+        init_method: For processes that were started without torchrun: `tcp://HOST:PORT` of rank 0's machine, or
+            `env://`.
+        rank: Number of this process among all, with `init_method`.
+        world_size: How many processes there are, with `init_method`.
+        allow_changed: Names of what a resumed job may have changed: `length`, `global_batch`, `micro_batch`, `seed`,
+            `shuffle`, `scale_from`, `lr_rule`, `drop_last`, `arithmetic` (samples may then repeat or be missed), `run`,
+            the `--rdzv-id` that it was saved under, and settings such as `optimizer.lr` or `scheduler`.
+        saving: More about the checkpoints.
+        checks: What the session looks for while it trains.
+        group: How the ranks work together.
     """
 
     def __init__(
@@ -154,7 +164,7 @@ class Session:
 
     @staticmethod
     def opened() -> Session:
-        """The session that is open in this process."""
+        """The session that is open in this process (a static method)."""
         if not _OPEN:
             raise ConfigError("no session is open", hint="use it inside `with Session(...) as session:`")
         return _OPEN[-1]
@@ -284,12 +294,12 @@ class Session:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the process that saves and reports."""
+        """Whether this process saves and reports; may change when ranks do."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """What this process computes on."""
+        """A `torch.device`: what this process computes on."""
         return self._here.placement.device
 
     @property
@@ -309,7 +319,7 @@ class Session:
 
     @property
     def cursor(self) -> Cursor:
-        """How far the job has come in the data."""
+        """`epoch` and `samples` of it that are committed, job-wide."""
         return self._position.cursor
 
     @property
@@ -324,7 +334,7 @@ class Session:
 
     @property
     def resumed_from(self) -> str | None:
-        """The checkpoint that this life of the job began from."""
+        """The name of the checkpoint that this life began from, or None: it began at step 0, or with a peer's state."""
         return self._training.origin.name if self._training is not None else None
 
     # ---- the model
@@ -381,18 +391,32 @@ class Session:
     ) -> WrappedModel:
         """Put ``model`` on the device, resume it, and return what to call: averaged over ranks, if there are several.
 
-        ``scheduler`` is advanced at every step. Buffers follow rank 0 (see replica).
-
-        ``reduction`` says how gradients are added up: ``"ddp"``, or ``"tree"`` for a training whose bits do not depend
-        on the number of ranks. With ``"local_sgd"`` and ``"diloco"`` ranks train apart and average their parameters
-        after ``sync_every`` steps; DiLoCo's outer optimizer then makes a step (SGD with Nesterov momentum, 0.7 and 0.9
-        if not given): see :mod:`elastic_trainer.worker.model.local`. ``average`` keeps an exponential moving average
-        of the parameters with that decay (or one of your own, from torch.optim.swa_utils), advanced at each step: see
-        :attr:`average`.
+        What it returns is of one type, alone and at any number of ranks. Calling it averages gradients; all else is the
+        bare model's: its attributes and methods, the names of its parameters and its state dict, also if the model was
+        compiled. Buffers follow rank 0.
 
         Several models or optimizers are given by name, and schedulers too. Such a step commits at the end of its block,
-        all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
-        ``model`` that is computed in stages, or a list of several: see :mod:`elastic_trainer.worker.model.stages`.
+        all or nothing.
+
+        Args:
+            model: One module that holds everything that is trained, on any device; or several by name.
+            optimizer: Made of the model's parameters; call its `step()` once in each `session.step()`; or several by
+                name. Gradients are dropped when a step begins.
+            scheduler: Advanced after each committed step; do not step it yourself. Not a `ReduceLROnPlateau`.
+            scaler: A `torch.amp.GradScaler`, for fp16; `step.backward` scales, `optimizer.step()` unscales and adapts
+                the scale (`scaler.step(optimizer)` works too).
+            sync_batchnorm: BatchNorm over the samples of all ranks, on CPUs too.
+            reduction: `ddp` (fast), or `tree`: the same bits at any number of ranks; needs `micro_batch_size`; or, for
+                slow links, `local_sgd` and `diloco`.
+            sync_every: With `local_sgd` and `diloco`: how many steps ranks train apart.
+            outer_lr: With `diloco`: learning rate of the outer SGD; 0.7 if not given.
+            outer_momentum: With `diloco`: its Nesterov momentum; 0.9 if not given.
+            average: Decay of a moving average of the parameters (0.999, say), or a
+                `torch.optim.swa_utils.AveragedModel`.
+            ddp_options: For `DistributedDataParallel`, such as `{"find_unused_parameters": True}`.
+                `gradient_as_bucket_view` is on unless you say otherwise: `parameter.grad` is then overwritten by the
+                next backward pass, so clone what you keep, and cannot be detached in place.
+            stage: This rank's `PipelineStage`, or a list of them, where the model is computed in stages.
         """
         process, how = self._require_open(), settings.one_of(Reduction, reduction, "reduction")
         if self._training is not None:
@@ -436,7 +460,8 @@ class Session:
 
     @property
     def average(self) -> nn.Module:
-        """The model with the averaged parameters, to evaluate or export; not to be trained."""
+        """The model with the averaged parameters, if `wrap` was asked to keep them; its buffers are those of its
+        `AveragedModel` (after `update_bn`, or with `use_buffers=True`), also while it is evaluated."""
         averaged = self._trained.state.average
         if averaged is None:
             raise ConfigError("no average is kept", hint="say session.wrap(..., average=0.999)")
@@ -487,31 +512,43 @@ class Session:
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
 
-        With ``steps`` as many epochs as it takes until the run, with all its lives, has made that many steps.
+        A batch comes again until a step has committed it. The global batch is the same at any number of ranks. With
+        ``scale_from=R`` it is the one for R ranks, and with W ranks W / R times as large (rounded); the learning rate
+        that the optimizer has is then multiplied by what ``lr_rule`` says for each update. Both are kept in the
+        checkpoint.
 
-        A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
-        ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
-        sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
-        draws none, one with ``generators = ("random",)`` draws from that one alone (of "random", "numpy", "torch") and
-        costs less; ``set_epoch(epoch)`` is called for each epoch, in every process, if the data set has it.
+        Random numbers drawn for a sample are keyed by (seed, epoch, sample), so its augmentation does not depend on
+        where it is drawn; a data set with ``deterministic = True`` draws none, one with ``generators = ("random",)``
+        draws from that one alone (of "random", "numpy", "torch") and costs less. ``set_epoch(epoch)`` is called for
+        each epoch, in every process, if the data set has it. Data workers hold the data set as it was at the first
+        batch, and none of its sockets; plain tensors are always taken directly.
 
-        The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
-        ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
-        ``lr_rule`` says ("linear", "sqrt", "none") for each update. Both are kept in the checkpoint.
+        Bad samples that are left out are logged and counted (``skipped_samples``), and the gradient is that of the sum
+        over the samples present, divided by the planned size of the global batch. DataError when more than
+        ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or all of a micro-batch.
 
-        With ``passes`` each rank computes its part in that many micro-batches, whatever the number of ranks.
-
-        The last global batch of an epoch is smaller if the samples do not fill it. With ``drop_last`` they are left
-        out (with ``passes``: those that do not fill a pass of ``global_batch_size / passes`` samples).
-
-        With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
-        are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
-        ``pin_memory`` None: when the device is CUDA.
-
-        ``bad_samples="skip"`` leaves out samples that raise: they are logged and counted (``skipped_samples``), and
-        the gradient is that of the sum over the samples present, divided by the planned size of the global batch.
-        DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
-        all of a micro-batch.
+        Args:
+            dataset: Map-style (`__len__`, `__getitem__`; item i is always the same), or a `SeekableStream` or `Streams`
+                with `shuffle=False`.
+            global_batch_size: Samples for each optimizer step over all ranks, whatever their number.
+            micro_batch_size: Most samples in one forward pass; see `step.micro_batches`.
+            passes: Cut each rank's part of a whole global batch into that many micro-batches, at any number of ranks,
+                as frameworks count them; in place of `micro_batch_size`.
+            shuffle: Another order each epoch, from (seed, epoch) alone.
+            scale_from: R: `global_batch_size` is meant for R ranks, and grows and shrinks with their number.
+            lr_rule: What the learning rate is multiplied by then: `linear`, `sqrt`, `none`.
+            collate: From a list of samples to a batch; by default torch's.
+            epochs: Draw all epochs up to this one; without it and `steps`, the present one of `session.epochs`.
+            steps: In place of `epochs`: as many epochs as it takes until the run, with all its lives, has made that
+                many steps.
+            workers: Processes of each rank that fetch samples ahead.
+            prefetch: Micro-batches that each of them fetches ahead.
+            pin_memory: Copy through pinned memory; `None`: when the device is CUDA.
+            bad_samples: `raise`, or `skip`: leave out samples that raise, and count them.
+            max_bad_fraction: Of this rank's samples of an epoch that may be bad; up to 8 always may.
+            multiprocessing_context: `fork`, `spawn` or `forkserver`.
+            drop_last: Leave out the samples at the end of an epoch's order that do not fill a global batch (with
+                `passes`: one pass, `global_batch_size / passes`); otherwise the last batch is smaller.
         """
         change, rule = self._trained.recovery.make_change, settings.one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
@@ -603,7 +640,7 @@ class Session:
     # ---- steps
 
     def step(self) -> Step:
-        """The context of one training step about the batch at hand."""
+        """The `Step` about the batch at hand, as a context manager. All ranks call it alike."""
         return self._trained.steps.begin(Step)
 
     def begin_step(self) -> ManualStep:
@@ -712,7 +749,7 @@ class Session:
             return self._repeated(attempt, codec)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place; shape and dtype alike. All ranks call it alike."""
         context, training = self._here, self._training
         if not context.present.group.formed or context.present.control.alone:
             return tensor
@@ -737,7 +774,7 @@ class Session:
         return rows.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Fill ``tensor`` with that of rank ``source``."""
+        """Fill `tensor` with that of rank `source`. All ranks call it alike."""
         self._require_open()
         mine = packed_tensor(tensor)
         value = self._shared(lambda control: unpacked_tensor(control.broadcast_bytes(mine, source)))
@@ -745,7 +782,7 @@ class Session:
             return tensor.copy_(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks. All ranks call it alike."""
         self._shared(lambda control: control.sum(Purpose.BARRIER), JSON)
 
     def _shared(self, ask: Callable[[Control], Result], codec: Codec = TENSOR) -> Result:

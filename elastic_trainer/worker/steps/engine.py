@@ -315,10 +315,8 @@ class Step:
         return self._mean
 
     def later_loss(self) -> LaterLoss:
-        """:attr:`loss`, to be read a step later without a wait.
-
-        After the commit, and :meth:`want_loss` before; else ConfigError, unless the ranks have changed since.
-        """
+        """Behind `optimizer.step()`, after `want_loss()`: an object whose `read()` gives `loss` one step later, without
+        waiting; on any rank, once. `None` where the ranks have changed since, also inside the step."""
         unknown = not self.committed or (self._mean is None and self._pending is None)
         if unknown and self._control is self._steps.control:
             raise ConfigError(

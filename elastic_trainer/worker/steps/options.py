@@ -19,25 +19,28 @@ EVERY_STEPS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOptions:
-    """Less common options for checkpoints.
-
-    ``keep_every`` (a step multiple) keeps more of them, or ``retention`` defines the whole policy.
-    ``require_last_save``: exit with code 73 on all ranks if the final state cannot be saved. ``on_event`` gets each
-    transition of a checkpoint, in the thread that writes it. ``when_behind``: what happens if a save by steps is due
-    while storage is busy with the two before it: "wait", "skip" it, or "replace" the one that waits. A save by seconds
-    is put off until storage is ready. ``snapshot_every_s``: how often the state is copied into memory of the node's
-    agent, from which training resumes if all workers die: seconds, "auto" (at least 5 s apart, and at most 1 % of the
-    time), or None for saves alone. ``writers``: "auto" has one rank of each node write a part of a large checkpoint, if
-    its node sees the same directory; "rank0" does not.
-    """
+    """Less common options for checkpoints."""
 
     keep_every: int | None = None
+    """Also keep those whose step is a multiple of this."""
     retention: Retention | None = None
+    """An `elastic_trainer.checkpoint.Retention`, instead of `keep_last` and `keep_every`."""
     require_last_save: bool = False
+    """End with exit code 73, on all ranks, where the directory refuses the state at the end of the training; otherwise
+    that is logged as `session.unsaved`, and the script goes on behind the `with` block."""
     on_event: EventSink | None = None
+    """Called with each `elastic_trainer.checkpoint.Event`: committed, failed, loaded, removed, ..."""
     when_behind: str = WhenBehind.WAIT
+    """Where a save by steps is due while storage is busy with the two before it: `'wait'`, `'skip'` it (logged as
+    `checkpoint.given_up`, counted as a failed save), or `'replace'` the one that waits. A save by seconds is put off
+    until storage is ready."""
     snapshot_every_s: float | str | None = AUTO
+    """How often one rank of each node copies the state into memory of the node's agent: seconds, `'auto'` (at least 5 s
+    apart, and at most 1 % of the time), or `None` for saves alone. If all workers of a job die, it resumes there."""
     writers: str = Writers.AUTO
+    """`'auto'`: of a model with 32 MB of parameters or more, one rank of each node writes a part of the checkpoint,
+    where the nodes see the same directory; the state is rank 0's. `'rank0'`: rank 0 writes all of it. Choose that
+    where each node has a directory of its own: the others need not copy the state then."""
 
     def __post_init__(self) -> None:
         one_of(WhenBehind, self.when_behind, "when_behind")
@@ -81,28 +84,37 @@ class OnShortage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What a session checks while it trains.
-
-    ``nonfinite``: a non-finite loss or parameter ends the training (``raise``) or is logged (``warn``). After each
-    multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared: where
-    they differ the training stops, or with ``on_difference="heal"`` continues with the state that most ranks hold.
-    In each step whose number is a multiple of ``audit_every`` (None: none) every rank's first pass through the model is
-    repeated on another node and compared bit by bit, after the parameters: see
-    :mod:`elastic_trainer.worker.steps.audit`. A rank that is wrong is reported (``on_mismatch="report"``), or in
-    place the step is undone and repeated once as well (``repeat``).
-    ``out_of_memory``: in place, a step that a rank has no memory for ends the training (``raise``), is repeated with
-    half the micro-batch, from then on (``halve``), or passed over (``skip``).
-    ``on_changed``: a job that resumes with settings of optimizer or schedule that are not those of the checkpoint, nor
-    named in ``allow_changed``, goes on with the checkpoint's and says so (``warn``), or is refused (``raise``).
-    """
+    """What a session checks while it trains."""
 
     nonfinite: str = "raise"
+    """`raise` ends the training when a loss or a parameter is not finite, `warn` logs it and goes on."""
     compare_every_steps: int | None = EVERY_STEPS
+    """Compare the parameters of all ranks after each N steps, and at the end; `None`: never."""
     on_difference: str = OnDifference.STOP
+    """`stop` ends the training with DifferError where the parameters of ranks differ, `heal` goes on with the state
+    that most ranks hold (of two, rank 0's); both log `ranks.differed`."""
     audit_every: int | None = None
+    """Look for machines that compute wrong results silently: in each step whose number is a multiple of N the
+    parameters of all ranks are compared first, and every rank's first pass through the model is repeated on another
+    node and compared bit by bit; where they differ a third rank decides. Costs one pass per audit. Logged as
+    `audit.mismatch`, an incident that names ranks and nodes (of two ranks sometimes both); see `on_mismatch`.
+    `audit.skipped` and `audit.reduced` say what of a script cannot be repeated or compared. On CUDA it needs
+    `torch.use_deterministic_algorithms(True)`. Not for sharded models, stages, several models or optimizers,
+    `local_sgd`, `diloco` and `sync_batchnorm`."""
     on_mismatch: str = OnMismatch.REPORT
+    """`report`: a wrong result that an audit has found is logged, and trained on. `repeat`, in place: the step is also
+    undone on all ranks and repeated, once; ranks with a wrong state receive that of the others. With `--rdzv-conf
+    evict_mismatched=true` the agents let the named node go, where one node is named and enough others remain: it
+    leaves by a planned change, with exit code 143. Take its machine out of service (on Kubernetes, cordon it), or it
+    may come back."""
     out_of_memory: str = OnShortage.RAISE
+    """In place, when a rank has no memory for a step (`torch.OutOfMemoryError`): `raise` ends the training; `halve` has
+    all ranks leave the step together, empty their caches and repeat it with half the micro-batch, from then on (the
+    step loops over `step.micro_batches()`); `skip` passes the batch over by a step without an update. Logged as
+    `memory.exhausted` on that rank, `batch.repeated` or `batch.skipped` on all."""
     on_changed: str = OnChanged.WARN
+    """Where a resumed job has made optimizer, schedule or scaler with other settings: `warn` goes on with the
+    checkpoint's, `raise` refuses it."""
 
     def __post_init__(self) -> None:
         one_of(OnShortage, self.out_of_memory, "out_of_memory")
@@ -119,16 +131,17 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
-    """How the ranks of a session work together.
-
-    ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that share a
-    CUDA device) or "nccl". ``stop_timeout_s`` limits how long the ranks may take to agree to stop. ``timeout_s`` limits
-    a collective; None: as long as the agent lets a rank do something else, 600 s without an agent.
-    """
+    """How the ranks of a session work together."""
 
     backend: str = AUTO
+    """`auto`: NCCL where all ranks are on CUDA devices, else gloo; `gloo`: also for several processes that share a CUDA
+    device; `nccl`."""
     stop_timeout_s: float = STOP_TIMEOUT_S
+    """How long the ranks may take to agree to stop after SIGTERM, SIGINT or SIGHUP; a rank that saves is given that
+    time anew behind the save, up to twelve times in all."""
     timeout_s: float | None = None
+    """How long a collective may take; `None`: as long as the node agent lets another rank do something else
+    (`step_timeout`, `first_step_timeout` and `phase_timeout` together, and 600 s), and 600 s where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -477,7 +477,11 @@ def context(
 
 def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
     steps: Any = SimpleNamespace(
-        nonfinite=lambda: not finite, position=SimpleNamespace(step=7), sync=EveryStep(), forgive=lambda: None
+        nonfinite=lambda: not finite,
+        position=SimpleNamespace(step=7),
+        sync=EveryStep(),
+        forgive=lambda: None,
+        lr=0.1,
     )
     none: Any = None
     where = context(tracker, nonfinite="raise" if fatal else "warn")
@@ -515,7 +519,7 @@ class Two:
         self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
         self.position = SimpleNamespace(step=0)
         self.due = due
-        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep())
+        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep(), lr=0.1)
         saver: Any = SimpleNamespace(
             note_ended_saves=lambda: None,
             refused=lambda: False,
