@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Final
+from typing import Any, Final
 
 _PLACES: Final = tuple(Decimal(1).scaleb(-digits) for digits in range(6))
 
@@ -69,6 +69,20 @@ def number(value: float | None, unit: str = "") -> str:
 def percent(share: float | None) -> str:
     """``97.5 %``."""
     return UNKNOWN if share is None else f"{100 * share:.1f} %"
+
+
+def how_far(progress: Mapping[str, Any] | None) -> str:
+    """How far a run is, of what is known: ``epoch 2 of 14, 10.7 %, 4 min left``. ``progress``: a ``RunProgress``."""
+    if progress is None:
+        return ""
+    left, last = progress["left_s"], progress["last_step"]
+    parts = [
+        f"epoch {progress['epoch'] + 1} of {progress['epochs']}" if progress["epochs"] else "",
+        f"of {last:,}" if last else "",
+        percent(progress["part"]) if progress["part"] is not None else "",
+        f"{duration(left)} left" if left is not None and progress["part"] != 1.0 else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def moment(wall: float) -> str:

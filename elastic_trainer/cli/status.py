@@ -43,7 +43,7 @@ from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.store.api import RunKeys
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.families import GAUGES, Unit
-from elastic_trainer.wording import UNKNOWN, counted, duration, moment, named, number, percent, ranges
+from elastic_trainer.wording import UNKNOWN, counted, duration, how_far, moment, named, number, percent, ranges
 
 _REPRINT_EVERY_S = 5.0
 """Where nothing can be redrawn in place, at most so often."""
@@ -328,7 +328,10 @@ def _progress(run: RunSnapshot) -> str:
     rates = ((rate, "steps/s"), (run.samples_per_s, "samples/s"))
     known = [f"{number(value)} {name}" for value, name in rates if value is not None]
     loss = [f"loss {number(run.loss)}"] if run.loss is not None else []
-    return ", ".join([f"step {number(run.step)}", *known, *loss, f"goodput {percent(run.goodput)}"])
+    lr = run.progress["lr"] if run.progress is not None else None
+    loss += [f"learning rate {number(lr)}"] if lr is not None else []
+    far = f"step {number(run.step)}" + (f" ({text})" if (text := how_far(run.progress)) else "")
+    return ", ".join([far, *known, *loss, f"goodput {percent(run.goodput)}"])
 
 
 def _checkpoint(run: RunSnapshot) -> str:

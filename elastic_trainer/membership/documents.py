@@ -447,17 +447,17 @@ class Saved(BaseModel):
 class RunProgress(BaseModel):
     """How far the run is, as rank 0's node knows it. What the script has not said is None."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    step: int
-    epoch: int
+    step: int = Field(ge=0)
+    epoch: int = Field(ge=0)
     """From 0."""
     epochs: int | None = None
     last_step: int | None = None
     """The step at which the run ends, where that was asked for."""
-    part: float | None = None
+    part: float | None = Field(default=None, ge=0.0, le=1.0)
     """The part of the run that is done, 0 to 1."""
-    left_s: float | None = None
+    left_s: float | None = Field(default=None, ge=0.0)
     """Seconds until its end at the present speed, without evaluations and saves."""
     lr: float | None = None
 

@@ -134,6 +134,8 @@ class RunSnapshot(RunFacts):
     steps_per_s: float | None
     step_s: float | None
     data_epoch: int | None
+    progress: Mapping[str, Any] | None
+    """How far the run is, as rank 0's node knows it: a ``RunProgress``."""
     seconds: Mapping[str, float]
     checkpoint: CheckpointStatus | None
     limits: Mapping[str, float]
@@ -203,6 +205,7 @@ def _facts(documents: RunDocuments, seen: Observed) -> dict[str, Any]:
 def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
     """The snapshot of a run."""
     spec, round_, counters = documents.spec, documents.round, documents.counters
+    far = documents.first_health.progress if documents.first_health is not None else None
     samples, left = counters.get("samples"), documents.departure if not documents.living_nodes else None
     return RunSnapshot(
         **_facts(documents, seen),
@@ -214,6 +217,7 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         steps_per_s=seen.steps_per_s,
         step_s=seen.step_s,
         data_epoch=documents.progress.epoch if documents.progress is not None else None,
+        progress=None if far is None else far.model_dump(mode="json"),
         seconds={phase: counters.get(f"seconds.{phase}", 0.0) for phase in PHASES},
         checkpoint=checkpoint(documents, seen),
         limits={"straggler_ratio": stragglers.RATIO, "straggler_least_s": stragglers.LEAST_EXCESS_S},

@@ -101,7 +101,10 @@ def healthy(**changes: Any) -> Json:
         "run": "gpt-small-07", "state": "training", "state_s": 1_300.0, "epoch": 1, "min_nodes": 2, "max_nodes": 4,
         "recovery": "in_place", "round": 7, "round_reason": "3 nodes are ready", "world_size": 6, "step": 48_210,
         "loss": 2.0871, "samples": 9_256_320, "samples_per_s": 905.4, "steps_per_s": 4.7, "step_s": 0.213,
-        "data_epoch": 3, "goodput": 0.968, "limits": {"straggler_ratio": 1.5}, "unreadable": [], "wall": WALL,
+        "data_epoch": 3,
+        "progress": {
+            "step": 48_210, "epoch": 2, "epochs": 4, "last_step": None, "part": 0.531, "left_s": 9_060.0, "lr": 0.0003,
+        }, "goodput": 0.968, "limits": {"straggler_ratio": 1.5}, "unreadable": [], "wall": WALL,
         "seconds": {
             "starting": 184.0, "waiting": 96.0, "rendezvous": 41.0, "healing": 122.0, "training": 62_700.0,
             "repeated": 15.2, "data": 890.0, "checkpoint": 610.0, "evaluation": 118.0, "ending": 0.0,

@@ -33,7 +33,7 @@ from elastic_trainer.monitor.attention import UNHEARD_S, listed
 from elastic_trainer.monitor.snapshot import RunSnapshot, RunSummary
 from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.telemetry.families import GAUGES, Gauge, Unit
-from elastic_trainer.wording import counted, fixed, whole
+from elastic_trainer.wording import counted, fixed, how_far, whole
 
 Json = Mapping[str, Any]
 NONE: Final = "\N{EN DASH}"
@@ -747,7 +747,7 @@ def _environment() -> Environment:
     made.filters |= {each.__name__: each for each in (ago, count, duration, lasting, measure, number, percent, size)}
     made.filters |= {"times": times, "stamp": stamp, "share": lambda share: f"{fixed(share * 100, 3)}%"}
     made.filters |= {"quoted": lambda run: quote(text(run), safe="")}
-    made.globals |= {each.__name__: each for each in (change, counted, gauge_text, named, present, remark)}
+    made.globals |= {each.__name__: each for each in (change, counted, gauge_text, how_far, named, present, remark)}
     made.globals |= {"square": square, "trouble": trouble, "what_of": what_of, "gauges": GAUGES, "none_known": NONE}
     return made
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from elastic_trainer.cli import events, status
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.channel import Progress
-from elastic_trainer.membership.documents import Document, RoundState, Spec
+from elastic_trainer.membership.documents import Document, RoundState, RunProgress, Spec
 from elastic_trainer.monitor.reading import Reader
 from elastic_trainer.monitor.serve import Board, MonitorSite
 from elastic_trainer.monitor.snapshot import listing, snapshot, summary
@@ -44,6 +44,9 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
+FAR = RunProgress(step=3, epoch=0, epochs=2, last_step=6, part=0.5, left_s=9.5, lr=0.1)
+
+
 def good() -> dict[str, Any]:
     """The documents of a run, as plain values by key."""
     documents: dict[str, Document | Progress] = {
@@ -51,7 +54,7 @@ def good() -> dict[str, Any]:
         KEYS.node("n0"): record(),
         KEYS.node("n1"): record(),
         KEYS.node_health("n0"): health(
-            "n0", [rank(0), rank(1, 1)], {"seconds.training": 5.0, "samples": 9.0}, loss=0.5
+            "n0", [rank(0), rank(1, 1)], {"seconds.training": 5.0, "samples": 9.0}, loss=0.5, progress=FAR
         ),
         KEYS.event(4): entry(1),
         KEYS.incident(1): incident(1),
