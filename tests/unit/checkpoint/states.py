@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Event, Loaded, LoadInto, Retention, StateSnapshot
-from elastic_trainer.checkpoint.manifest import FileRecord, Image, checked, record
+from elastic_trainer.checkpoint.manifest import FileRecord, Image, Manifest, checked, record
 from elastic_trainer.checkpoint.memory import LocalMemory
-from elastic_trainer.checkpoint.reading import LOAD_NEW, read_manifest
+from elastic_trainer.checkpoint.reading import LOAD_NEW
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report import HeartbeatReporter
-from elastic_trainer.worker.state.restore import Origin, StoredStates, restore
+from elastic_trainer.worker.state.restore import StoredStates, restore
 
 
 def descriptor_of(snapshot: StateSnapshot) -> int:
@@ -67,12 +67,16 @@ def training_state(seed: int = 0, width: int = 16) -> dict[str, Any]:
 
 def load_newest(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded | None:
     """The newest that is whole, as a job that resumes finds it: bad ones are set aside on the way."""
-    state, origins = dict[str, Any](), list[Origin]()
-    stored = StoredStates(checkpoints, HeartbeatReporter())
-    restore(Control(), Control(), stored, dict, state.update, origins.append, live=live)
-    if not origins[-1].name:
-        return None
-    return Loaded(state, read_manifest(checkpoints.files, origins[-1].name))
+    state, found = dict[str, Any](), list[Manifest]()
+
+    class Stored(StoredStates):
+        def loaded(self, files: Any, manifest: Manifest, *more: Any, **values: Any) -> None:
+            found.append(manifest)
+            super().loaded(files, manifest, *more, **values)
+
+    stored = Stored(checkpoints, HeartbeatReporter())
+    restore(Control(), Control(), stored, dict, state.update, lambda origin: None, live=live)
+    return Loaded(state, found[-1]) if found else None
 
 
 def newest_of(checkpoints: CheckpointManager, live: LoadInto = LOAD_NEW) -> Loaded:
