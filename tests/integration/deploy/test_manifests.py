@@ -188,14 +188,17 @@ def test_components_can_be_chosen_freely(chosen: tuple[str, ...], tmp_path: Path
 
 
 def test_the_component_progress_gives_a_token_for_one_job_alone(tmp_path: Path) -> None:
-    """Its account may patch that Job, and the pod knows its name."""
+    """The account that the Job had already may patch that Job, and the pod knows its name."""
     objects = combined(tmp_path, ["jobs/gpt"], ["components/progress"])
     assert [problem for each in objects for problem in invalid(each, NEWEST)] == []
     (job,), (role,) = of_kind(objects, "Job"), of_kind(objects, "Role")
     (rule,) = role["rules"]
     assert (rule["verbs"], rule["resources"], rule["resourceNames"]) == (["patch"], ["jobs"], ["gpt"])
+    (binding,) = of_kind(objects, "RoleBinding")
+    assert binding["metadata"]["name"] == binding["roleRef"]["name"] == role["metadata"]["name"] == "gpt-progress"
+    assert [subject["name"] for subject in binding["subjects"]] == ["elastic-trainer"]
     pod = job["spec"]["template"]["spec"]
-    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("progress", True)
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("elastic-trainer", True)
     assert {"name": "ELASTIC_TRAINER_KUBE_JOB", "value": "gpt"} in pod["containers"][0]["env"]
 
 
