@@ -87,6 +87,8 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
         if options.hosts:
             stack.enter_context(Segment(named_directories(spec.entry)))
         opened = stack.enter_context(harness(spec))
+        if options.backend != "c10d":
+            report.say("status", f"elastic-trainer status {run} --endpoint {opened.cluster.spec.endpoint}", console)
         summary = Following(opened, options, interrupts).to_the_end(display(console))
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
     report.write(summary, directory / "summary.json")

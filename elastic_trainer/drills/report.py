@@ -21,7 +21,7 @@ from rich.table import Table
 
 from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.drills.measure import Effect, Recovery, recovery
-from elastic_trainer.errors import EXIT_FAILURE, StorageError
+from elastic_trainer.errors import EXIT_FAILURE, EXIT_LEFT, StorageError
 from elastic_trainer.local.ledger import Audit, Line, LineKind, audit, exit_text
 from elastic_trainer.membership.documents import RoundDocument, goodput
 from elastic_trainer.model import Phase
@@ -143,7 +143,13 @@ def summarize(
         checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
         metrics={line.name: line.value for line in lines if line.name and line.value is not None},
         loss=next((line.loss for line in reversed(steps) if line.rank == 0 and line.loss is not None), None),
-        verdict=verdict(nodes, ending, max((line.step for line in steps), default=0), entry),
+        verdict=verdict(
+            nodes,
+            ending,
+            max((line.step for line in steps), default=0),
+            entry,
+            resumed=max((line.step for line in lines if line.event is LineKind.OPENED), default=None),
+        ),
         goodput=goodput(of_nodes),
         seconds={str(phase): of_nodes.get(f"seconds.{phase}", 0.0) for phase in Phase} if of_nodes else {},
     )
@@ -176,27 +182,39 @@ def _node(name: str, exit_code: int | None, struck: Injected | None, error: str)
         why = f"killed on purpose at step {struck.step}"
     elif exit_code is None:
         why = "did not end"
+    elif exit_code == EXIT_LEFT:
+        why = f"left as it was asked to ({EXIT_LEFT})"
     else:
         why = exit_text(exit_code) + (f": {error}" if error else "")
     return NodeSummary(name, exit_code, struck is not None, why)
 
 
-def verdict(nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry: Sequence[str]) -> Verdict:
-    """The exit status: 0 only if every node that was not killed on purpose exited 0 and every fault happened."""
+def verdict(
+    nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry: Sequence[str], *, resumed: int | None
+) -> Verdict:
+    """The exit status: 0 only if every node that was not killed on purpose exited 0 and every fault happened.
+
+    ``resumed``: the last step at which a rank began a life; None if the job opened no Session.
+    """
     survivors = [node for node in nodes if not node.struck]
     failed = [node for node in survivors if node.exit_code != 0]
     if ending.signal is not None:
         return Verdict(128 + ending.signal, f"stopped by {signal.Signals(ending.signal).name}")
     if ending.timed_out:
         return Verdict(EXIT_FAILURE, "the job did not end within --timeout")
+    if failed and all(node.exit_code == EXIT_LEFT for node in failed):
+        return Verdict(EXIT_LEFT, "the run was stopped as it was asked to")
     if failed:
         code = failed[0].exit_code
         return Verdict(code if code is not None and 0 < code < 128 else EXIT_FAILURE, _failures(failed))
     if not survivors:
         return Verdict(EXIT_FAILURE, "no node survived")
     if ending.unmet and not last_step:
-        what = " ".join(entry[:2])
-        return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {what} opens no Session, so it has no steps")
+        what = " ".join(entry[: 2 if entry[0] == "-m" else 1])
+        why = f"{what} opens no Session, so it has no steps"
+        if resumed is not None:
+            why = f"{what} made no step after step {resumed}; for a new run give it another checkpoint directory"
+        return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {why}")
     if ending.unmet:
         few = ": too few nodes trained, until the job was over"
         waited = (few * (fault.chooses and fault.step <= last_step) for fault in ending.unmet)

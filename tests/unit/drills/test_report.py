@@ -77,6 +77,7 @@ def test_a_run_that_lost_a_node_and_finished_is_a_success() -> None:
             "node n0 exited with 1: ValueError: no; node n1 exited with 78",
         ),
         ({"exit_codes": {"n0": None}}, 1, "node n0 did not end"),
+        ({"exit_codes": {"n0": 143, "n1": 143}}, 143, "the run was stopped as it was asked to"),
         ({"signal": 2}, 130, "stopped by SIGINT"),
         ({"exit_codes": {"n0": 143}, "signal": 15}, 143, "stopped by SIGTERM"),
         ({"timed_out": True}, 1, "the job did not end within --timeout"),
@@ -104,8 +105,14 @@ def test_without_survivors_or_steps_the_reason_is_another() -> None:
     all_struck = told(injected=(struck(node="n0"), struck(node="n1"))).verdict
     assert (all_struck.exit_code, all_struck.reason) == (1, "no node survived")
     no_steps = told([], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 5),)).verdict
-    reason = "kill-node at step 5 never came: train.py x opens no Session, so it has no steps"
+    reason = "kill-node at step 5 never came: train.py opens no Session, so it has no steps"
     assert (no_steps.exit_code, no_steps.reason) == (1, reason)
+    over = Line(event=LineKind.OPENED, t=1.0, step=125)
+    finished = told([over], exit_codes={"n0": 0}, unmet=(Fault(FaultKind.KILL_NODE, 20),)).verdict
+    assert finished.reason == (
+        "kill-node at step 20 never came: train.py made no step after step 125; for a new run give it another"
+        " checkpoint directory"
+    )
 
 
 def test_rounds_that_committed_nothing_are_listed_from_their_documents() -> None:
