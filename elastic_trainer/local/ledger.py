@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -139,6 +139,8 @@ class EpochAudit:
     missing: int
     unrecorded: int
     ended: bool
+    resumed: bool = False
+    """Whether an earlier life began it, whose samples these lines cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,8 @@ def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
         by_epoch.setdefault(commit.epoch, []).append(commit)
     last = max(by_epoch, default=0)
     epochs = tuple(_epoch(epoch, by_epoch[epoch], known, ends, followed=epoch < last) for epoch in sorted(by_epoch))
+    if surviving and surviving[0].step > 1 and epochs[0].used < known:
+        epochs = (replace(epochs[0], missing=0, ended=False, resumed=True), *epochs[1:])
     skipped = surviving[-1].step - len(surviving) - (surviving[0].step - 1) if surviving else 0
     return Audit(
         exact=bool(surviving) and known > 0 and not skipped and not any(e.repeated or e.missing for e in epochs),
@@ -227,8 +231,10 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
         return "; ".join(faults)
     whole = sum(epoch.ended for epoch in epochs)
     parts = [f"each of {size} samples exactly once in {counted(whole, 'epoch')}"] if whole else []
-    stopped = [(counted(each.used, "sample"), each.epoch) for each in epochs if not each.ended]
-    parts += [f"{used} of epoch {epoch} once, then the job stopped in it" for used, epoch in stopped]
+    for each in epochs:
+        if not each.ended:
+            why = "an earlier life began it" if each.resumed else "then the job stopped in it"
+            parts.append(f"{counted(each.used, 'sample')} of epoch {each.epoch} once, {why}")
     return "; ".join(parts)
 
 

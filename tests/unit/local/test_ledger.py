@@ -96,6 +96,15 @@ def test_an_epoch_is_judged_whole_once_it_has_reached_its_smaller_last_batch() -
     assert (result.exact, result.steps_skipped) == (False, 1)
 
 
+def test_of_an_epoch_that_an_earlier_life_began_nothing_is_missing() -> None:
+    """These lines cannot tell what was used before; what is repeated here still is."""
+    lines = [committed(3, samples=[4, 5]), committed(4, epoch=1, samples=range(6))]
+    result = audit(lines, size=6)
+    assert (result.exact, result.missing) == (True, 0)
+    assert "2 samples of epoch 0 once, an earlier life began it" in result.reason
+    assert not audit([committed(3, samples=[4, 4]), *lines[1:]], size=6).exact
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"), [([], "no step was recorded"), ([committed(1)], "the steps list no samples")]
 )
