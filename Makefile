@@ -131,7 +131,7 @@ imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
 docs: $(STAMP) ## build the documentation into build/site; a broken link or an option without a text fails it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-serve: $(STAMP) ## show the documentation at http://127.0.0.1:8000, built anew with each edit
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve

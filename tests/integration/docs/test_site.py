@@ -22,7 +22,7 @@ from tests.support.pages import ROOT
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address on this machine."""
     directory = tmp_path_factory.mktemp("site")
-    call = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(directory)]
+    call = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(call, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300, check=False)
     assert built.returncode == 0, built.stderr
