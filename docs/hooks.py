@@ -81,8 +81,12 @@ def table(heading: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     head, cells = list(heading), [list(row) for row in rows]
     if silent := [row[0] for row in cells if not row[-1]]:
         raise PluginError(f"{silent[0]} has no description: write one where it is defined")
-    lines = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in cells)]
+    lines = [head, ["---"] * len(head), *([_cell(cell) for cell in row] for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 # ---- classes and keys
@@ -161,7 +165,7 @@ def commands() -> str:
 
 def _command(name: str, parser: argparse.ArgumentParser, level: str) -> str:
     parts = [f"{level} {PROGRAM} {name}", _sentence(parser.description)]
-    parts += [f"```text\n{parser.format_usage().strip()}\n```", options(parser), _sentence(parser.epilog)]
+    parts += [f"```text\n{parser.format_usage().strip()}\n```", options(parser), _epilog(parser.epilog)]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             parts += [_command(f"{name} {each}", its, f"{level}#") for each, its in action.choices.items()]
@@ -171,6 +175,12 @@ def _command(name: str, parser: argparse.ArgumentParser, level: str) -> str:
 def _sentence(text: str | None) -> str:
     text = " ".join((text or "").split())
     return text and f"{text[0].upper()}{text[1:].rstrip('.')}."
+
+
+def _epilog(text: str | None) -> str:
+    """A sentence, or lines that stand as they are."""
+    lines = (text or "").strip()
+    return f"```text\n{lines}\n```" if "\n" in lines else _sentence(lines)
 
 
 def options(parser: argparse.ArgumentParser) -> str:
@@ -185,11 +195,18 @@ def options(parser: argparse.ArgumentParser) -> str:
         if flags and shared <= _all_flags(parser) and flags[0] in shared:
             continue
         value = "" if action.nargs == 0 or not flags else f" {formatter._format_args(action, action.dest.upper())}"
-        name = ", ".join(f"`{flag}{value}`" for flag in flags) or f"`{formatter._format_args(action, action.dest)}`"
+        name = ", ".join(f"`{flag}{value}`" for flag in flags) or f"`{_words(action, formatter)}`"
         rows.append((name, formatter._expand_help(action)))
     if shared <= _all_flags(parser):
         rows.append(("`--endpoint`, `--user`, ...", "[where etcd is, and how to be let in](#options-for-etcd)"))
     return table(("option", "meaning"), rows) if rows else ""
+
+
+def _words(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
+    """What stands for an argument without a flag."""
+    if action.nargs == argparse.REMAINDER:
+        return f"-- {action.metavar or action.dest.upper()} ..."
+    return formatter._format_args(action, action.dest)
 
 
 def _all_flags(parser: argparse.ArgumentParser) -> set[str]:

@@ -43,7 +43,16 @@ from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.main import PROGRAM, at_least, console, seconds, sub_commands
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, CheckpointError, ConfigError, PermanentError
+from elastic_trainer.errors import (
+    EXIT_CANNOT_WRITE,
+    EXIT_FAILURE,
+    EXIT_UNAVAILABLE,
+    CheckpointError,
+    ConfigError,
+    PermanentError,
+    StorageError,
+    TransientError,
+)
 from elastic_trainer.membership.documents import (
     Document,
     DocumentError,
@@ -553,11 +562,13 @@ def run_save(arguments: argparse.Namespace) -> int:
 
 
 def require_save(store: Store, keys: RunKeys, deadline: Deadline) -> None:
-    """Have the run save now; ConfigError if it cannot."""
+    """Have the run save now. TransientError if it does not answer, StorageError or PermanentError if it cannot."""
     answer = _wait(store, keys, _ask(store, keys), deadline)
-    if answer is None or answer.problem:
-        why = plain(answer.problem) if answer is not None else "it did not answer in time"
-        raise ConfigError(f"run {keys.run_id!r} cannot save: {why}", hint="only a job with a Session can be asked")
+    if answer is None:
+        raise TransientError(f"run {keys.run_id!r} has not saved in time", hint="only a job with a Session can")
+    if answer.problem:
+        kind = StorageError if answer.code == EXIT_CANNOT_WRITE else PermanentError
+        raise kind(f"run {keys.run_id!r} cannot save: {plain(answer.problem)}")
 
 
 def _print_answer(arguments: argparse.Namespace, run: str, checkpoint: str | None, text: str) -> None:
@@ -647,22 +658,34 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
     """Describe the actions and their options."""
     action = sub_commands(parser)
 
-    def describe(name: str, act: Callable[[argparse.Namespace], int], text: str) -> Callable[..., argparse.Action]:
-        made = action(name, act, text)
+    def describe(
+        name: str, act: Callable[[argparse.Namespace], int], text: str, about: str
+    ) -> Callable[..., argparse.Action]:
+        made = action(name, act, text, about)
         made.add_argument("--json", action="store_true", help="write one JSON object instead of text")
         return made.add_argument
 
-    add = describe("list", run_list, "the checkpoints of a directory, newest first")
+    about = "By their manifests alone: `unverified` means that no other byte was read. Exit code 1 if one is damaged."
+    add = describe("list", run_list, "the checkpoints of a directory, newest first", about)
     add("directory", metavar="DIR", help="a directory of checkpoints")
-    add = describe("show", run_show, "show what one checkpoint holds")
+    add = describe("show", run_show, "show what one checkpoint holds", "Each tensor with its type, shape and size.")
     add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    add = describe("verify", run_verify, "read every byte and compare it with its checksum")
+    about = "Exit code 1 if anything is damaged or cannot be read."
+    add = describe("verify", run_verify, "read every byte and compare it with its checksum", about)
     add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     add("--all", action="store_true", help="all checkpoints of the directory")
-    add = describe("diff", run_diff, "show how two checkpoints differ")
+    about = (
+        "Which tensors (in how many elements, and by how much at most), other values of the state, and facts: step,"
+        " metrics, fields, versions. Exit code 0 if nothing differs, 1 if something does, 2 if one cannot be read."
+    )
+    add = describe("diff", run_diff, "show how two checkpoints differ", about)
     add("left", metavar="A", help=CHECKPOINT)
     add("right", metavar="B", help="the other one")
-    add = describe("prune", run_prune, "remove those that no rule keeps")
+    about = (
+        "The newest that was saved as best stays, and so does what is damaged. Exit code 73 while a job saves in the"
+        " directory."
+    )
+    add = describe("prune", run_prune, "remove those that no rule keeps", about)
     add("directory", metavar="DIR", help="a directory of checkpoints")
     add("--keep-last", type=int, required=True, metavar="N", help="keep the N newest")
     add("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N")
@@ -671,12 +694,17 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=tuple(map(str, BestMode)), metavar="MODE", help="of --metric: min, the default, or max")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     add("--force", action="store_true", help="also while a job saves there")
-    add = describe("export", run_export, "write one for other programs")
+    about = (
+        "Every byte is verified, and what is written appears whole or not at all. A tensor with several names is in"
+        " safetensors files once; the other names are in the metadata."
+    )
+    add = describe("export", run_export, "write one for other programs", about)
     add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     add("goal", metavar="DEST", type=Path, help="the file to write, or the folder for huggingface")
     targets = (SAFETENSORS, TORCH, HUGGINGFACE)
     add("--to", choices=targets, required=True, metavar="TARGET", help=f"{', '.join(targets)}")
-    add("--part", metavar="PART", help=f"the part of the state to write; model by default, {AVERAGE} for the average")
+    part = f"the part of the state to write; model by default, {AVERAGE} for the average, or a path: user/teacher"
+    add("--part", metavar="PART", help=part)
     add("--all", action="store_true", help="the whole state, which import makes a checkpoint again")
     add(
         "--config",
@@ -686,8 +714,13 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
     )
     add("--shard-size", type=int, default=SHARD, metavar="BYTES", help="huggingface: largest file (default: 5 GB)")
     add("--force", action="store_true", help="replace DEST if it exists")
-    add = describe("import", run_import, "import a file of another program")
-    what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
+    about = (
+        "Of `export --all` a checkpoint, from which the job resumes at that step; of others the weights, in a"
+        " .safetensors file, with the call that loads it. What DistributedDataParallel, torch.compile and FSDP put into"
+        " names is removed. A file that needs pickle is refused."
+    )
+    add = describe("import", run_import, "import a file of another program", about)
+    what = "a .pt, .pth, .bin, .ckpt or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
     add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
     add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
     add(
@@ -696,7 +729,12 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
         help=("where the weights are in a file that holds more; looked for are model, state_dict and the like"),
     )
     add("--force", action="store_true", help="replace an earlier import of weights")
-    save = action("save", run_save, "ask a run that trains for a checkpoint now")
+    about = (
+        "Who asks at the same time gets the same one. Exit code 1 if the run does not train or its state cannot be"
+        " saved, 69 without an answer in time (the request is withdrawn), 73 if the directory refuses, 78 without"
+        " such a run or a checkpoint directory."
+    )
+    save = action("save", run_save, "ask a run that trains for a checkpoint now", about)
     save.add_argument("run", metavar="RUN", help="the run that is to save now")
     save.add_argument("--no-wait", action="store_true", help="ask, and do not wait for the checkpoint")
     limit = f"seconds to wait (default: {LIMIT_S:g})"

@@ -109,7 +109,7 @@ class KubernetesRun(Frozen):
     namespace: Label | None = Field(None, description="of all objects (default: that of kubectl)")
     least: int = Field(ge=1, description="fewest pods that the run trains with")
     most: int = Field(le=10_000, description="most pods that the run trains with")
-    pods: int = Field(ge=1, description="pods to ask for (default: the most)")
+    pods: int = Field(ge=1, description="pods to ask for (default: the most); with the fewest, no disruption budget")
     gpus: int = Field(default=0, ge=0, le=64, description="GPUs of each pod, one worker each")
     workers: int = Field(ge=1, le=256, description="workers of each pod (default: one for each GPU, else 1)")
     cpu: tuple[str, str] = Field(

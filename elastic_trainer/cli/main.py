@@ -74,8 +74,8 @@ COMMANDS = (
         "pause",
         "operate",
         "have all ranks wait between two steps, with their state",
-        "They wait with their state in memory, until elastic-trainer resume. A node that joins makes one "
-        "step, and waits too.",
+        "They wait with their state in memory, until elastic-trainer resume, and checkpoints save works. When ranks "
+        "change meanwhile they train for up to a second.",
     ),
     Command("resume", "operate", "let a paused run go on"),
     Command(
@@ -83,7 +83,8 @@ COMMANDS = (
         "operate",
         "start the workers anew, with the script as it is now; no step is lost",
         "All ranks save at one step and end; torchrun starts them anew, and they resume there. It counts as "
-        "one of --max-restarts.",
+        "one of --max-restarts. A script that fails at once then ends the run, with its checkpoints kept: try it alone "
+        "first. With --no-wait it only waits for the save.",
     ),
     Command(
         "events",
@@ -235,12 +236,13 @@ def console(width: int = 80) -> Console:
 
 def sub_commands(
     parser: argparse.ArgumentParser,
-) -> Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]:
-    """What adds a sub-command, by its name, what runs it (``act``) and its help."""
+) -> Callable[..., argparse.ArgumentParser]:
+    """What adds a sub-command, by its name, what runs it (``act``), its help, and what more is to be said of it."""
     made = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
 
-    def add(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added: argparse.ArgumentParser = made.add_parser(name, help=text, description=text)
+    def add(name: str, act: Callable[[argparse.Namespace], int], text: str, about: str = "") -> argparse.ArgumentParser:
+        description = fill(f"{text}. {about}", 80) if about else text
+        added: argparse.ArgumentParser = made.add_parser(name, help=text, description=description)
         added.set_defaults(act=act)
         return added
 

@@ -30,7 +30,12 @@ def configure_monitor(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.epilog = _EXAMPLE
     add = parser.add_argument
-    add("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help=f"where to answer (default: {DEFAULT_LISTEN})")
+    add(
+        "--listen",
+        default=DEFAULT_LISTEN,
+        metavar="HOST:PORT",
+        help=f"where to answer (default: {DEFAULT_LISTEN}); port 0: any",
+    )
     add(
         "--token-file",
         type=Path,

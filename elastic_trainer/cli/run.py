@@ -49,7 +49,11 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
         help=("restart or in_place; by default in_place for a script that imports a Session or Trainer"),
     )
     add(
-        "--max-restarts", type=int, default=MAX_RESTARTS, metavar="N", help=f"worker failures (default: {MAX_RESTARTS})"
+        "--max-restarts",
+        type=int,
+        default=MAX_RESTARTS,
+        metavar="N",
+        help=f"worker failures that this node survives (default: {MAX_RESTARTS}); those at one step end the run",
     )
     add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous, as for torchrun")
     add("--dry-run", action="store_true", help="print the command and end")
@@ -168,7 +172,8 @@ def configure_local(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, default=3, metavar="N", help="worker failures that each node survives (default: 3)")
     add("--run-dir", type=Path, metavar="DIR", help="where logs, ledger, checkpoints and summary.json go")
     add("--keep", action="store_true", help="keep the run directory of a success (--run-dir and failures always are)")
-    add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous, as for torchrun")
+    conf = "options of the rendezvous, as for torchrun; last_call is 60 where all nodes that may come start at once"
+    add("--rdzv-conf", default="", metavar="K=V,...", help=conf)
     add("--timeout", type=float, metavar="SECONDS", help="stop the run when it takes longer")
     add("--backend", choices=("etcd3", "c10d"), default="etcd3", help=argparse.SUPPRESS)
     what = "a ready-made task, a job.yaml or a script.py"
