@@ -139,7 +139,7 @@ def require(part: TorchPart) -> None:
     newer = f"torch {part.since} or newer" if part.since and version() < _numbers(part.since) else "another torch"
     raise ConfigError(
         f"{part.capability} need {newer}: torch {torch.__version__} has no {lacks}",
-        hint="install a version from the table of versions in the map (docs/explanation/map.md)",
+        hint="install a version from the table in https://elastic-trainer.github.io/elastic_trainer/explanation/map/",
     )
 
 

@@ -22,6 +22,7 @@ from elastic_trainer.errors import ConfigError, StorageError
 _PACKAGE = Path(__file__).parents[1]
 _SCRIPT = _PACKAGE / "jobs" / "scripts" / "ddp_script_elastic.py"
 _TEMPLATES = Path(__file__).with_name("templates")
+_DOCS = "https://elastic-trainer.github.io/elastic_trainer"
 
 
 def configure_init(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +141,7 @@ _CALLS = {name: topic for topic, names in _CALLED.items() for name in names.spli
 
 
 _INSTEAD = {
-    Topic.FRAMEWORK: "# stays: docs/how-to/frameworks.md has the two or three lines that it needs",
+    Topic.FRAMEWORK: f"# stays, with two or three lines: {_DOCS}/how-to/frameworks/",
     Topic.GROUP: """\
 from elastic_trainer import Session
 with Session(checkpoint_dir={directory}) as session:  # opens the process group, and closes it
@@ -342,7 +343,7 @@ class _Script:
         return [
             "# first make the optimizer of the bare model's parameters, then",
             f"{target} = session.wrap({model}, {', '.join(words)})  # to the device, resumed, in DDP",
-            *(["# sharded models: deploy/sharded.md"] if sharded else []),
+            *([f"# sharded models: {_DOCS}/deploy/sharded/"] if sharded else []),
         ]
 
     def _batches(self, batch: str) -> list[str]:
@@ -358,13 +359,12 @@ class _Script:
             "# and pin_memory= there",
         ]
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
-            lines.append(
-                f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...): docs/how-to/data.md"
-            )
+            lines.append(f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...):")
+            lines.append(f"# {_DOCS}/how-to/data/")
         samplers = [name for name in self._called if name.endswith("Sampler") and name != "DistributedSampler"]
         if samplers or "batch_sampler" in told:
             named = ", ".join(sorted(samplers)) or "batch_sampler"
-            lines.append(f"# {named}: an order of one's own is a SeekableStream, see docs/how-to/data.md")
+            lines.append(f"# {named}: an order of one's own is a SeekableStream, see {_DOCS}/how-to/data/")
         return lines
 
 
