@@ -256,7 +256,7 @@ DECODERS: Mapping[str, Decoder] = {
     "jpg": _image,
     "jpeg": _image,
 }
-"""What is made of a file by the last part of its extension; other files stay bytes."""
+"""What is made of a file by the last part of its extension; other files stay bytes. (TarShards names them.)"""
 
 
 class TarShards:
@@ -264,7 +264,12 @@ class TarShards:
 
     ``shards`` are paths, or patterns such as ``train-{000..127}.tar`` and ``train-*.tar``. ``decode`` adds decoders by
     extension (``seg.png`` goes before ``png``), False leaves all values bytes. ``transform`` is applied to each sample.
-    ``index``: True keeps what was learned of a shard beside it, a directory keeps it there, False nowhere.
+    By themselves txt, cls, json, npy, png, jpg and jpeg are decoded; other values stay bytes.
+    ``index``: True keeps what was learned of a shard beside it, a directory keeps it there, False nowhere; where it
+    cannot be kept, ``tar_index.not_kept`` in the log says so.
+
+    Attributes:
+        paths: The tar files, in order.
     """
 
     def __init__(

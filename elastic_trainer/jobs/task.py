@@ -250,7 +250,7 @@ class Task(ABC):
         return {}
 
     def exhibits(self, model: torch.nn.Module, batch: Any) -> Exhibits:
-        """What to show of the first test samples after an evaluation (in TensorBoard), none by default.
+        """What to show of the first eight test samples after an evaluation (in TensorBoard), none by default.
 
         Called on rank 0 alone, with the model in evaluation mode, outside DDP and without gradients: no collectives.
         """

@@ -199,6 +199,15 @@ class Trainer:
 
     Whatever is wrong with the configuration, the data or the output directory is raised by the constructor, before
     this process waits for any other.
+
+    Attributes:
+        task: The task, made with the configuration.
+        config: The job file, checked.
+        directory: Where its files lie, beside the checkpoints.
+        data: The train and test sets of the task.
+        model: The bare model.
+        mesh: The sizes of the device mesh by name; empty where the model is not sharded.
+        length: How long the run is.
     """
 
     def __init__(self, task: type[Task], config: JobConfig) -> None:

@@ -81,6 +81,9 @@ _OPEN: list[Session] = []
 class Session:
     """The context manager around a training loop: it resumes, divides the data, averages, saves and recovers.
 
+    Attributes:
+        environment: What the launcher says of this process; none of it changes.
+
     Args:
         checkpoint_dir: Where the state is saved and resumed from: a path or a URL; `None`: nothing is saved, which
             `checkpoint.disabled` in the log says under a launcher.
@@ -178,7 +181,7 @@ class Session:
         whole = self._training is None or not self._training.steps.dirty
         if isinstance(error, SystemExit) and not error.code and whole:
             error = None  # by sys.exit() a script says that it has done its work
-        if error is None and not process.context.stopped:
+        if error is None and not process.context.left_as:
             try:
                 if self._training is None:
                     self._finish()
@@ -199,7 +202,7 @@ class Session:
             process.context.tracker.set_notes(lost_peer=True)
         elif shown is not None and not isinstance(shown, SystemExit):
             process.context.tracker.set_notes(error=last_line(shown))
-        self._close(process, "stopped" if process.context.stopped else "failed")
+        self._close(process, process.context.left_as or "failed")
         if parted is not None:
             raise parted from error
 
@@ -234,10 +237,11 @@ class Session:
         process.close(status)
 
     def hide_ranks(self) -> None:
-        """Let frameworks believe that this process is alone, until the session is closed (see alone.py).
+        """Let frameworks believe that this process is alone, until the session is closed.
 
-        Call it before they look: before ``TrainingArguments``, ``Accelerator``, Lightning's ``Trainer``. Whether this
-        process is the one that reports is still said by :attr:`is_rank0`.
+        The variables of torchrun, SLURM and MPI are gone until then, and ``torch.distributed.is_initialized()`` is
+        false. Call it before they look: before ``TrainingArguments``, ``Accelerator``, Lightning's ``Trainer``.
+        Whether this process is the one that reports is still said by :attr:`is_rank0`.
         """
         self._require_open()
         if self._show_ranks is None:
@@ -289,12 +293,12 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """How many processes train together. In place it is known from :meth:`wrap` on."""
         return self._here.present.control.world_size
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process saves and reports; may change when ranks do."""
+        """Whether this process saves and reports; changes with the ranks. In place it is known from :meth:`wrap` on."""
         return self.rank == 0
 
     @property
@@ -309,7 +313,8 @@ class Session:
 
     @property
     def round_reason(self) -> str:
-        """Why the present round was formed ("node n2 was lost", say); empty where that is not known."""
+        """Why the present round was formed ("node n2 was lost", say); empty where that is not known, as before
+        :meth:`wrap` in place."""
         return self._here.present.group.formation.reason
 
     @property
@@ -346,7 +351,7 @@ class Session:
 
         As torch's, but before any rank is known, and for all rounds. -1 is what the other dimensions leave of the
         node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
-        without replicas; not in place.
+        without replicas; not in place. All ranks call it alike, once, before :meth:`wrap`.
         """
         context, environment = self._here, self.environment
         if self._layout is not None:
@@ -390,6 +395,8 @@ class Session:
         stage: Any = None,
     ) -> WrappedModel:
         """Put ``model`` on the device, resume it, and return what to call: averaged over ranks, if there are several.
+
+        All ranks call it alike, once, before the first step.
 
         What it returns is of one type, alone and at any number of ranks. Calling it averages gradients; all else is the
         bare model's: its attributes and methods, the names of its parameters and its state dict, also if the model was
@@ -470,6 +477,8 @@ class Session:
     def register(self, name: str, part: Stateful) -> None:
         """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be the same on all ranks.
 
+        All ranks call it alike, not inside a step.
+
         In place a rank may receive the state of another that is one collective ahead: change ``part`` only after the
         collectives that follow a step (``step.loss``, ``save``, ...).
         """
@@ -485,7 +494,7 @@ class Session:
         """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends.
 
         A life that resumes behind the last step of an epoch runs what is left of the body, with no batch; behind a
-        :meth:`save` there, it begins with the next epoch.
+        :meth:`save` there, it begins with the next epoch. All ranks call it alike.
         """
         return self._here.feed.epochs(total)
 
@@ -511,6 +520,8 @@ class Session:
         drop_last: bool = False,
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
+
+        All ranks call it alike, with the same arguments, not inside a step.
 
         A batch comes again until a step has committed it. The global batch is the same at any number of ranks. With
         ``scale_from=R`` it is the one for R ranks, and with W ranks W / R times as large (rounded); the learning rate
@@ -614,6 +625,8 @@ class Session:
     ) -> SessionSampler:
         """The batch sampler of a DataLoader of your own, or of torchdata's StatefulDataLoader.
 
+        All ranks call it alike. Its length is the number of steps of an epoch.
+
         ``DataLoader(dataset, batch_sampler=sampler, ...)``, then ``for batch in sampler.batches(loader, epochs=N)``.
         The arguments are those of :meth:`batches`; ``dataset`` is map-style.
         """
@@ -644,7 +657,7 @@ class Session:
         return self._trained.steps.begin(Step)
 
     def begin_step(self) -> ManualStep:
-        """:meth:`step` without a block, for loops of others; ``step.end()`` closes it (see driven).
+        """:meth:`step` without a block, for loops of others; ``step.end()`` closes it. All ranks call it alike.
 
         A step whose ``end()`` returns False is repeated by drawing the next batch, which is the same one.
         """
@@ -657,7 +670,7 @@ class Session:
     def phase(self, name: str) -> Iterator[None]:
         """The body may take long: ``name`` is "evaluation" or "checkpoint".
 
-        Metrics show it apart, and the watchdog allows it the time of a long phase instead of that of a step.
+        Metrics show it apart, and the watchdog allows it ``phase_timeout`` instead of the time of a step.
         """
         if name not in (Phase.EVALUATION, Phase.CHECKPOINT):
             raise ConfigError(f"phase is {name!r}", hint="use 'evaluation' or 'checkpoint'")
@@ -670,6 +683,8 @@ class Session:
         self, metrics: Mapping[str, float] | None = None, best: bool = False, wait: bool | None = None
     ) -> str | None:
         """Copy the state, to be written beside training; the checkpoint's name, on all ranks.
+
+        All ranks call it alike, not inside a step.
 
         With ``wait`` (the default for the ``best``) it is durable when this returns. None without a ``checkpoint_dir``,
         or where it refuses meanwhile (full, read-only, ...). A save that fails is logged and counted, and the training
@@ -689,7 +704,10 @@ class Session:
         *,
         collate: Collate | None = None,
     ) -> dict[str, float]:
-        """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
+        """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``.
+
+        The model is in eval mode meanwhile, without gradients. All ranks call it alike, not inside a step.
+        """
         return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
 
     def predict(
@@ -704,6 +722,7 @@ class Session:
         """What ``fn(model, batch)`` gives, a row for each sample, for all of ``dataset``, in its order, on all ranks.
 
         On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
+        The model is in eval mode meanwhile, without gradients. All ranks call it alike, not inside a step.
         """
         return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
 
@@ -767,7 +786,7 @@ class Session:
         return self._repeated(attempt, bytes_of(tensor))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ``tensor`` of all ranks, by rank; shape (world_size, *shape), the same on all."""
+        """The ``tensor`` of all ranks, by rank; shape (world_size, *shape). All ranks call it alike."""
         self._require_open()
         mine = packed_tensor(tensor)
         rows = self._shared(lambda control: torch.stack([unpacked_tensor(each) for each in control.gather_bytes(mine)]))

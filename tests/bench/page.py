@@ -32,8 +32,9 @@ def page(measured: Sequence[Measured], missing: Mapping[str, str], pictures: Map
     by_theme = {each.theme: each.shape for each in measured}
     parts = [
         "# Report",
-        "`make report` wrote this page: what the benchmarks measured on one machine in one run, beside their peers.\n"
-        "What was run with `--quick` is at toy size: that a promise is kept or missed there says little.",
+        "For whoever wants the raw figures. `make report` wrote this page: what the benchmarks measured on one machine"
+        " in one\nrun, beside their peers. What was run with `--quick` is at toy size: that a promise is kept or missed"
+        " there says little.",
         "## Machine",
         _machine(measured),
         *(_goodput(by_theme["goodput"]["figures"]) if "goodput" in by_theme else []),
