@@ -80,7 +80,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     """From the start of the process (or the end of the one before) until its model is ready."""
     WAITING = "waiting"
-    """Until there are enough nodes."""
+    """Until there are enough nodes, or while an operator has paused the run."""
     RENDEZVOUS = "rendezvous"
     """Agreeing on a round and forming its process groups."""
     HEALING = "healing"

@@ -575,9 +575,12 @@ def progress_targets(environ: Mapping[str, str] | None = None, account: Path = S
     if url and token and ca:
         found.append(ProgressTarget(url=url, token=Path(token), ca=Path(ca), kubeflow=True))
     host, job = source.get("KUBERNETES_SERVICE_HOST"), source.get(ENV_KUBE_JOB)
-    if host and job and (account / "token").exists():
-        space = (account / "namespace").read_text(encoding="utf-8").strip()
-        server = Endpoint(host=host, port=int(source.get("KUBERNETES_SERVICE_PORT", "443")))
-        url = f"https://{server}/apis/batch/v1/namespaces/{space}/jobs/{job}"
+    if host and job:
+        try:
+            space = (account / "namespace").read_text(encoding="utf-8").strip()
+        except OSError:  # the pod has no token
+            return found
+        port = source.get("KUBERNETES_SERVICE_PORT", "443")
+        url = f"https://{f'[{host}]' if ':' in host else host}:{port}/apis/batch/v1/namespaces/{space}/jobs/{job}"
         found.append(ProgressTarget(url=url, token=account / "token", ca=account / "ca.crt"))
     return found

@@ -77,6 +77,7 @@ def how_far(progress: Mapping[str, Any] | None) -> str:
         return ""
     left, last = progress["left_s"], progress["last_step"]
     parts = [
+        "paused by an operator" if progress["paused"] else "",
         f"epoch {progress['epoch'] + 1} of {progress['epochs']}" if progress["epochs"] else "",
         f"of {last:,}" if last else "",
         percent(progress["part"]) if progress["part"] is not None else "",

@@ -12,23 +12,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
-from elastic_trainer.agent.health.node_health import told_by_all
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.checkpoints import require_save, require_training
 from elastic_trainer.cli.main import seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_UNAVAILABLE, ConfigError
-from elastic_trainer.membership.documents import LeaveRequest, NodeRecord, RankHealth, RoundDocument
-from elastic_trainer.model import Phase, RunOrder
-from elastic_trainer.store.api import Delete, Put, RunKeys, Store, created_at
+from elastic_trainer.membership.documents import (
+    DocumentError,
+    LeaveRequest,
+    NodeHealth,
+    RankHealth,
+    RestartRequest,
+    RoundDocument,
+    RoundState,
+    Spec,
+)
+from elastic_trainer.model import Phase, RecoveryMode
+from elastic_trainer.store.api import Delete, Operation, Put, RunKeys, Store, created_at
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.wording import counted
 
 LIMIT_S = 600.0
 _LOOK_S = 0.5
 _SAY_EVERY_S = 10.0
+_NODES_PER_SECOND = 100.0
+"""Whose documents a command reads, so that a run of thousands is not read twice a second."""
 
 
 class Run:
@@ -38,37 +50,43 @@ class Run:
         self.store, self.keys, self.deadline = store, keys, deadline
         require_training(store, keys)
 
-    def nodes(self) -> dict[str, tuple[NodeRecord, int]]:
-        """The nodes that are there: their records, and the revisions at which their keys were created."""
-        items = self.store.range(self.keys.nodes, self._soon()).items
-        found = {}
-        for item in items:
-            name = self.keys.node_id(item.key)
-            if name is not None:
-                found[name] = NodeRecord.decode(item.value, item.key), item.create_revision
-        return found
+    def nodes(self) -> dict[str, int]:
+        """The nodes that are there, and the revisions at which their keys were created."""
+        items = self.store.range(self.keys.nodes, self._soon(), keys_only=True).items
+        named = {self.keys.node_id(item.key): item.create_revision for item in items}
+        return {name: created for name, created in named.items() if name is not None}
 
-    def ranks(self) -> dict[int, RankHealth]:
-        """The ranks of the newest round, as their nodes published them."""
-        there = self.store.get(self.keys.round, self._soon()).first
-        if there is None:
+    def spec(self) -> Spec:
+        """What all nodes of the run agreed on."""
+        item = self.store.get(self.keys.spec, self._soon()).first
+        if item is None:
+            raise ConfigError(f"run {self.keys.run_id!r} has not begun", hint="ask it later")
+        return Spec.decode(item.value, item.key)
+
+    def round(self) -> RoundDocument | None:
+        """The newest round."""
+        item = self.store.get(self.keys.round, self._soon()).first
+        return RoundDocument.decode(item.value, item.key) if item is not None else None
+
+    def ranks(self) -> dict[int, tuple[str, RankHealth]]:
+        """Each rank of the newest round, with its node; empty until all of them have published."""
+        current, found = self.round(), dict[int, tuple[str, RankHealth]]()
+        if current is None or current.state is not RoundState.ACTIVE:
             return {}
-        current = RoundDocument.decode(there.value, there.key)
-        told = told_by_all(self.store, self.keys)
-        members = [told[each.node] for each in current.members if each.node in told]
-        return {rank.rank: rank for each in members if each.round == current.number for rank in each.ranks}
+        for item in self.store.range(self.keys.health, self._soon()).items:
+            with suppress(DocumentError):
+                health = NodeHealth.decode(item.value, item.key)
+                if health.round == current.number and current.member(health.node) is not None:
+                    found |= {rank.rank: (health.node, rank) for rank in health.ranks}
+        return found if len(found) == current.world_size else {}
 
-    def ask_nodes(self, names: Mapping[str, int], request: LeaveRequest) -> None:
-        """Ask each node, unless another has come under its name since."""
-        for name, created in names.items():
-            guard = created_at(self.keys.node(name), created)
-            self.store.transact([guard], [Put(self.keys.eviction(name), request.encode())], deadline=self._soon())
+    def ask(self, name: str, created: int, request: LeaveRequest) -> bool:
+        """Ask the node; whether it is still the one whose key was created then."""
+        guard, put = created_at(self.keys.node(name), created), Put(self.keys.eviction(name), request.encode())
+        return self.store.transact([guard], [put], deadline=self._soon()).succeeded
 
-    def set_order(self, order: RunOrder | None) -> None:
-        """What all ranks are to do; None: nothing any more."""
-        key = self.keys.order
-        write = Delete(key) if order is None else Put(key, order.encode())
-        self.store.transact([], [write], deadline=self._soon())
+    def write(self, *operations: Operation) -> None:
+        self.store.transact([], list(operations), deadline=self._soon())
 
     def wait(self, done: Callable[[], bool], what: str) -> bool:
         """Wait until it is done, saying so; whether it was in time."""
@@ -79,94 +97,131 @@ class Run:
             if SYSTEM.monotonic() - said_at > _SAY_EVERY_S:
                 said_at = SYSTEM.monotonic()
                 print(f"waiting: {what}", file=sys.stderr, flush=True)
-            pause(min(_LOOK_S, max(0.01, self.deadline.remaining_s())))
+            current = self.round()
+            look_s = max(_LOOK_S, len(current.members) / _NODES_PER_SECOND) if current is not None else _LOOK_S
+            pause(min(look_s, max(0.01, self.deadline.remaining_s())))
         return True
 
     def _soon(self) -> Deadline:
         return Deadline.after(connection.CONNECT_S)
 
 
-def _of_node(run: Run, name: str) -> dict[str, int]:
+def _created(run: Run, name: str) -> int:
     nodes = run.nodes()
     if name not in nodes:
-        raise ConfigError(
-            f"run {run.keys.run_id!r} has no node {name!r}",
-            hint=f"one of: {', '.join(sorted(nodes)) or 'none is there'}",
-        )
-    return {name: nodes[name][1]}
+        known = ", ".join(sorted(nodes)) or "none is there"
+        raise ConfigError(f"run {run.keys.run_id!r} has no node {name!r}", hint=f"its nodes: {known}")
+    return nodes[name]
 
 
-def _stop(run: Run, arguments: argparse.Namespace) -> tuple[str, Callable[[], bool]]:
-    nodes = run.nodes()
-    asked = {name: created for name, (_, created) in nodes.items()}
-    run.ask_nodes(asked, LeaveRequest(reason="an operator stops the run", ordered=True))
-    return f"{counted(len(asked), 'node')} left with a checkpoint", lambda: not run.nodes()
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked: the sentence for when it is done, whether it is, and what to do where it is not in time."""
+
+    sentence: str
+    done: Callable[[], bool]
+    withdraw: Callable[[], None] = lambda: None
 
 
-def _drain(run: Run, arguments: argparse.Namespace) -> tuple[str, Callable[[], bool]]:
-    asked = _of_node(run, arguments.node)
-    run.ask_nodes(asked, LeaveRequest(reason="an operator drains this node", ordered=True))
-    (created,) = asked.values()
+def _stop(run: Run, arguments: argparse.Namespace) -> Asked:
+    request = LeaveRequest(reason="an operator stops the run", ordered=True)
+    asked = set[tuple[str, int]]()
 
     def gone() -> bool:
-        there = run.nodes().get(arguments.node)
-        return there is None or there[1] != created
+        """Also nodes that come meanwhile, or whose lease was renewed, are asked."""
+        nodes = run.nodes()
+        for name, created in nodes.items():
+            if (name, created) not in asked and run.ask(name, created, request):
+                asked.add((name, created))
+        return not nodes
 
-    return f"node {plain(arguments.node)} left", gone
+    run.write(Delete(run.keys.pause))  # who starts it again wants it to train
+    gone()
+    return Asked(f"{counted(len({name for name, _ in asked}), 'node')} left with a checkpoint", gone)
 
 
-def _pause(run: Run, arguments: argparse.Namespace) -> tuple[str, Callable[[], bool]]:
-    run.set_order(RunOrder.PAUSE)
+def _drain(run: Run, arguments: argparse.Namespace) -> Asked:
+    name, created = arguments.node, _created(run, arguments.node)
+    others, least = len(run.nodes()) - 1, run.spec().min_nodes
+    if not run.ask(name, created, LeaveRequest(reason="an operator drains this node", ordered=True)):
+        raise ConfigError(f"node {name!r} has just left, or come back", hint="look at its status, and ask again")
+    wait = f"; the other {others} wait for more, since the run needs {least}" if 0 < others < least else ""
+    return Asked(f"node {plain(name)} left{wait}", lambda: run.nodes().get(name) != created)
+
+
+def _pause(run: Run, arguments: argparse.Namespace) -> Asked:
+    run.write(Put(run.keys.pause, b"an operator"))
 
     def paused() -> bool:
         ranks = run.ranks().values()
-        return bool(ranks) and all(each.phase == Phase.WAITING for each in ranks)
+        return bool(ranks) and all(rank.phase == Phase.WAITING for _, rank in ranks)
 
-    return f"all ranks wait; `elastic-trainer resume {plain(arguments.run)}` lets them go on", paused
-
-
-def _resume(run: Run, arguments: argparse.Namespace) -> tuple[str, Callable[[], bool]]:
-    run.set_order(None)
-    return "the run trains", lambda: any(each.phase != Phase.WAITING for each in run.ranks().values())
+    sentence = f"all ranks wait; `elastic-trainer resume {plain(arguments.run)}` lets them go on"
+    return Asked(sentence, paused, lambda: run.write(Delete(run.keys.pause)))
 
 
-def _restart(run: Run, arguments: argparse.Namespace) -> tuple[str, Callable[[], bool]]:
-    before = run.ranks()
+def _resume(run: Run, arguments: argparse.Namespace) -> Asked:
+    run.write(Delete(run.keys.pause))
+    return Asked("the run trains", lambda: any(rank.phase != Phase.WAITING for _, rank in run.ranks().values()))
+
+
+def _restart(run: Run, arguments: argparse.Namespace) -> Asked:
     if arguments.node is not None:
-        asked = _of_node(run, arguments.node)
-        run.ask_nodes(asked, LeaveRequest(reason="an operator restarts its workers", ordered=True, workers=True))
-    else:
-        require_save(run.store, run.keys, run.deadline)
-        run.set_order(RunOrder.RESTART)
-    pids = {(each.pid, each.rank) for each in before.values()}
+        return _restart_node(run, arguments.node, at_once=arguments.no_wait)
+    require_save(run.store, run.keys, run.deadline)
+    before, at = {rank.pid: node for node, rank in run.ranks().values()}, -1
 
     def anew() -> bool:
-        ranks = run.ranks().values()
-        new = [each for each in ranks if (each.pid, each.rank) not in pids]
-        enough = 1 if arguments.node is not None else len(before)
-        return len(new) >= enough and all(each.phase not in (Phase.STARTING, Phase.RENDEZVOUS) for each in ranks)
+        """The order is for one round: where that ended for another reason, the next is asked."""
+        nonlocal at
+        ranks, current = run.ranks().values(), run.round()
+        old = [rank for node, rank in ranks if before.get(rank.pid) == node]
+        if old and current is not None and current.number != at:
+            at = current.number
+            run.write(Put(run.keys.restart, RestartRequest(round=at).encode()))
+        return bool(ranks) and at >= 0 and not old
 
-    return "the new workers train", anew
+    anew()
+    return Asked("the new workers train", anew, lambda: run.write(Delete(run.keys.restart)))
 
 
-def _run(
-    act: Callable[[Run, argparse.Namespace], tuple[str, Callable[[], bool]]], arguments: argparse.Namespace
-) -> int:
+def _restart_node(run: Run, name: str, *, at_once: bool) -> Asked:
+    if run.spec().recovery is not RecoveryMode.IN_PLACE:
+        raise ConfigError(
+            "in restart mode all workers start again with those of one node", hint="leave --node out to restart all"
+        )
+    created, before = _created(run, name), set[int]()
+    request = LeaveRequest(reason="an operator restarts its workers", ordered=True, workers=True)
+
+    def anew() -> bool:
+        """Asked once its workers are known, by which the new ones can be told."""
+        now = {rank.pid for node, rank in run.ranks().values() if node == name}
+        if not before and (now or at_once):
+            if not run.ask(name, created, request):
+                raise ConfigError(f"node {name!r} has just left, or come back", hint="ask again")
+            before.update(now)
+        return bool(now) and not now & before
+
+    anew()
+    return Asked("its new workers train", anew)
+
+
+def _run(act: Callable[[Run, argparse.Namespace], Asked], arguments: argparse.Namespace) -> int:
     deadline = Deadline.after(seconds(arguments.timeout, "--timeout", above_zero=True))
     with connection.opened(arguments, arguments.run) as (store, settings):
         keys = RunKeys(settings.prefix, arguments.run)
         connection.require_run(store, settings, keys)
         run = Run(store, keys, deadline)
-        what, done = act(run, arguments)
-        name = plain(arguments.run)
+        asked, name = act(run, arguments), plain(arguments.run)
         if arguments.no_wait:
             print(f"asked run {name}")
-        elif run.wait(done, f"run {name} has not done it yet"):
-            print(f"run {name}: {what}")
+        elif run.wait(asked.done, f"run {name} has not done it yet"):
+            print(f"run {name}: {asked.sentence}")
         else:
+            asked.withdraw()
             print(
-                f"elastic-trainer: run {name} has not done it within {arguments.timeout:g} s. It may yet;"
-                f" `elastic-trainer status {name}` shows what its ranks do",
+                f"elastic-trainer: run {name} has not done it within {arguments.timeout:g} s."
+                f" `elastic-trainer status {name}` shows what its ranks do; to pause and restart takes a Session",
                 file=sys.stderr,
             )
             return EXIT_UNAVAILABLE

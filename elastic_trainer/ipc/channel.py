@@ -132,10 +132,11 @@ class Pong(Message):
 
 
 class Leaving(Message):
-    """The worker exits: ``done`` (its work is finished), ``stopped`` (asked to leave) or ``failed``."""
+    """The worker exits: ``done`` (its work is finished), ``stopped`` (asked to leave), ``restarted`` (an operator wants
+    another in its place) or ``failed``."""
 
     kind: Literal["leaving"] = "leaving"
-    status: Literal["done", "stopped", "failed"]
+    status: Literal["done", "stopped", "restarted", "failed"]
     step: int
     reason: str = ""
 

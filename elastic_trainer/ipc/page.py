@@ -40,9 +40,9 @@ from elastic_trainer.telemetry.families import RankGauges
 
 PAGE_BYTES: Final = 8192
 SAVE_SUFFIX: Final = ".save"
-ORDER_SUFFIX: Final = ".order"
-"""Of the file beside a page in which rank 0's agent leaves an order for all ranks."""
 """Suffix of the file by which the agent requests a save from the worker: it holds the id of the request."""
+ORDER_SUFFIX: Final = ".order"
+"""Of the file by which rank 0's agent has all ranks pause or restart: the order, and for a restart its round."""
 PHASES: Final = tuple(Phase)
 NUMBERS: Final[Mapping[Phase, int]] = {phase: number for number, phase in enumerate(PHASES)}
 WORK: Final = (Phase.TRAINING, Phase.REPEATED, Phase.DATA)

@@ -460,6 +460,8 @@ class RunProgress(BaseModel):
     left_s: float | None = Field(default=None, ge=0.0)
     """Seconds until its end at the present speed, without evaluations and saves."""
     lr: float | None = None
+    paused: bool = False
+    """Whether all ranks wait, since an operator wants it."""
 
 
 class NodeHealth(Document):
@@ -600,6 +602,12 @@ class LeaveRequest(Document):
     """By an operator: it leaves whatever its options say."""
     workers: bool = False
     """Its workers alone: torchrun starts them anew, and the node comes back."""
+
+
+class RestartRequest(Document):
+    """An operator wants all workers of one round to be started anew; in later rounds it means nothing."""
+
+    round: int
 
 
 class SaveRequest(Document):

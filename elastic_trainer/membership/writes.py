@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import STATE_ORDER
@@ -43,9 +43,6 @@ from elastic_trainer.store.api import (
     prefix_end,
     unchanged,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # ---- the oldest keys
 

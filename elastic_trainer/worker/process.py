@@ -100,7 +100,8 @@ class ElasticRendezvous:
         return self._link.descriptors() + self._aborter.sockets.descriptors()
 
     def broken(self) -> str | None:
-        return self._link.why_over(self._aborter.number)
+        """Why the round that the main thread is in is over; outside of rounds that thread leaves by itself."""
+        return self._link.why_over(self._aborter.number) if self._aborter.in_round else None
 
     def end_collectives(self, number: int) -> None:
         """End the collectives of round ``number`` in which the main thread waits."""

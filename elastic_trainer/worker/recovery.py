@@ -356,7 +356,7 @@ class ChannelLink(AgentLink):
         if self._closing:
             return
         self._closing = True
-        well = status in ("done", "stopped")
+        well = status in ("done", "stopped", "restarted")
         self.send(messages.Leaving(status=status if well else "failed", step=0))
         # The agent disconnects when it has read this. If the worker exited earlier, its death might precede it.
         if self._thread is not threading.current_thread():

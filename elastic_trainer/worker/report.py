@@ -19,7 +19,7 @@ import faulthandler
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -164,12 +164,14 @@ class HeartbeatReporter:
         self._notes.update(notes)
         self._note()
 
-    def show_lr(self, lr: float) -> None:
-        """Note the learning rate from time to time: it may change with each step."""
+    def show_lr(self, lr: Callable[[], float | None]) -> None:
+        """Note the learning rate from time to time: it may change with each step, and be on a device."""
         now = self._monotonic()
-        if lr != self._notes.get("lr") and now - self._lr_shown_at >= LR_EVERY_S:
-            self._lr_shown_at = now
-            self.set_notes(lr=lr)
+        if now - self._lr_shown_at < LR_EVERY_S:
+            return
+        self._lr_shown_at, rate = now, lr()
+        if rate is not None and math.isfinite(rate) and rate != self._notes.get("lr"):
+            self.set_notes(lr=rate)
 
     def set_rank(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
         pulse = self.pulse

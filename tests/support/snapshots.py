@@ -104,6 +104,7 @@ def healthy(**changes: Any) -> Json:
         "data_epoch": 3,
         "progress": {
             "step": 48_210, "epoch": 2, "epochs": 4, "last_step": None, "part": 0.531, "left_s": 9_060.0, "lr": 0.0003,
+            "paused": False,
         }, "goodput": 0.968, "limits": {"straggler_ratio": 1.5}, "unreadable": [], "wall": WALL,
         "seconds": {
             "starting": 184.0, "waiting": 96.0, "rendezvous": 41.0, "healing": 122.0, "training": 62_700.0,

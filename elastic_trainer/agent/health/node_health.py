@@ -33,7 +33,7 @@ from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.errors import ElasticTrainerError, OutcomeUnknownError
 from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, Reading, observed
 from elastic_trainer.membership.documents import (
     GONE,
@@ -44,6 +44,7 @@ from elastic_trainer.membership.documents import (
     NodeRecord,
     NodeState,
     RankHealth,
+    RestartRequest,
     RoundDocument,
     RoundState,
     RunProgress,
@@ -399,6 +400,7 @@ def progress_of(head: Reading) -> RunProgress:
         part=None if part is None else min(1.0, max(0.0, part)),
         left_s=None if steps is None or not pulse.step_s else round(max(0, steps) * pulse.step_s, 1),
         lr=notes.get("lr"),
+        paused=bool(notes.get("paused")),
     )
 
 
@@ -541,14 +543,23 @@ class Evictions:
 
     def obey(self) -> None:
         """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
+        created = self._created()
+        if not created:  # its key is not there yet: nobody can mean this node
+            return
         asked = self._store.get(self._keys.eviction(self._node), Deadline.after(_LIMIT_S)).first
         if asked is None:
             return
         guard = unchanged(asked.key, asked.mod_revision)
-        self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
-        if asked.mod_revision <= self._created():
+        try:
+            self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
+        except OutcomeUnknownError:
+            logger().info("eviction.kept", node=self._node)  # it may be gone from the store: nobody would ask again
+        if asked.mod_revision <= created:
             return
-        request = LeaveRequest.decode(asked.value, asked.key)
+        try:
+            request = LeaveRequest.decode(asked.value, asked.key)
+        except DocumentError:  # of a node of before, which wrote the reason alone
+            request = LeaveRequest(reason=asked.value.decode(errors="replace"))
         if request.workers:
             logger().warning("workers.evicted", node=self._node, reason=plain(request.reason))
             self._leave_workers()
@@ -667,35 +678,48 @@ class SaveRequests:
 class RunOrders:
     """Brings what an operator asks all ranks to do to rank 0's worker: ``elastic-trainer pause`` and ``restart``.
 
-    A pause lasts while its key does; a restart is taken from the store as it is passed on, and happens once.
+    The worker reads it in a file beside its page. A pause lasts while its key does, also in later lives of the run; a
+    restart is meant for one round, whose end removes its key.
     """
 
     def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
         self._store, self._keys, self._node = store, keys, node
 
     def follow(self, current: RoundDocument | None, readings: Sequence[Reading]) -> None:
-        """Pass on what is asked, if this node has rank 0."""
+        """Pass on what is asked, if this node has rank 0 of a round in which steps are made; else nothing is asked."""
         head = next((each for each in readings if each.pulse.rank == 0), None)
-        if head is None or current is None or current.state is RoundState.CLOSED or not current.is_first(self._node):
+        for each in readings:
+            if each is not head:  # it was rank 0 once, and may be again
+                with contextlib.suppress(OSError):
+                    each.path.with_suffix(ORDER_SUFFIX).unlink(missing_ok=True)
+        if head is None:
             return
-        item = self._store.get(self._keys.order, Deadline.after(_LIMIT_S)).first
-        asked = plain(item.value.decode(errors="replace")) if item is not None else ""
+        leads = current is not None and current.state is RoundState.ACTIVE and current.is_first(self._node)
+        asked = self._asked(current.number) if leads and current is not None else ""
         path = head.path.with_suffix(ORDER_SUFFIX)
-        with contextlib.suppress(OSError):  # the worker has just ended: the next one gets it
+        with contextlib.suppress(OSError):  # the worker has just ended, or the disk is full: the next turn tries again
             there = path.read_text(encoding="ascii") if path.exists() else ""
-            if item is not None and asked == RunOrder.RESTART:
-                taken = [unchanged(item.key, item.mod_revision)]
-                if not self._store.transact(taken, [Delete(item.key)], deadline=Deadline.after(_LIMIT_S)).succeeded:
-                    return
-            elif there == RunOrder.RESTART or there == asked:
+            if there == asked:
                 return
             if not asked:
                 path.unlink()
                 return
             fresh = path.with_suffix(f"{ORDER_SUFFIX}.new")
-            fresh.write_text(asked, encoding="ascii", errors="replace")
+            fresh.write_text(asked, encoding="ascii")
             fresh.rename(path)
-        logger().info("run.ordered", order=asked, pid=head.pid)
+            logger().info("run.ordered", order=asked, pid=head.pid)
+
+    def _asked(self, number: int) -> str:
+        reads = [Read(self._keys.restart), Read(self._keys.pause)]
+        restart, pause = self._store.transact([], reads, deadline=Deadline.after(_LIMIT_S)).reads
+        if (item := restart.first) is not None:
+            wanted = RestartRequest.decode(item.value, item.key).round
+            if wanted == number:
+                return f"{RunOrder.RESTART} {number}"
+            if wanted < number:
+                guard = unchanged(item.key, item.mod_revision)
+                self._store.transact([guard], [Delete(item.key)], deadline=Deadline.after(_LIMIT_S))
+        return str(RunOrder.PAUSE) if pause.first is not None else ""
 
 
 # ---- what nodes publish: each writes its own document

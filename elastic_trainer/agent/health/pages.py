@@ -103,6 +103,11 @@ class Pages:
         noted = {each.pid for each in self._known() if each.notes.get("lost_peer")}
         return noted.issuperset(pids)
 
+    def restarted(self, pids: Collection[int]) -> bool:
+        """Whether each of the dead processes ``pids`` has noted that it ended for an operator's restart."""
+        noted = {each.pid for each in self._known() if each.notes.get("restarted")}
+        return bool(pids) and noted.issuperset(pids)
+
     def said(self) -> dict[int, str]:
         """The last line of the exception that ended a worker's Session, by process id."""
         return {each.pid: str(each.notes["error"]) for each in self._known() if each.notes.get("error")}

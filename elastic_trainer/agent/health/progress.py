@@ -13,6 +13,7 @@ import json
 import ssl
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -54,7 +55,7 @@ class ProgressReports(PeriodicThread):
                 self._send("POST", "application/json", {"trainerStatus": status})
             else:
                 self._send("PATCH", "application/merge-patch+json", {"metadata": {"annotations": new}})
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             if not self._refused:
                 self._refused = True
                 why = f"{error.code} {error.reason}" if isinstance(error, HTTPError) else str(error)

@@ -163,7 +163,7 @@ class HealthService:
         if self._preemption is not None:
             self._preemption.close()
         for each in self._progress:
-            each.close()
+            each.abandon()
         self.health.close()
         if self._endpoint is not None:
             self._endpoint.close()

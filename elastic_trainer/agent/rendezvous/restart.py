@@ -44,7 +44,6 @@ from elastic_trainer.agent.workers.deaths import (
     Deaths,
     StartupWatch,
     by_rank,
-    restarted,
     write_termination_message,
 )
 from elastic_trainer.agent.workers.rescue import NeighbourCopies, Rescue
@@ -429,7 +428,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """
         if not (found := failures()):
             return ""
-        if restarted(found):
+        if node.health.pages.restarted([each.pid for each in found.values()]):
             logger().info("workers.restarted", node=self.node_id, reason=RESTARTED)
             return RESTARTED
         failed = by_rank(found, node.health.pages.ranks())
@@ -469,7 +468,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if self._current is None:
             return {}
         pages, failed = node.health.pages, failures()
-        own = bool(failed) and not restarted(failed) and not pages.lost_peers([each.pid for each in failed.values()])
+        pids = [each.pid for each in failed.values()]
+        own = bool(failed) and not pages.restarted(pids) and not pages.lost_peers(pids)
         kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
         return {"reached": pages.came_to(self._current.number), "ended_by": kind}
 

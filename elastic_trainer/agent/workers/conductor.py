@@ -632,8 +632,10 @@ class Conductor:
         """
         if not self._life.ended:
             left = [each.left for each in self._life.workers.values()]
-            if left and all(each is not None and each.status == "stopped" for each in left):
+            if left and all(each is not None and each.status == "restarted" for each in left):
+                strikes = self._backoff
                 self._end_life("an operator restarted its workers", None, Cause.NODE_LEFT)
+                self._backoff = strikes
             else:
                 self._end_life("its workers failed")
         back_off_s = self._backoff.back_off_s()
@@ -927,7 +929,7 @@ class Conductor:
         self._connected = [each for each in self._connected if each is not worker]
         if worker.life != self._life.number or self._life.ended:
             return
-        if worker.left is not None and worker.left.status in ("done", "stopped"):
+        if worker.left is not None and worker.left.status in ("done", "stopped", "restarted"):
             return
         fields = {"pid": worker.pid, "local_rank": worker.local_rank}
         self.outbox.log("worker.lost", "warning", node=self._node, **fields)

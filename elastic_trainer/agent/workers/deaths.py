@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_trainer.agent.workers.conductor import FalseStart
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import EXIT_RESTARTED, LONGEST_LINE
+from elastic_trainer.errors import LONGEST_LINE
 from elastic_trainer.model import signal_name
 
 TERMINATION_LOG: Final = Path("/dev/termination-log")
@@ -65,11 +65,6 @@ class Deaths:
 
 
 RESTARTED: Final = "an operator restarted its workers"
-
-
-def restarted(failures: Mapping[int, ProcessFailure]) -> bool:
-    """Whether these are workers that an operator has restarted."""
-    return bool(failures) and all(each.exitcode == EXIT_RESTARTED for each in failures.values())
 
 
 def by_rank(failures: Mapping[int, ProcessFailure], ranks: Mapping[int, int]) -> dict[int, ProcessFailure]:

@@ -37,10 +37,14 @@ class PeriodicThread:
     def wake(self) -> None:
         self._awake.set()
 
-    def close(self) -> None:
-        """Stop after the turn in progress, and wait for it."""
+    def abandon(self) -> None:
+        """Stop after the turn in progress, and do not wait for it."""
         self.closing = True
         self._awake.set()
+
+    def close(self) -> None:
+        """Stop after the turn in progress, and wait for it."""
+        self.abandon()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_LIMIT_S)
 

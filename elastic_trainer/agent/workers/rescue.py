@@ -28,7 +28,8 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
@@ -221,11 +222,18 @@ class NeighbourCopies:
 
     def serve(self, client: socket.socket) -> None:
         """Have the client that connects there served. The caller answers other agents, and waits for no thread."""
-        self._clients.put(client)
+        if self._closing:
+            client.close()
+        else:
+            self._clients.put(client)
 
     def _run(self) -> None:
         while (client := self._clients.get()) is not None:
             self._start(client)
+        with suppress(Empty):
+            while True:  # who came as this ended
+                if (late := self._clients.get_nowait()) is not None:
+                    late.close()
 
     def _start(self, client: socket.socket) -> None:
         if self._closing or not self._permits.acquire(blocking=False):

@@ -80,7 +80,17 @@ from elastic_trainer.worker.steps.signals import Signals
 
 
 class Step:
-    """A step in progress, then its result. ``committed`` says whether it counts."""
+    """A step in progress, then its result.
+
+    Attributes:
+        committed: Whether the step counts. False: the ranks have changed, and the batch comes again.
+        skipped: Whether it made no update on purpose.
+        number: Which step of the run it is, from 1.
+        generation: The state's generation: it grows with each change of the ranks.
+        rank: This process among those that make the step.
+        world_size: How many make it.
+        batch: What it is about, if that was drawn with ``session.batches``.
+    """
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
         self._steps, self._control = steps, steps.control
@@ -113,7 +123,10 @@ class Step:
         return self._steps.closed(self, error)
 
     def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
-        """The parts of ``batch`` to compute one after another; the last one averages gradients over ranks."""
+        """The parts of ``batch`` to compute one after another; the last one averages gradients over ranks.
+
+        ``batch`` is the one at hand, and may be left out. Do not leave the loop early.
+        """
         whole = self.batch
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
@@ -281,11 +294,11 @@ class Step:
         return self._steps.replica.clip(max_norm)
 
     def skip(self) -> None:
-        """Make no update on purpose, on all ranks alike: the step commits without one when it ends.
+        """In place of ``optimizer.step()``, on all ranks alike: the step commits without an update when it ends.
 
-        Its samples count as used and the schedule advances. ConfigError if another rank is in another call of all
-        ranks; one that computes gradients instead waits for this one, until the agent ends both as hung: decide by
-        what all ranks know, such as ``session.all_reduce(flag)``.
+        Its loss may be NaN. Its samples count as used and the schedule advances. ConfigError if another rank is in
+        another call of all ranks; one that computes gradients instead waits for this one, until the agent ends both as
+        hung: decide by what all ranks know, such as ``session.all_reduce(flag)``.
         """
         self._steps.check_round()
         if self.committed or self.updated:
@@ -393,7 +406,9 @@ class ManualStep(Step):
     out that its own has ended. From then on a call of the model computes on this rank alone; ``backward``, ``clip``,
     ``skip`` and ``update`` do nothing, and ``end()`` returns False. The batch then comes again.
 
-    ``lost``: its round has ended, and what it computes is for nothing.
+    Attributes:
+        lost: Whether its round has ended, and what it computes is for nothing.
+        ended: Whether ``end()`` was called.
     """
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
@@ -650,10 +665,10 @@ class Steps:
         else:
             self._seed(batch)
 
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group."""
-        return float(next(iter(members_of(self._optimizer))).param_groups[0]["lr"])
+    def lr(self) -> float | None:
+        """The learning rate of the first parameter group, where it has one."""
+        lr = next(iter(members_of(self._optimizer))).param_groups[0].get("lr")
+        return float(lr) if isinstance(lr, float | int | torch.Tensor) else None
 
     def _follow(self) -> None:
         """Train what the script has frozen, unfrozen and regrouped since the last step."""
@@ -878,8 +893,10 @@ class Steps:
         action = boundaries.after_step(self.position.step)
         if action is BoundaryAction.PAUSE:
             action = self._pause(boundaries)
-        if action in (BoundaryAction.STOP, BoundaryAction.RESTART):
-            boundaries.stop(restart=action is BoundaryAction.RESTART)
+        if action is BoundaryAction.STOP:
+            boundaries.stop()
+        elif action is BoundaryAction.RESTART:
+            boundaries.restart()
         elif action is BoundaryAction.SWITCH:
             self._recovery.note_change()
 
@@ -887,12 +904,14 @@ class Steps:
         """All ranks wait until nobody asks for it any more, or for something else; what all do then."""
         context, action = self._context, BoundaryAction.PAUSE
         logger().info("session.paused", step=self.position.step)
+        context.tracker.set_notes(paused=True)
         with context.tracker.during(Phase.WAITING):
             while action is BoundaryAction.PAUSE:
                 pause(EVERY_S)
                 context.report()
                 context.tracker.moved()
                 action = boundaries.turn()
+        context.tracker.set_notes(paused=False)
         boundaries.begin_phase()
         logger().info("session.resumed", step=self.position.step)
         return action
@@ -1444,14 +1463,17 @@ class Boundaries:
     def save_last(self, status: str) -> None:
         """Save unsaved work, all ranks together, before they leave."""
 
-    def stop(self, *, restart: bool = False) -> NoReturn:
-        """All ranks leave here, with a checkpoint; for a ``restart`` with a code after which torchrun starts others."""
+    def stop(self) -> NoReturn:
+        """All ranks leave here, with a checkpoint."""
         context = self._context
         context.signals.note_stop()
-        logger().info("session.stopping", step=context.position.step, restart=restart)
+        logger().info("session.stopping", step=context.position.step)
         self.save_last("stopped")
-        context.stopped = True
-        raise SystemExit(EXIT_RESTARTED if restart else context.signals.exit_code)
+        context.left_as = "stopped"
+        raise SystemExit(context.signals.exit_code)
+
+    def restart(self) -> None:
+        """All ranks leave as for a stop, so that others are started in their place."""
 
     # ---- after the end of a round
 
@@ -1482,6 +1504,8 @@ class StepBoundaries(Boundaries):
         self._tracker, self._plan_check, self._recovery = context.tracker, context.feed.plan_check, recovery
         self._fatal = context.options.checks.nonfinite == "raise"
         self._rank0, self._refused = control.rank == 0, False
+        self._deaf = False
+        """Whether a restart was refused in this round."""
         page = context.tracker.page.path
         self._order: Path | None = page.with_suffix(ORDER_SUFFIX) if self._rank0 and page is not None else None
 
@@ -1497,6 +1521,11 @@ class StepBoundaries(Boundaries):
         saver.prepare()
         return self.cross(saved=saved)
 
+    def turn(self) -> BoundaryAction:
+        self._saver.note_ended_saves()
+        self._refused |= self._saver.refused()
+        return super().turn()
+
     def _wishes(self) -> Flags:
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
@@ -1510,16 +1539,19 @@ class StepBoundaries(Boundaries):
             switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
             pause=order == RunOrder.PAUSE,
-            restart=order == RunOrder.RESTART,
+            restart=order == RunOrder.RESTART and self._saver.possible and not self._deaf,
             mark=self._plan_check.fingerprint(),
         )
 
     def _ordered(self) -> str:
-        """The order that this rank's agent has for all ranks."""
+        """The order that this rank's agent has for all ranks. A restart is of one round: this file may be older."""
         try:
-            return self._order.read_text(encoding="ascii", errors="replace") if self._order is not None else ""
+            words = self._order.read_text(encoding="ascii", errors="replace").split() if self._order else []
         except OSError:
             return ""
+        if words[:1] == [RunOrder.RESTART] and words[1:] != [str(self._tracker.pulse.round)]:
+            return ""
+        return words[0] if words else ""
 
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         if agreed.differ:
@@ -1568,12 +1600,32 @@ class StepBoundaries(Boundaries):
         super().end()
         self._comparison.end(self._steps.position.step)
 
-    def save_last(self, status: str) -> None:
-        """SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's."""
-        context, problem = self._context, self._saver.make_durable()
+    def restart(self) -> None:
+        """Returns, and training goes on, where the state cannot be saved: its steps would be lost."""
+        context = self._context
+        logger().info("session.restarting", step=context.position.step)
+        if self._made_durable()[0]:
+            self._deaf = True
+            logger().error("restart.refused", step=context.position.step, reason="the state cannot be saved")
+            return
+        context.signals.note_stop()
+        context.report_end("stopped")
+        context.left_as = "restarted"
+        context.tracker.set_notes(restarted=True)
+        raise SystemExit(EXIT_RESTARTED)
+
+    def _made_durable(self) -> tuple[bool, bool, BaseException | None]:
+        """Whether the last state is saved nowhere, for all ranks; whether that is not the storage's fault; and why."""
+        problem = self._saver.make_durable()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
         unsaved, unsound = map(bool, self._control.sum(Purpose.STOP, flags)[:2])
+        return unsaved, unsound, problem
+
+    def save_last(self, status: str) -> None:
+        """SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's."""
+        context = self._context
+        unsaved, unsound, problem = self._made_durable()
         if unsaved:
             fails = unsound or context.options.saving.require_last_save
             logger().error("session.unsaved", step=context.position.step, reason=_UNSAVED, fails=fails)
@@ -1631,8 +1683,8 @@ class WorkerContext:
         self.tracker, self.signals, self._report = tracker, signals, report
         self.rank_context: RankContext | None = None
         """None before the first round."""
-        self.stopped = False
-        """Whether this process leaves on request."""
+        self.left_as = ""
+        """How this process leaves on request: ``stopped`` or ``restarted``."""
         self.watching: list[Callable[[], object]] = []
         """What the script wants called in each new round, when the state is whole."""
         # Only this package's agents ensure that one name is one job.

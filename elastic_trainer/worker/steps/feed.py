@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -324,8 +325,8 @@ class DataFeed:
         self._tracker.set_notes(
             length=plan.left(Cursor()),
             batch=plan.for_world(self._part.world).global_batch,
-            epochs=until if steps is None else None,
-            last_step=steps,
+            epochs=math.ceil(until) if steps is None else None,
+            last_step=math.ceil(steps) if steps is not None else None,
         )
         if isinstance(loading, LoaderSource):
             timed: Source = Awaited(loading, self._tracker)

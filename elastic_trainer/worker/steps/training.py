@@ -486,7 +486,7 @@ class Training:
 
     def leave_now(self) -> NoReturn:
         """Leave the job by a planned change."""
-        self.context.stopped = True
+        self.context.left_as = "stopped"
         self.context.report_end("stopped")
         raise SystemExit(self.context.signals.exit_code)
 

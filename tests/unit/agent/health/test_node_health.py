@@ -32,19 +32,20 @@ from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.watchdog import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.ipc.page import Reading
+from elastic_trainer.ipc.page import ORDER_SUFFIX, Reading
 from elastic_trainer.membership.documents import (
     Incident,
     LeaveRequest,
     NodeHealth,
     RankHealth,
+    RestartRequest,
     RoundDocument,
     RoundState,
     RunResult,
     SaveRequest,
 )
 from elastic_trainer.model import Cause, Phase
-from elastic_trainer.store.api import Delete, EventKind, Put, RunKeys, Watch, WatchEvent, WatchListener
+from elastic_trainer.store.api import Delete, EventKind, Operation, Put, RunKeys, Watch, WatchEvent, WatchListener
 from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 from tests.unit.membership.scenes import node
@@ -643,3 +644,64 @@ def test_what_was_asked_of_a_node_of_the_same_name_before_is_not_obeyed() -> Non
     job.created["c"] = job.show("c")
     job.evictions("c").obey()
     assert (job.left, job.asked("c")) == ([], False)
+
+
+# ---- what operators ask of all ranks
+
+
+@pytest.fixture
+def ordered(tmp_path: Path) -> tuple[MemoryStore, Callable[..., str]]:
+    """A store, and what the worker of rank 0 on node a reads after a turn of its agent."""
+    store, page = MemoryStore(), tmp_path / "0-7.page"
+
+    def turn(number: int = 1, rank: int = 0, **changes: Any) -> str:
+        current = round_of(number, "a", "b").model_copy(update=changes)
+        RunOrders(store, KEYS, "a").follow(current, [replace(reading(rank=rank), path=page)])
+        order = page.with_suffix(ORDER_SUFFIX)
+        return order.read_text() if order.exists() else ""
+
+    return store, turn
+
+
+def write(store: MemoryStore, *operations: Operation) -> None:
+    store.transact([], list(operations), deadline=Deadline.after(60.0))
+
+
+def test_a_pause_lasts_while_its_key_does(ordered: tuple[MemoryStore, Callable[..., str]]) -> None:
+    """Not while the round drains, when no rank could follow, and not for a worker that has lost rank 0."""
+    store, turn = ordered
+    write(store, Put(KEYS.pause, b"an operator"))
+    assert [turn(), turn(), turn(state=RoundState.DRAINING), turn(2)] == ["pause", "pause", "", "pause"]
+    assert turn(2, rank=1) == ""
+    assert turn(2) == "pause"
+    write(store, Delete(KEYS.pause))
+    assert turn(2) == ""
+
+
+def test_a_restart_is_for_one_round(ordered: tuple[MemoryStore, Callable[..., str]]) -> None:
+    """It goes before a pause, stays until that round is over, and is removed then."""
+    store, turn = ordered
+    write(store, Put(KEYS.pause, b"an operator"), Put(KEYS.restart, RestartRequest(round=2).encode()))
+    assert [turn(1), turn(2), turn(2)] == ["pause", "restart 2", "restart 2"]
+    assert turn(3) == "pause"
+    assert store.get(KEYS.restart, Deadline.after(60.0)).first is None
+
+
+def test_a_node_of_before_asks_in_plain_text() -> None:
+    """The reason alone; who has no key yet is not meant."""
+    job = Job()
+    request = Put(KEYS.eviction("c"), b"rank 3 computes 0.2 s")
+    write(job.store, request)
+    job.created["c"], created = 0, job.created["c"]
+    job.evictions("c").obey()
+    assert (job.left, job.asked("c")) == ([], True)
+    job.created["c"] = created
+    job.evictions("c").obey()
+    assert (job.left, job.asked("c")) == (["c"], False)
+
+
+def test_an_operator_may_have_the_workers_leave_alone() -> None:
+    job = Job()
+    write(job.store, Put(KEYS.eviction("c"), LeaveRequest(reason="", ordered=True, workers=True).encode()))
+    job.evictions("c").obey()
+    assert job.left == ["workers of c"]

@@ -481,7 +481,7 @@ def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Step
         position=SimpleNamespace(step=7),
         sync=EveryStep(),
         forgive=lambda: None,
-        lr=0.1,
+        lr=lambda: 0.1,
     )
     none: Any = None
     where = context(tracker, nonfinite="raise" if fatal else "warn")
@@ -519,7 +519,7 @@ class Two:
         self.signals = cast("Any", SimpleNamespace(requested=None, save_requested=False))
         self.position = SimpleNamespace(step=0)
         self.due = due
-        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep(), lr=0.1)
+        steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position, sync=EveryStep(), lr=lambda: 0.1)
         saver: Any = SimpleNamespace(
             note_ended_saves=lambda: None,
             refused=lambda: False,
