@@ -45,7 +45,7 @@ def configure_admin(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("action", choices=("init", "grant", "revoke", "list"), help=_ACTIONS)
-    add("run", nargs="?", help="the run's name (--rdzv-id), for grant and revoke")
+    connection.add_run(parser, ", for grant and revoke", optional=True)
     add(
         "--output",
         type=Path,

@@ -41,7 +41,7 @@ from elastic_trainer.checkpoint.manifest import InUseError
 from elastic_trainer.checkpoint.reading import CheckpointSource, WatchedFiles, read_headers, whole_tensors
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.main import PROGRAM, at_least, console, seconds, sub_commands
+from elastic_trainer.cli.main import PROGRAM, at_least, console, output_options, seconds, sub_commands, written
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
@@ -146,8 +146,11 @@ def run_list(arguments: argparse.Namespace) -> int:
     """By the manifests alone; 1 if one of them is damaged or unreadable."""
     storage = directory(arguments.directory)
     found = describe(storage.location, read_all=False)
-    if arguments.json:
-        _print_json({"directory": arguments.directory, "checkpoints": [description_json(each) for each in found]})
+    if arguments.output:
+        _print_data(
+            arguments.output,
+            {"directory": arguments.directory, "checkpoints": [description_json(each) for each in found]},
+        )
     elif not found:
         print(f"no checkpoints in {arguments.directory}")
     else:
@@ -195,9 +198,10 @@ def run_show(arguments: argparse.Namespace) -> int:
     storage, entry = checkpoint(arguments.checkpoint)
     files = read_headers(storage, entry.manifest)
     tensors = whole_tensors(files, entry.manifest)
-    if arguments.json:
-        _print_json(
-            {**_facts(storage, entry), "tensors": [_tensor(each) for each in tensors], "parts": _parts(tensors)}
+    if arguments.output:
+        _print_data(
+            arguments.output,
+            {**_facts(storage, entry), "tensors": [_tensor(each) for each in tensors], "parts": _parts(tensors)},
         )
         return 0
     facts = _table(("", ""), ("", ""))
@@ -265,8 +269,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
     total = sum(each.manifest.size for each in found if each.manifest is not None)
     with progress("verify", total) as heard:
         results = [verified(WatchedFiles(storage, heard), each) for each in found]
-    if arguments.json:
-        _print_json({"directory": storage.location, "checkpoints": [description_json(each) for each in results]})
+    if arguments.output:
+        _print_data(
+            arguments.output,
+            {"directory": storage.location, "checkpoints": [description_json(each) for each in results]},
+        )
     else:
         for each in results:
             size = "" if each.manifest is None else f", {size_text(each.manifest.size)}"
@@ -278,8 +285,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
 # ---- text
 
 
-def _print_json(values: dict[str, Any]) -> None:
-    print(json.dumps(values, indent=2))
+def _print_data(output: str, values: dict[str, Any]) -> None:
+    print(written(values, output))
 
 
 def _print_problems(found: Iterable[Description]) -> None:
@@ -321,8 +328,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
     except CheckpointError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return EXIT_TROUBLE
-    if arguments.json:
-        _print_json(differences_json(found, left.manifest.name, right.manifest.name))
+    if arguments.output:
+        _print_data(arguments.output, differences_json(found, left.manifest.name, right.manifest.name))
     else:
         _show(found)
     return 1 if found else 0
@@ -402,10 +409,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise InUseError(error.message, hint=hint) from error
     finally:
         manager.close()
-    if arguments.json:
+    if arguments.output:
         problems = {event.name: event.reason for event in failed}
         values = [{**asdict(each), "problem": problems.get(each.name)} for each in rulings]
-        _print_json({"directory": storage.location, "dry_run": arguments.dry_run, "checkpoints": values})
+        _print_data(
+            arguments.output, {"directory": storage.location, "dry_run": arguments.dry_run, "checkpoints": values}
+        )
     else:
         verb = "would go" if arguments.dry_run else "removed"
         for each in rulings:
@@ -459,9 +468,9 @@ def run_export(arguments: argparse.Namespace) -> int:
                 size = arguments.shard_size
                 files = exchange.to_huggingface(source, found, goal, config, force=arguments.force, shard=size)
     what = "state" if arguments.all else part
-    if arguments.json:
+    if arguments.output:
         values: dict[str, Any] = {"checkpoint": entry.name, "part": what, "to": target, "path": str(goal)}
-        _print_json({**values, "files": files, "left_out": left_out})
+        _print_data(arguments.output, {**values, "files": files, "left_out": left_out})
         return 0
     print(f"{goal}: the {what} of {entry.name}, {size_text(_size(goal))}")
     if target == HUGGINGFACE:
@@ -498,10 +507,10 @@ def run_import(arguments: argparse.Namespace) -> int:
     logs.configure(level="error")  # what happens is said below
     storage = open_storage(arguments.into)
     done = bring(arguments.source, storage, arguments.part, force=arguments.force)
-    if arguments.json:
+    if arguments.output:
         values = {"path": done.path, "checkpoint": done.checkpoint, "step": done.step, "tensors": done.tensors}
         more = {"bytes": done.size, "outranked": done.outranked, "left_out": done.left_out, "stripped": done.stripped}
-        _print_json({**values, **more})
+        _print_data(arguments.output, {**values, **more})
         return 0
     contents = f"{done.tensors} tensor{'s' * (done.tensors != 1)}, {size_text(done.size)}"
     if done.checkpoint is not None:
@@ -572,7 +581,8 @@ def require_save(store: Store, keys: RunKeys, deadline: Deadline) -> None:
 
 
 def _print_answer(arguments: argparse.Namespace, run: str, checkpoint: str | None, text: str) -> None:
-    print(json.dumps({"run": run, "checkpoint": checkpoint}, indent=2) if arguments.json else text)
+    values = {"run": run, "checkpoint": checkpoint}
+    print(written(values, arguments.output) if arguments.output else text)
 
 
 def require_training(store: Store, keys: RunKeys) -> None:
@@ -662,7 +672,7 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
         name: str, act: Callable[[argparse.Namespace], int], text: str, about: str
     ) -> Callable[..., argparse.Action]:
         made = action(name, act, text, about)
-        made.add_argument("--json", action="store_true", help="write one JSON object instead of text")
+        output_options(made)
         return made.add_argument
 
     about = "By their manifests alone: `unverified` means that no other byte was read. Exit code 1 if one is damaged."
@@ -735,11 +745,11 @@ def configure_checkpoints(parser: argparse.ArgumentParser) -> None:
         " such a run or a checkpoint directory."
     )
     save = action("save", run_save, "ask a run that trains for a checkpoint now", about)
-    save.add_argument("run", metavar="RUN", help="the run that is to save now")
+    connection.add_run(save, "; it saves now")
     save.add_argument("--no-wait", action="store_true", help="ask, and do not wait for the checkpoint")
     limit = f"seconds to wait (default: {LIMIT_S:g})"
     save.add_argument("--timeout", type=float, default=LIMIT_S, metavar="S", help=limit)
-    save.add_argument("--json", action="store_true", help="write one JSON object instead of text")
+    output_options(save)
     connection.add_options(save)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+from elastic_trainer.cli.main import RUN_NAMES
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import AccessDeniedError, ConfigError, StoreUnavailableError
 from elastic_trainer.monitor.reading import MOST_RUNS, run_names
@@ -40,6 +41,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ca-cert", type=Path, metavar="FILE", help="for an etcd that speaks TLS: the CA that vouches for it")
     add("--client-cert", type=Path, metavar="FILE", help="a certificate for an etcd that asks for one")
     add("--client-key", type=Path, metavar="FILE", help="the key of --client-cert")
+
+
+def add_run(parser: argparse.ArgumentParser, more: str = "", *, optional: bool = False) -> None:
+    """The argument that names a run; shells complete it."""
+    run = parser.add_argument(
+        "run", nargs="?" if optional else None, metavar="RUN", help=f"the run's name (--rdzv-id){more}"
+    )
+    run.complete = RUN_NAMES  # type: ignore[attr-defined]  # shtab reads it
 
 
 def store_settings(arguments: argparse.Namespace) -> StoreSettings:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.cli.main import at_least, console, key_values, seconds
+from elastic_trainer.cli.main import at_least, console, key_values, output_options, seconds, written
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError, ElasticTrainerError, TransientError
 from elastic_trainer.ipc.address import default_node_id, own_address
@@ -84,7 +83,7 @@ def configure_doctor(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="longest time for everything, the wait for other nodes too, 60",
     )
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    output_options(parser)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -94,9 +93,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     with _progress() as doing:
         found = consult(case, Deadline.after(seconds(arguments.timeout, "--timeout", above_zero=True)), doing)
     fit = not bad(found.findings)
-    if arguments.json:
+    if arguments.output:
         findings = [finding.as_json() for finding in found.findings]
-        print(json.dumps({"node": case.node, "fit": fit, "findings": findings, "versions": found.versions}, indent=2))
+        values = {"node": case.node, "fit": fit, "findings": findings, "versions": found.versions}
+        print(written(values, arguments.output))
     else:
         _show(found)
         print(f"{case.node} is {'fit' if fit else 'NOT fit'} to train")

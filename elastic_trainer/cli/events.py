@@ -14,7 +14,7 @@ from queue import Empty
 from typing import Any
 
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.main import at_least
+from elastic_trainer.cli.main import at_least, output_options, written
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, Incident, JournalEntry
@@ -35,13 +35,13 @@ Happening = JournalEntry | Incident
 def configure_events(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("run", help="the run's name (--rdzv-id)")
+    connection.add_run(parser)
     add(
         "--follow",
         action="store_true",
         help="go on with what happens from now on, through outages of etcd, until interrupted",
     )
-    add("--json", action="store_true", help="one JSON object a line, with type transition or incident")
+    output_options(parser)
     add("--incident", type=int, metavar="ROUND", help="all that is known of how this round ended, for a post-mortem")
     add("--format", choices=("markdown", "json"), help="of --incident: markdown, the default, or json")
     add("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"newest lines (default: {DEFAULT_LIMIT})")
@@ -60,10 +60,11 @@ def run_events(arguments: argparse.Namespace) -> int:
         keys = RunKeys(settings.prefix, arguments.run)
         expect = connection.await_run if arguments.follow else connection.require_run
         expect(store, settings, keys)
-        show = as_json if arguments.json else as_line
+        show = {"json": as_json, "yaml": as_yaml, None: as_line}[arguments.output]
         if arguments.incident is not None:
-            as_object = arguments.json or arguments.format == "json"
-            print(report(arguments.run, arguments.incident, past(store, keys, KEPT), as_json=as_object), flush=True)
+            output = arguments.output or (arguments.format == "json" and "json")
+            text = report(arguments.run, arguments.incident, past(store, keys, KEPT), as_json=bool(output))
+            print(written(json.loads(text), output) if output == "yaml" else text, flush=True)
             return 0
         if not arguments.follow:
             _print(map(show, past(store, keys, limit)))
@@ -132,6 +133,11 @@ def as_json(each: Happening) -> str:
     if isinstance(each, Incident):
         return json.dumps({"type": "incident", **values, "total_s": each.total_s, "outcome": each.outcome})
     return json.dumps({"type": "transition", **values})
+
+
+def as_yaml(each: Happening) -> str:
+    """That as an element of a list, so that all lines are one document."""
+    return written([json.loads(as_json(each))], "yaml")
 
 
 def as_line(each: Happening) -> str:

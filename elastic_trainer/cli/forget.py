@@ -21,7 +21,7 @@ from elastic_trainer.wording import counted
 def configure_forget(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("run", nargs="?", help="the run's name (--rdzv-id)")
+    connection.add_run(parser, optional=True)
     add(
         "--unfinished",
         action="store_true",

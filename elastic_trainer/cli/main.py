@@ -10,6 +10,7 @@ Also what commands share (sub-commands, checks of numbers, ``key=value`` lists, 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -217,6 +218,24 @@ def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Callable[[arg
 # ---- what commands share
 
 
+def output_options(parser: argparse.ArgumentParser, *more: str) -> None:
+    """``-o``, for programs json and yaml, and --json for the former; ``more``: what else a command can write."""
+    told = [f"{each} shows all columns, however narrow the terminal" for each in more if each == "wide"]
+    told += [f"{each} the names alone" for each in more if each == "name"]
+    said = "; ".join(["json and yaml are for programs", *told])
+    parser.add_argument("-o", "--output", choices=(*more, "json", "yaml"), help=said)
+    parser.add_argument("--json", action="store_const", const="json", dest="output", help="the same as -o json")
+
+
+def written(value: object, output: str) -> str:
+    """``value``, of what JSON knows, in the way that ``-o`` asks for."""
+    if output == "json":
+        return json.dumps(value, indent=2)
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True)).rstrip("\n")
+
+
 def ensure_torch() -> None:
     """ConfigError unless torch is installed, without loading it: for commands whose processes use it."""
     if find_spec("torch") is None:
@@ -278,6 +297,13 @@ def key_values(text: str) -> dict[str, str]:
 # ---- completion
 
 SHELLS = ("bash", "zsh", "tcsh")
+_NAMES = f"$(timeout 3 {PROGRAM} status -o name 2>/dev/null)"
+_RUNS = {
+    "bash": f'_elastic_trainer_runs() {{ compgen -W "{_NAMES}" -- "$1"; }}',
+    "zsh": f'_elastic_trainer_runs() {{ compadd -- ${{(f)"{_NAMES}"}} }}',
+}
+"""Functions of the shells that offer the names of the runs in the etcd that the environment names."""
+RUN_NAMES = dict.fromkeys(_RUNS, "_elastic_trainer_runs")
 
 
 def configure_completion(parser: argparse.ArgumentParser) -> None:
@@ -293,7 +319,7 @@ def run_completion(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("completion needs shtab", hint="pip install 'elastic-trainer[completion]'") from error
     parser, _ = whole_parser([command.name for command in COMMANDS])
-    print(complete(parser, arguments.shell))
+    print(complete(parser, arguments.shell, preamble=_RUNS.get(arguments.shell, "")))
     return 0
 
 

@@ -254,7 +254,7 @@ def run_restart(arguments: argparse.Namespace) -> int:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="the run's name (--rdzv-id)")
+    connection.add_run(parser)
     parser.add_argument("--no-wait", action="store_true", help="ask, and do not wait until it is done")
     limit = f"seconds to wait (default: {LIMIT_S:g})"
     parser.add_argument("--timeout", type=float, default=LIMIT_S, metavar="S", help=limit)

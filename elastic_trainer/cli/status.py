@@ -8,6 +8,7 @@ watching, the run is waited for and an outage is shown.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from elastic_trainer.cli import connection
 from elastic_trainer.cli.events import as_line
-from elastic_trainer.cli.main import console
+from elastic_trainer.cli.main import console, output_options, written
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.membership.documents import Incident
@@ -41,6 +42,7 @@ from elastic_trainer.monitor.snapshot import (
 )
 from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.store.api import RunKeys
+from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
 from elastic_trainer.telemetry.families import GAUGES, Unit
 from elastic_trainer.wording import UNKNOWN, counted, duration, how_far, moment, named, number, percent, ranges
@@ -52,18 +54,13 @@ _REPRINT_EVERY_S = 5.0
 def configure_status(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("run", nargs="?", help="the run's name (--rdzv-id); without it all runs are listed")
+    connection.add_run(parser, "; without it all runs are listed", optional=True)
     add(
         "--watch",
         action="store_true",
         help=("go on until the run is over or the command is interrupted; a run that is not there yet is waited for"),
     )
-    add("-o", "--output", choices=("wide",), help="wide: all columns, however narrow the terminal")
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object a line, with the fields of the monitor's /api/runs and /api/runs/<run>",
-    )
+    output_options(parser, "wide", "name")
     connection.add_options(parser)
 
 
@@ -102,8 +99,10 @@ def _readings(reader: Reader, reading: StoreReading, name: str | None) -> Iterat
 def show(arguments: argparse.Namespace, readings: Shown) -> None:
     """In the way that the options and the terminal ask for."""
     out, wide = console(140), arguments.output == "wide"
-    if arguments.json:
-        show_json(arguments.run, readings)
+    if arguments.output == "name":
+        show_names(readings)
+    elif arguments.output in ("json", "yaml"):
+        show_data(arguments.run, readings, arguments.output)
     elif arguments.watch and out.is_terminal and not out.is_dumb_terminal and not wide:
         show_live(out, arguments.run, readings)
     else:
@@ -123,14 +122,22 @@ def _mark(reading: StoreReading) -> tuple[object, ...]:
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
 
-def show_json(name: str | None, readings: Shown) -> None:
-    """One line of JSON whenever something is new."""
+def show_names(readings: Shown) -> None:
+    """The runs, one a line, once."""
+    reading, _ = next(iter(readings))
+    for name in reading.runs:
+        print(plain(name))
+
+
+def show_data(name: str | None, readings: Shown, output: str) -> None:
+    """A line of JSON, or a document of YAML, whenever something is new."""
     shown: tuple[object, ...] | None = None
     for reading, last in readings:
         mark, value = _mark(reading), value_of(reading, name)
         if value is not None and (last or mark != shown):
             shown = mark
-            print(as_json(value).decode(), flush=True)
+            text = as_json(value).decode()
+            print(text if output == "json" else f"---\n{written(json.loads(text), output)}", flush=True)
 
 
 def show_plain(out: Console, name: str | None, readings: Shown, *, wide: bool = False) -> None:

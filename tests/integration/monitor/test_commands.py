@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
@@ -91,6 +93,20 @@ def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_e
         assert (values["world_size"], values["round"], values["min_nodes"], values["max_nodes"]) == (3, first, 2, 3)
         shown = command("status", run_id, "--endpoint", etcd_endpoint, "--json")
         assert ranks(json.loads(shown.stdout)) == ranks(values)
+        shown = command("status", run_id, "--endpoint", etcd_endpoint, "-o", "yaml")
+        assert ranks(yaml.safe_load(shown.stdout)) == ranks(values)
+        assert run_id in command("status", "--endpoint", etcd_endpoint, "-o", "name").stdout.split()
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, ENV_ENDPOINT: etcd_endpoint, "PATH": path}
+        offered = subprocess.run(
+            ["bash", "-c", f'{command("completion", "bash").stdout}\n_elastic_trainer_runs "{run_id[:-1]}"'],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert run_id in offered.stdout.split(), "a shell completes the names of runs"
 
         assert job.node(order[0]).kill() is not None
         job.await_world(*order[1:], after=first)
@@ -100,6 +116,8 @@ def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_e
             json.loads(line)
             for line in command("events", run_id, "--endpoint", etcd_endpoint, "--json").stdout.splitlines()
         ]
+        listed = yaml.safe_load(command("events", run_id, "--endpoint", etcd_endpoint, "-o", "yaml").stdout)
+        assert [each["type"] for each in listed[: len(told)]] == [each["type"] for each in told]
         states = [(each["round"], each["state"]) for each in told if each["type"] == "transition"]
         assert states == [(first, "active"), (first, "broken"), (first + 1, "active")]
         table = command("status", run_id, "--endpoint", etcd_endpoint).stdout
