@@ -217,9 +217,9 @@ class MonitorSite:
         board, choice = self._board, page.Choice.parse(request.query)
         match path.split("/")[1:]:
             case [""]:
-                return self._once(HTML, "page", lambda: page.runs_page(as_values(board.listing())).encode())
+                return self._list(HTML, "page", choice, lambda listed: page.runs_page(listed, choice).encode())
             case ["update"]:
-                return self._once(JSON, "update", lambda: page.message(page.runs_update(as_values(board.listing()))))
+                return self._list(JSON, "update", choice, lambda listed: page.message(page.runs_update(listed, choice)))
             case ["runs", run, *_] | ["api", "runs", run, *_] if run not in board.reading.runs:
                 names = ", ".join(sorted(board.reading.runs)[:20]) or "none"
                 return text(404, f"there is no run {run[:128]!r}; there are: {names}")
@@ -246,6 +246,14 @@ class MonitorSite:
             case ["sd", "nodes"]:
                 return _answer(JSON, Body.compressed(json.dumps(targets(board.reading, self._forget_s)).encode()))
         return text(404, "not found")
+
+    def _list(self, kind: str, key: str, choice: page.Choice, make: Callable[[dict[str, Any]], bytes]) -> Answer:
+        """What ``make`` makes of all runs; kept for the default choice alone."""
+
+        def made() -> bytes:
+            return make(as_values(self._board.listing()))
+
+        return self._once(kind, key, made) if choice == page.ALL else _answer(kind, Body.compressed(made()))
 
     def _once(self, kind: str, key: str, make: Callable[[], bytes]) -> Answer:
         return _answer(kind, self._board.once(key, lambda: Body.compressed(make())))

@@ -264,6 +264,8 @@ SHOWN_NODES: Final = 24
 """Nodes with a row unless the reader requests all; with more nodes the page has a map of all ranks."""
 MOST_TURNED: Final = 64
 LONGEST_FIND: Final = 100
+MANY_RUNS: Final = 5
+"""With more the list can be searched."""
 CELL: Final = 9
 """Pixels of a rank on the map, including the gap to the next."""
 _KINDS: Final = {"trouble": "slow or standing still", "gone": "gone"}
@@ -641,9 +643,10 @@ def _moved(before: Sequence[str], now: Sequence[str]) -> Iterator[tuple[int, int
             yield start, end, low, high
 
 
-def runs_update(listing: Json) -> Update:
-    """The update of the list of runs (``/api/runs``)."""
+def runs_update(listing: Json, choice: Choice = ALL) -> Update:
+    """The update of the list of runs (``/api/runs``): of those in whose name, state or needs ``choice.find`` stands."""
     runs = _runs(listing)
+    shown = [each for each in runs if choice.find.lower() in _said_of(each)]
     states = Counter(named("states", each["state"])["label"].lower() for each in runs)
     told = ", ".join(f"{many} {state}" for state, many in states.most_common())
     sick = sum(1 for each in runs if each["attention"])
@@ -651,13 +654,21 @@ def runs_update(listing: Json) -> Update:
     content = _render(
         "runs_view.html",
         now=_now(listing),
-        runs=runs,
+        runs=shown,
+        many=len(runs) > MANY_RUNS,
+        find=choice.find,
+        counted_runs=counted(len(shown), "run"),
         counted=f"{counted(len(runs), 'run')}: {told}.{look}" if runs else "No run is in the store.",
         title=_title(runs),
         stale=_stale(listing),
         root="",
     )
     return Update(tuple(content.splitlines()), store=listing.get("store"))
+
+
+def _said_of(run: Json) -> str:
+    needs = (text(each.get("words")) for each in run["attention"] or ())
+    return " ".join((text(run["run"]), named("states", run["state"])["label"], *needs)).lower()
 
 
 def _runs(listing: Json) -> list[Json]:
@@ -706,9 +717,9 @@ def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
     return Update(tuple(content.splitlines()), course(snapshot, now), snapshot["store"])
 
 
-def runs_page(listing: Json) -> str:
+def runs_page(listing: Json, choice: Choice = ALL) -> str:
     """The list as a page."""
-    return _page(_title(_runs(listing)), "", listing, runs_update(listing))
+    return _page(_title(_runs(listing)), "", listing, runs_update(listing, choice))
 
 
 def run_page(snapshot: Json, choice: Choice = ALL) -> str:

@@ -2,7 +2,7 @@
 
 import { RANGES, courseOf, marks, readOut } from "./course.js";
 import { html, mount } from "./patch.js";
-import { clock, line, linear, nearest, ticks, timeTicks, written, zone } from "./scale.js";
+import { clock, line, linear, logarithmic, nearest, powers, ticks, timeTicks, written, zone } from "./scale.js";
 
 const LEFT = 52;
 const RIGHT = 10;
@@ -25,6 +25,7 @@ export class Curves {
     this.place = place;
     this.room = 0;
     this.range = "all";
+    this.log = false; // whether the loss is drawn on a logarithmic scale
     this.wall = null;
     new ResizeObserver(() => this.draw({ room: place.clientWidth })).observe(place);
     for (const kind of ["pointermove", "pointerdown"]) place.addEventListener(kind, (event) => this.point(event));
@@ -32,7 +33,9 @@ export class Curves {
       if (!place.contains(document.activeElement)) this.draw({ wall: null });
     });
     place.addEventListener("keydown", (event) => this.key(event));
-    place.addEventListener("change", ({ target }) => this.draw({ range: target.value, wall: null }));
+    place.addEventListener("change", ({ target }) =>
+      this.draw(target.name === "log" ? { log: target.checked } : { range: target.value, wall: null }),
+    );
   }
 
   /** The newest lines (see course.js). */
@@ -77,8 +80,14 @@ export class Curves {
     this.course = courseOf(this.lines, RANGES.find(([key]) => key === this.range)[2]);
     mount(
       this.place,
-      html`<figure class="course">${this.course && rangesOf(this.range)}${this.course && this.room > 0 && this.drawing()}</figure>`,
+      html`<figure class="course">${this.course && rangesOf(this.range, this.log, this.logs())}${this.course && this.room > 0 && this.drawing()}</figure>`,
     );
+  }
+
+  /** Whether a logarithmic scale has room for all losses. */
+  logs() {
+    const known = this.course.points.loss.filter((value) => value !== null);
+    return known.length > 0 && known.every((value) => value > 0);
   }
 
   drawing() {
@@ -103,7 +112,7 @@ export class Curves {
         <svg class="chart" width="${room}" height="${HEIGHT}" aria-hidden="true">
           ${timeAxis(course, frame)}
           ${roundsOf(course, frame)}
-          ${panel({ box: LOSS, name: "loss", walls, values: course.points.loss, frame, look: "loss" })}
+          ${panel({ box: LOSS, name: "loss", walls, values: course.points.loss, frame, look: "loss", log: this.log && this.logs() })}
           ${panel({ box: PACE, ...paceOf(course.points.step_s), walls, frame, look: "pace", floor: 0 })}
           ${incidentsOf(course, frame)}
           ${wall !== null && place >= 0 && cursor(x(walls[place]))}
@@ -120,9 +129,10 @@ export class Curves {
   }
 }
 
-function rangesOf(chosen) {
+function rangesOf(chosen, log, logs) {
   return html`<fieldset class="ranges">
     <legend class="unseen">Range of time</legend>
+    ${logs && html`<label class="log"><input type="checkbox" name="log" ${log ? "checked" : ""} /><span>log scale</span></label>`}
     ${RANGES.map(
       ([key, name]) => html`<label>
         <input type="radio" name="range" value="${key}" ${key === chosen ? "checked" : ""} /><span>${name}</span>
@@ -173,20 +183,23 @@ function roundsOf(course, frame) {
   </g>`;
 }
 
-function panel({ box, name, walls, values, frame, look, floor = null }) {
+function panel({ box, name, walls, values, frame, look, floor = null, log = false }) {
   const known = values.filter((value) => value !== null);
-  const [low, high] = known.length ? bounds(known, floor) : [0, 1];
+  const [low, high] = log ? [Math.min(...known), Math.max(...known)] : known.length ? bounds(known, floor) : [0, 1];
   const bottom = box.top + box.height;
-  const y = linear(low, high, bottom, box.top + 4);
-  const marked = known.length ? ticks(low, high, box.height / 34) : [];
+  const y = (log ? logarithmic : linear)(low, high, bottom, box.top + 4);
+  const tens = log ? powers(low, high, box.height / 34) : [];
+  const marked = tens.length > 1 ? tens : known.length ? ticks(low, high, box.height / 34) : [];
   const step = marked.length > 1 ? marked[1] - marked[0] : Math.abs(marked[0] ?? 1) || 1;
+  const last = known.at(-1);
   const xs = walls.map(frame.x);
   return html`<g class="panel">
     <text x="${frame.start}" y="${box.top - 7}" class="name">${name}</text>
+    ${known.length > 0 && html`<text x="${frame.end}" y="${box.top - 7}" text-anchor="end" class="name">last ${written(last, Math.abs(last) / 100 || 1)}</text>`}
     ${marked.map((value) => {
       const at = y(value).toFixed(1);
       return html`<line class="grid" x1="${frame.start}" x2="${frame.end}" y1="${at}" y2="${at}" />
-        <text x="${frame.start - 8}" y="${Number(at) + 4}" text-anchor="end">${written(value, step)}</text>`;
+        <text x="${frame.start - 8}" y="${Number(at) + 4}" text-anchor="end">${written(value, tens.length > 1 ? value : step)}</text>`;
     })}
     <line class="base" x1="${frame.start}" x2="${frame.end}" y1="${bottom}" y2="${bottom}" />
     ${known.length

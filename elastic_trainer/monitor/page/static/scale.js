@@ -7,6 +7,21 @@ export function linear(from, to, start, end) {
   return (value) => start + (value - from) * factor;
 }
 
+/** The same for values above 0, each factor of ten as long as the next. */
+export function logarithmic(from, to, start, end) {
+  const scale = linear(Math.log10(from), Math.log10(to), start, end);
+  return (value) => scale(Math.log10(value));
+}
+
+/** Powers of ten within the bounds, at most `many`. */
+export function powers(from, to, many) {
+  const [low, high] = [Math.ceil(Math.log10(from) - 1e-9), Math.floor(Math.log10(to) + 1e-9)];
+  const apart = Math.max(1, Math.ceil((high - low + 1) / many));
+  const found = [];
+  for (let power = low; power <= high; power += apart) found.push(10 ** power);
+  return found;
+}
+
 /** About `many` round values within the bounds. */
 export function ticks(from, to, many) {
   const span = to - from;

@@ -226,6 +226,47 @@ def test_curves_show_rounds_incidents_and_units(server: StatusServer, open_page:
     )
 
 
+def test_the_loss_is_drawn_on_a_logarithmic_scale(server: StatusServer, open_page: Open) -> None:
+    """Where no loss is 0 or below. Its axis has powers of ten, and the last value is told."""
+    run = snapshots.healthy()
+    many = len(run["curves"]["loss"])
+    run["curves"]["loss"] = [10.0 ** (2 - 4 * place / (many - 1)) for place in range(many)]
+    page = open_page(server.show(run))
+    curve, switch = page.locator("path.loss"), page.get_by_label("log scale")
+    before = curve.get_attribute("d")
+    page.get_by_text("log scale").click()
+    expect(switch).to_be_checked()
+    assert curve.get_attribute("d") != before
+    heights = [float(point.split()[1]) for point in (curve.get_attribute("d") or "")[1:].split("L")]
+    straight = [heights[0] + (heights[-1] - heights[0]) * place / (many - 1) for place in range(many)]
+    assert heights == pytest.approx(straight, abs=0.2)
+    labels = page.locator("svg.chart text").all_text_contents()
+    assert {"0.01", "1", "100"} <= set(labels)
+    assert "last 0.0100" in labels
+    run["curves"]["loss"][-1] = -1.0
+    server.show(run)
+    expect(switch).to_have_count(0)
+
+
+def test_the_list_is_searched_by_name_state_and_trouble(server: StatusServer, open_page: Open) -> None:
+    """The search is in the URL, and survives news."""
+    every = server.board.list["runs"]
+    assert len(every) > monitor_page.MANY_RUNS
+    page = open_page(server.url)
+    rows = page.locator("table.runs tbody tr")
+    expect(rows).to_have_count(len(every))
+    page.get_by_label("Find a run").fill(every[1]["run"][-5:])
+    expect(rows).to_have_count(1)
+    assert "find=" in page.url
+    server.board.list["runs"][0]["state"] = "failed"
+    page.get_by_label("Find a run").fill("FAILED")
+    expect(rows.first).to_contain_text("Failed")
+    page.get_by_label("Find a run").fill("no such thing")
+    expect(page.locator(".empty")).to_contain_text("No run has this")
+    page.get_by_label("Find a run").fill("")
+    expect(rows).to_have_count(len(every))
+
+
 def test_a_missing_number_breaks_the_line_and_nothing_else(server: StatusServer, open_page: Open) -> None:
     """Before the first step there is no loss; the curve begins where it is known."""
     run = snapshots.healthy()
