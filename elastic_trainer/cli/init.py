@@ -102,6 +102,7 @@ def _new(file: Path) -> dict[Path, str]:
 
 WIDTH = 90
 """Columns that are shown of a line of the script."""
+_LOADERS = ("DataLoader", "StatefulDataLoader")
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "transformers")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _BREAKS = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -131,7 +132,7 @@ _CALLED = {
     Topic.SCALER: "GradScaler autocast unscale_ unscale_gradients",
     Topic.DATA: "DataLoader StatefulDataLoader set_epoch",
     Topic.CLIPPING: "clip_grad_norm_ clip_grad_value_",
-    Topic.STEP: "backward",
+    Topic.STEP: "backward zero_grad",
     Topic.ACCUMULATION: "no_sync",
     Topic.CHECKPOINTS: "torch.save torch.load load_state_dict",
     Topic.COLLECTIVES: "all_reduce all_gather all_gather_object broadcast barrier",
@@ -162,7 +163,7 @@ with session.step() as {step}:  # around forward, backward and update; zero_grad
     optimizer.step()  # behind the block, under `if {step}.committed:`, what happens once a step""",
     Topic.ACCUMULATION: """\
 session.batches(..., passes=N)  # global_batch_size counts the samples of all passes and ranks
-for part in {step}.micro_batches():  # inside the step; one update behind the loop
+for part in {step}.micro_batches({batch}):  # inside the step; one update behind the loop
     {step}.backward(loss)  # the mean loss of part, not divided by N""",
     Topic.CLIPPING: "{step}.clip(max_norm)  # behind the last backward; unscales first where there is a scaler",
     Topic.CHECKPOINTS: """\
@@ -261,7 +262,7 @@ class _Script:
         name = self._name(call)
         last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
         topic = _CALLS.get(name, _CALLS.get(last))
-        if last.endswith("Sampler"):
+        if last.endswith("Sampler") or (name == "len" and call.args and ast.unparse(call.args[0]) in self._loaders()):
             topic = Topic.DATA
         elif "lr_scheduler." in name or (last == "step" and (owner in self._schedulers or "sched" in owner.lower())):
             topic = Topic.SCHEDULE
@@ -274,6 +275,9 @@ class _Script:
 
     def _scalers(self) -> list[str]:
         return [self._targets[call] for call in self._calls("GradScaler") if call in self._targets]
+
+    def _loaders(self) -> list[str]:
+        return [self._targets[call] for call in self._calls(*_LOADERS) if call in self._targets]
 
     def _calls(self, *names: str) -> list[ast.Call]:
         return [call for name in names for call in self._called.get(name, [])]
@@ -319,7 +323,8 @@ class _Script:
         if topic is Topic.DATA:
             return self._batches(self._free("batch"))
         return [
-            line.format(step=self._free("step"), directory=repr(directory)) for line in _INSTEAD[topic].splitlines()
+            line.format(step=self._free("step"), batch=self._free("batch"), directory=repr(directory))
+            for line in _INSTEAD[topic].splitlines()
         ]
 
     def _wrap(self) -> list[str]:
@@ -347,7 +352,7 @@ class _Script:
         ]
 
     def _batches(self, batch: str) -> list[str]:
-        loaders = self._calls("DataLoader", "StatefulDataLoader")
+        loaders = self._calls(*_LOADERS)
         told = {word.arg for call in loaders for word in call.keywords if word.arg}
         plain = {ast.unparse(call.args[0]) for call in loaders if call.args and _is_plain(call.args[0])}
         data = plain.pop() if len(plain) == 1 else "dataset"
@@ -358,6 +363,10 @@ class _Script:
             "# shuffle, drop_last, collate_fn, num_workers and pin_memory are shuffle=, drop_last=, collate=, workers=",
             "# and pin_memory= there",
         ]
+        if len(loaders) > 1:
+            lines.append("# the data of an evaluation go to session.evaluate(model, dataset, batch_size, fn)")
+        if any(ast.unparse(call.args[0]) in self._loaders() for call in self._calls("len") if call.args):
+            lines.append("# len(loader), in steps of the optimizer: len(dataset) // global_batch_size with drop_last")
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
             lines.append(f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...):")
             lines.append(f"# {_DOCS}/how-to/data/")
