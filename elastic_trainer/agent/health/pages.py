@@ -40,6 +40,8 @@ class Pages:
         """The last worker that was buried of each local rank."""
         self._nonfinite: dict[int, int] = {}
         self._closed = False
+        self.sent_off = set[int]()
+        """Workers that an operator had leave, so that others are started."""
         self.accounts = TimeAccounting(clock.monotonic())
         self.reached = 0
         """The newest step that a worker of this node has committed."""
@@ -104,9 +106,10 @@ class Pages:
         return noted.issuperset(pids)
 
     def restarted(self, pids: Collection[int]) -> bool:
-        """Whether each of the dead processes ``pids`` has noted that it ended for an operator's restart."""
+        """Whether each of the dead processes ``pids`` was sent off, or has noted that it ended, for an operator's
+        restart."""
         noted = {each.pid for each in self._known() if each.notes.get("restarted")}
-        return bool(pids) and noted.issuperset(pids)
+        return bool(pids) and (noted | self.sent_off).issuperset(pids)
 
     def said(self) -> dict[int, str]:
         """The last line of the exception that ended a worker's Session, by process id."""

@@ -172,6 +172,7 @@ class HealthService:
     def _leave_workers(self) -> None:
         """The workers leave as after a SIGTERM, and torchrun starts others."""
         for reading in self.pages.living():
+            self.pages.sent_off.add(reading.pid)
             with suppress(ProcessLookupError):
                 os.kill(reading.pid, signal.SIGTERM)
 

@@ -54,7 +54,7 @@ def test_a_run_is_paused_restarted_and_stopped_and_loses_nothing(
         ask(job, etcd_endpoint, "resume")
         job.await_steps(5)
         assert workers(nodes) == after
-        assert "worker_died" not in job.log("n0") + job.log("n1")
+        assert "worker.died" not in job.log("n0") + job.log("n1")
 
         ask(job, etcd_endpoint, "stop")
         assert job.exit_codes() == {"n0": EXIT_LEFT, "n1": EXIT_LEFT}
@@ -91,6 +91,7 @@ def test_a_node_is_drained_and_one_nodes_workers_restarted(tmp_path: Path, etcd_
         after = job.await_world("n0", "n1", "n2", after=after)
         assert job.node("n1").worker() != worker
         assert [job.node(name).worker() for name in ("n0", "n2")] == others
+        assert not [line for line in job.log("n1").splitlines() if "worker.died" in line]
         ask(job, etcd_endpoint, "drain", "--node", "n1")
         assert job.exit_code(job.node("n1")) == EXIT_LEFT
         job.await_world("n0", "n2", after=after)
