@@ -262,22 +262,22 @@ class _Script:
         name = self._name(call)
         last, owner = name.rpartition(".")[2], name.rpartition(".")[0]
         topic = _CALLS.get(name, _CALLS.get(last))
-        if last.endswith("Sampler") or (name == "len" and call.args and ast.unparse(call.args[0]) in self._loaders()):
+        if last.endswith("Sampler") or (
+            name == "len" and call.args and ast.unparse(call.args[0]) in self._made_by(*_LOADERS)
+        ):
             topic = Topic.DATA
         elif "lr_scheduler." in name or (last == "step" and (owner in self._schedulers or "sched" in owner.lower())):
             topic = Topic.SCHEDULE
-        elif last in ("step", "update") and ("scaler" in owner.lower() or owner in self._scalers()):
+        elif last in ("step", "update") and ("scaler" in owner.lower() or owner in self._made_by("GradScaler")):
             topic = Topic.SCALER
         elif last == "step" and (owner in self._optimizers or "opt" in owner.lower()):
             topic = Topic.STEP
         if topic is not None:
             self._add(topic, call)
 
-    def _scalers(self) -> list[str]:
-        return [self._targets[call] for call in self._calls("GradScaler") if call in self._targets]
-
-    def _loaders(self) -> list[str]:
-        return [self._targets[call] for call in self._calls(*_LOADERS) if call in self._targets]
+    def _made_by(self, *names: str) -> list[str]:
+        """What the script calls the results of such calls."""
+        return [self._targets[call] for call in self._calls(*names) if call in self._targets]
 
     def _calls(self, *names: str) -> list[ast.Call]:
         return [call for name in names for call in self._called.get(name, [])]
@@ -334,7 +334,7 @@ class _Script:
         target = self._targets.get(plain[0], "model") if len(plain) == 1 else "model"
         words = [f"optimizer={_one_or_several(self._optimizers, 'optimizer')}"]
         words += [f"scheduler={_one_or_several(self._schedulers, 'scheduler')}"] if self._schedulers else []
-        words += [f"scaler={each}" for each in self._scalers()[:1]]
+        words += [f"scaler={each}" for each in self._made_by("GradScaler")[:1]]
         words += ["sync_batchnorm=True"] if self._calls("convert_sync_batchnorm") else []
         options = {
             word.arg: ast.unparse(word.value)
@@ -365,7 +365,7 @@ class _Script:
         ]
         if len(loaders) > 1:
             lines.append("# the data of an evaluation go to session.evaluate(model, dataset, batch_size, fn)")
-        if any(ast.unparse(call.args[0]) in self._loaders() for call in self._calls("len") if call.args):
+        if any(ast.unparse(call.args[0]) in self._made_by(*_LOADERS) for call in self._calls("len") if call.args):
             lines.append("# len(loader), in steps of the optimizer: len(dataset) // global_batch_size with drop_last")
         if kept := sorted(told & {"worker_init_fn", "generator", "timeout", "persistent_workers"}):
             lines.append(f"# {', '.join(kept)}: keep a DataLoader, with batch_sampler=session.sampler(...):")

@@ -220,9 +220,8 @@ def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Callable[[arg
 
 def output_options(parser: argparse.ArgumentParser, *more: str) -> None:
     """``-o``, for programs json and yaml, and --json for the former; ``more``: what else a command can write."""
-    told = [f"{each} shows all columns, however narrow the terminal" for each in more if each == "wide"]
-    told += [f"{each} the names alone" for each in more if each == "name"]
-    said = "; ".join(["json and yaml are for programs", *told])
+    about = {"wide": "wide shows all columns, however narrow the terminal", "name": "name the names alone"}
+    said = "; ".join(["json and yaml are for programs", *(about[each] for each in more)])
     parser.add_argument("-o", "--output", choices=(*more, "json", "yaml"), help=said)
     parser.add_argument("--json", action="store_const", const="json", dest="output", help="the same as -o json")
 

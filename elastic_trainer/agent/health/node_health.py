@@ -176,7 +176,7 @@ class Health:
 
     def known_progress(self) -> tuple[RunProgress, float | None, str] | None:
         """How far the run is, its loss and its last incident; None where another node has rank 0."""
-        head = next((each for each in self._pages.living() if each.pulse.rank == 0), None)
+        head = head_of(self._pages.living())
         return None if head is None else (progress_of(head), self._loss, self._last_incident)
 
     def every_s(self) -> float:
@@ -304,7 +304,7 @@ class Health:
 
     def report(self, readings: list[Reading], counters: Mapping[str, float]) -> NodeHealth:
         now, current = self._clock.monotonic(), self._round_now()
-        head = next((each for each in readings if each.pulse.rank == 0), None)
+        head = head_of(readings)
         if head is not None and math.isfinite(head.pulse.loss):
             self._loss = head.pulse.loss
         for saved in (each.notes.get("saved") for each in readings):
@@ -379,6 +379,18 @@ class Health:
             logger().warning("eviction.failed", node=nodes[0], error=str(error))
             return ""
         return "; its node was asked to leave" if asked else ""
+
+
+def head_of(readings: Sequence[Reading]) -> Reading | None:
+    """The page of rank 0, if that is on this node."""
+    return next((each for each in readings if each.pulse.rank == 0), None)
+
+
+def tell(path: Path, words: str) -> None:
+    """Have the worker find ``words`` in the file ``path``, whole. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(words, encoding="ascii", errors="replace")
+    fresh.rename(path)
 
 
 def progress_of(head: Reading) -> RunProgress:
@@ -631,7 +643,7 @@ class SaveRequests:
 
     def pass_on(self, readings: Sequence[Reading]) -> bool:
         """Pass on what is asked; whether there is an answer to be written."""
-        asked, head = self._open, next((each for each in readings if each.pulse.rank == 0), None)
+        asked, head = self._open, head_of(readings)
         if asked is None or head is None or self._watch is None:
             return False
         request = asked[0]
@@ -642,9 +654,7 @@ class SaveRequests:
             return self._answer != before  # else its writing waits for the store
         if self._passed_on != (head.path, request.id):
             with contextlib.suppress(OSError):  # the worker has just ended: the next one gets it
-                fresh = head.path.with_suffix(f"{SAVE_SUFFIX}.new")
-                fresh.write_text(request.id, encoding="ascii", errors="replace")
-                fresh.rename(head.path.with_suffix(SAVE_SUFFIX))
+                tell(head.path.with_suffix(SAVE_SUFFIX), request.id)
                 self._passed_on = (head.path, request.id)
                 logger().info("save.requested", request=request.id, pid=head.pid)
         return False
@@ -687,7 +697,7 @@ class RunOrders:
 
     def follow(self, current: RoundDocument | None, readings: Sequence[Reading]) -> None:
         """Pass on what is asked, if this node has rank 0 of a round in which steps are made; else nothing is asked."""
-        head = next((each for each in readings if each.pulse.rank == 0), None)
+        head = head_of(readings)
         for each in readings:
             if each is not head:  # it was rank 0 once, and may be again
                 with contextlib.suppress(OSError):
@@ -704,9 +714,7 @@ class RunOrders:
             if not asked:
                 path.unlink()
                 return
-            fresh = path.with_suffix(f"{ORDER_SUFFIX}.new")
-            fresh.write_text(asked, encoding="ascii")
-            fresh.rename(path)
+            tell(path, asked)
             logger().info("run.ordered", order=asked, pid=head.pid)
 
     def _asked(self, number: int) -> str:
