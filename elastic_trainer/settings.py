@@ -284,6 +284,15 @@ class RendezvousOptions(Frozen):
             "elsewhere"
         ),
     )
+    log_lines: int = Field(
+        default=8,
+        ge=0,
+        le=100,
+        description=(
+            "how many of the last lines that its workers wrote a node shows on the status page, where their output "
+            "goes to files; everybody who may see the page can read them; 0: none"
+        ),
+    )
     metrics_address: str = Field(
         default="127.0.0.1", description="where the node listens for Prometheus; empty: nowhere"
     )

@@ -25,7 +25,7 @@ from elastic_trainer.cli import connection
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.ledger import LedgerTail
-from elastic_trainer.membership.documents import GONE
+from elastic_trainer.membership.documents import GONE, LogTail
 from elastic_trainer.monitor.reading import RunFeed
 from elastic_trainer.monitor.state import RunDocuments
 from elastic_trainer.store.api import RunKeys
@@ -46,6 +46,8 @@ class NodeLog:
     location: str
     ranks: tuple[int, ...] = ()
     """Those of the newest round that are known to be its."""
+    tails: tuple[LogTail, ...] = ()
+    """What its workers wrote last, as it has told."""
 
 
 def configure_logs(parser: argparse.ArgumentParser) -> None:
@@ -73,22 +75,30 @@ def configure_logs(parser: argparse.ArgumentParser) -> None:
 
 def run_logs(arguments: argparse.Namespace) -> int:
     """Show them, or say where they are."""
-    since_s = span_s(arguments.since) if arguments.since is not None else None
+    if arguments.since is not None:
+        span_s(arguments.since)  # a wrong one is told before anything else is done
     logs.configure()
     directory = _directory(arguments.run, asks_etcd=arguments.endpoint is not None)
     found = of_directory(directory) if directory is not None else _of_store(arguments)
-    chosen = choose(found, arguments.rank, arguments.node)
+    show(choose(found, arguments.rank, arguments.node), arguments.since)
+    return 0
+
+
+def show(chosen: list[NodeLog], since: str | None) -> None:
+    """The files that are here; of others where they are, and the last lines that their nodes have told."""
+    since_s = span_s(since) if since is not None else None
     for each in chosen:
         file = _here(each)
         if file is None:
-            print(whereabouts(each, arguments.since))
+            print(whereabouts(each, since))
+            for tail in each.tails:
+                print(f"  last lines of {tail.file}:", *(f"    {line}" for line in tail.lines), sep="\n")
             continue
         if len(chosen) > 1:
             print(f"==> {_title(each)}: {file}")
         with file.open(encoding="utf-8", errors="replace") as lines:
             written = os.fstat(lines.fileno()).st_mtime
             sys.stdout.writelines(lines if since_s is None else newer(lines, since_s, SYSTEM.wall(), written))
-    return 0
 
 
 def span_s(text: str) -> float:
@@ -174,7 +184,7 @@ def of_run(documents: RunDocuments) -> list[NodeLog]:
     for name in sorted(documents.health.keys() - {GONE}, key=lambda name: (name not in members, name)):
         health, member = documents.health[name], members.get(name)
         mine = range(member.first_rank, member.first_rank + member.local_world_size) if member is not None else ()
-        found.append(NodeLog(name, health.host, health.logs, tuple(mine)))
+        found.append(NodeLog(name, health.host, health.logs, tuple(mine), health.tails))
     return found
 
 

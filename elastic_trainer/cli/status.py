@@ -361,14 +361,17 @@ def _ranks(run: RunSnapshot, wide: bool) -> Fitted:
         *(Column("node", key=True), Column("host", 9), Column("state", 1)),
         *(Column("ranks" if many else "rank", key=True), Column("phase")),
         *(Column(gauge.title.lower(), _SPARE.get(gauge.name, 8), right=True) for gauge in GAUGES),
+        *(Column(name, 10, right=True) for name in ("cpu", "gpu")),
         Column("", wraps=True),
     ]
     rows = []
     for node in run.nodes:
+        load = _load(node)
         found = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
         for position, (cells, marks) in enumerate(found):
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > UNHEARD_S else []
             who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
+            cells += load if position == 0 else ["", ""]
             style = STYLES.get(node.state, "")
             texts = [Text(cell) for cell in (*who, *cells)]  # written by others: no markup
             texts[2].style = style
@@ -387,6 +390,13 @@ def _state(node: NodeStatus) -> str:
     if node.place is None:
         return node.state
     return f"{node.state} {'-' if node.group is None else node.group}.{node.place}"
+
+
+def _load(node: NodeStatus) -> list[str]:
+    """How busy its CPUs and GPUs are."""
+    load = node.load or {}
+    gpus = [gpu["busy"] for gpu in load.get("gpus", ()) if gpu["busy"] is not None]
+    return [percent(load.get("cpu")), percent(sum(gpus) / len(gpus) if gpus else None)]
 
 
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:

@@ -464,6 +464,46 @@ class RunProgress(BaseModel):
     """Whether all ranks wait, since an operator wants it."""
 
 
+class GpuLoad(BaseModel):
+    """One GPU of a node."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    index: int
+    """Its number on the machine, as ``nvidia-smi`` counts."""
+    busy: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The part of the time in which a kernel ran on it, in the driver's last sample; None if it does not say."""
+    used_bytes: int = 0
+    total_bytes: int = 0
+
+
+class NodeLoad(BaseModel):
+    """How busy the machine of a node is, or the container that its agent is in."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    cpu: float = Field(ge=0.0, le=1.0)
+    """The part of all CPUs' time that was not idle since the last report."""
+    cpus: int = 1
+    used_bytes: int = 0
+    """Memory that is not available to others."""
+    total_bytes: int = 0
+    """Memory of the machine, or the container's limit."""
+    gpus: tuple[GpuLoad, ...] = ()
+
+
+class LogTail(BaseModel):
+    """The last lines of a file that workers write to."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    ranks: tuple[int, ...]
+    """Who writes to it, as far as they have ranks."""
+    file: str
+    lines: tuple[str, ...]
+    """Oldest first."""
+
+
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
@@ -496,6 +536,8 @@ class NodeHealth(Document):
     save_interval_s: float = 0.0
     progress: RunProgress | None = None
     """Known on the node of rank 0."""
+    load: NodeLoad | None = None
+    tails: tuple[LogTail, ...] = ()
 
 
 class Incident(Document):

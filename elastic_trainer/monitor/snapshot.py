@@ -31,6 +31,8 @@ MOST_ROUNDS = 200
 MOST_INCIDENTS = 100
 MOST_NAMES = 4000
 """Maximum of node names in all rounds together; older rounds keep only their numbers."""
+SPEAKERS = 3
+"""Nodes whose last lines an incident shows."""
 GONE_STATE = "gone"
 """The state of a member of the newest round whose key is missing."""
 
@@ -55,6 +57,10 @@ class NodeStatus:
     metrics: str
     age_s: float | None
     ranks: tuple[RankStatus, ...]
+    load: Mapping[str, Any] | None = None
+    """How busy its machine is: a ``NodeLoad``."""
+    tails: tuple[Mapping[str, Any], ...] = ()
+    """What its workers wrote last: ``LogTail``; also those of a node that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,8 @@ class RunSnapshot(RunFacts):
     """Nodes that the run lost to faults and that have not been replaced."""
     departure: Mapping[str, Any] | None
     """How the last node left, if no node is present."""
+    last_lines: tuple[Mapping[str, Any], ...]
+    """What the nodes of the newest incident wrote before they were gone: a ``LogTail`` and its ``node``."""
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
 
@@ -228,9 +236,17 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         unreadable=documents.unreadable,
         lost=tuple(state.lost_nodes(documents)),
         departure=None if left is None else left.model_dump(mode="json", exclude={"version"}),
+        last_lines=last_lines(documents),
         wall=seen.wall,
         store=store,
     )
+
+
+def last_lines(documents: RunDocuments) -> tuple[Mapping[str, Any], ...]:
+    """What the nodes of the newest incident wrote before they were gone; a few nodes speak for all."""
+    last = documents.last_fault
+    gone = [node for node in (last.nodes if last is not None else ()) if node not in documents.living_nodes]
+    return tuple({"node": node, **tail} for node in gone[:SPEAKERS] for tail in _tails(documents.health.get(node)))
 
 
 def last_round(documents: RunDocuments, seen: Observed) -> LastRound | None:
@@ -310,7 +326,8 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
         slot = view.record.shard_slot if slot is None else slot
         metrics, present = health.metrics if health is not None else "", str(view.record.state)
         of = name, view.record.host, present, member is not None, group, slot, metrics
-        found.append(NodeStatus(*of, _age(seen, name), ranks))
+        load = health.load.model_dump(mode="json") if health is not None and health.load is not None else None
+        found.append(NodeStatus(*of, _age(seen, name), ranks, load, _tails(health)))
     first = {name: member.first_rank for name, member in taking_part.items()}
     found.sort(key=lambda node: (node.node not in first, first.get(node.node, 0), node.node))
     members = documents.round.members if documents.round is not None and not documents.closed else ()
@@ -319,8 +336,13 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
         group, slot = slots.get(member.node, (None, None))
         of = member.node, "", GONE_STATE, True, group, slot, ""
         lost = _ranks(member, member.local_world_size, None, nobody)
-        found.append(NodeStatus(*of, _age(seen, member.node), lost))
+        tails = _tails(documents.health.get(member.node))
+        found.append(NodeStatus(*of, _age(seen, member.node), lost, tails=tails))
     return tuple(found)
+
+
+def _tails(health: NodeHealth | None) -> tuple[Mapping[str, Any], ...]:
+    return tuple(each.model_dump(mode="json") for each in health.tails) if health is not None else ()
 
 
 def _slots(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:

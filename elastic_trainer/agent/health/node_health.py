@@ -30,6 +30,7 @@ from typing import Final
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.workers import hang_rules
+from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -123,6 +124,8 @@ class HealthPorts:
     saves: SaveRequests
     orders: RunOrders
     hung: HungWorkers
+    machine: Machine
+    tails: LogTails
     round_now: Callable[[], RoundDocument | None]
     give_up: Callable[[int, str], None]
 
@@ -328,6 +331,8 @@ class Health:
             saves_failing=self._saves_failing,
             save_interval_s=head.pulse.save_interval_s if head is not None else 0.0,
             progress=progress_of(head) if head is not None else None,
+            load=self._ports.machine.load(),
+            tails=self._ports.tails.read(readings),
         )
 
     def _notice(self, counters: Mapping[str, float]) -> None:

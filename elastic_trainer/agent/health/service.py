@@ -38,6 +38,7 @@ from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.progress import ProgressReports
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor_shell import records_of
+from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -112,6 +113,8 @@ class HealthService:
             SaveRequests(store, keys, self._node),
             RunOrders(store, keys, self._node),
             self.hung,
+            Machine(),
+            LogTails(options.log_lines),
             lambda: member.observation().round,
             self._give_up,
         )

@@ -15,14 +15,14 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.health.node_health import HealthStore
@@ -115,7 +115,7 @@ _NO_NAME = "none"
 """torchrun's default for ``--rdzv-id``."""
 KEEP_S = 7 * 24 * 3600.0
 """How long a report stays for comparison with newcomers; it outlives its node, for the node's successor."""
-_WRONG = "a worker reported a wrong configuration; a retry cannot help"
+_WRONG = "that is a wrong configuration, so a retry cannot help"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it forms."""
         if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._is_misconfigured():
-            logger().error("node.given_up", reason=_WRONG)
-            raise SystemExit(EXIT_CONFIG)
+            wrong = f"{self._describe_deaths(failures())}; {_WRONG}"
+            logger().error("node.given_up", reason=wrong)
+            raise SystemExit(EXIT_CONFIG) from ConfigError(wrong)
         try:
             return self._join()
         except RunClosedError as error:
@@ -325,7 +326,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return None
         died = ""
         if isinstance(error, ChildFailedError):
-            died = self._deaths.describe(by_rank(error.failures, node.health.pages.ranks()), node.health.pages.said())
+            died = self._describe_deaths(error.failures)
         parting = exit_reason_of(error, made_steps=self._worked, died=died)
         if parting is None:
             return None
@@ -432,11 +433,17 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             logger().info("workers.restarted", node=self.node_id, reason=RESTARTED)
             return RESTARTED
         failed = by_rank(found, node.health.pages.ranks())
-        told = self._died = self._deaths.describe(failed, node.health.pages.said())
+        told = self._died = self._describe_deaths(found)
         logger().warning("worker.died", reason=told)
         number = self._current.number if self._current is not None else 0
         node.health.health.add_note("worker_died", told, tuple(sorted(failed)), number)
         return told
+
+    def _describe_deaths(self, found: Mapping[int, ProcessFailure]) -> str:
+        if self._node is None:
+            return self._deaths.describe(found, {})
+        pages = self._node.health.pages
+        return self._deaths.describe(by_rank(found, pages.ranks()), pages.said())
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Announce that this node left its round, if that was still in effect; whether by agreement, and why."""

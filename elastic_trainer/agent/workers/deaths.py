@@ -25,6 +25,7 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.workers.conductor import FalseStart
+from elastic_trainer.agent.workers.machine import last_lines
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import LONGEST_LINE
@@ -53,7 +54,7 @@ class Deaths:
                 how += ", because its cgroup was out of memory"
         else:
             how = f"ended with exit code {first.exitcode}"
-        why = said.get(first.pid, "") or " ".join(_recorded(first).split())[:LONGEST_LINE]
+        why = said.get(first.pid, "") or " ".join((_recorded(first) or _written(first)).split())[:LONGEST_LINE]
         return f"worker {first.local_rank} (rank {rank}) {how}" + (f": {why}" if why else "")
 
     def _kills(self) -> int:
@@ -97,6 +98,11 @@ def _recorded(failure: ProcessFailure) -> str:
     said: Any = failure.error_file_data.get("message")
     said = said.get("message") if isinstance(said, dict) else None
     return said if isinstance(said, str) else ""
+
+
+def _written(failure: ProcessFailure) -> str:
+    """The last line of its error output, if that went to a file of its own (torchrun's ``--redirects``, ``--tee``)."""
+    return next(iter(last_lines(Path(failure.error_file).with_name("stderr.log"), 1)), "")
 
 
 def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:

@@ -33,7 +33,7 @@ from elastic_trainer.monitor.attention import UNHEARD_S, listed
 from elastic_trainer.monitor.snapshot import RunSnapshot, RunSummary
 from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.telemetry.families import GAUGES, Gauge, Unit
-from elastic_trainer.wording import counted, fixed, how_far, whole
+from elastic_trainer.wording import counted, fixed, how_far, ranges, whole
 
 Json = Mapping[str, Any]
 NONE: Final = "\N{EN DASH}"
@@ -318,6 +318,7 @@ def node_table(snapshot: Json, choice: Choice) -> dict[str, Any]:
         "rows": found if choice.every else found[:SHOWN_NODES],
         "found": len(found),
         "there": len(nodes),
+        "gpus": any((each.get("load") or {}).get("gpus") for each in told),
         "choice": choice,
         "blocks": blocks,
         "kinds": [(kind, _KINDS.get(kind) or named("phases", kind)["label"]) for kind in met],
@@ -349,8 +350,38 @@ def _node(node: Json, small: bool, choice: Choice) -> dict[str, Any]:
         "pace": median(paces) if paces else None,
         "slowest": max(slow, default=None),
         "metrics": f"{metrics}/metrics" if re.match(r"https?://[^/]", metrics) else "",
+        "loads": loads(node.get("load") or {}),
+        "tails": tails(node.get("tails")),
         "opened": bool(ranks) and small != (name in choice.turned),
     }
+
+
+def loads(load: Json) -> list[dict[str, str]]:
+    """The CPUs and GPUs of a node in words, each with what belongs beside it; for GPUs the mean and the sums."""
+    gpus = load.get("gpus") or ()
+    busy = [each["busy"] for each in gpus if each.get("busy") is not None]
+
+    def memory(parts: Sequence[Json]) -> str:
+        used, total = (sum(each.get(name) or 0 for each in parts) for name in ("used_bytes", "total_bytes"))
+        return f"{size(used)} of {size(total)}" if total else ""
+
+    return [
+        {"busy": percent(load.get("cpu")), "memory": memory([load]), "of": f"{count(load.get('cpus'))} CPUs"},
+        {
+            "busy": percent(sum(busy) / len(busy)) if busy else NONE,
+            "memory": memory(gpus),
+            "of": ", ".join(f"GPU {each['index']}: {percent(each.get('busy'))}, {memory([each])}" for each in gpus),
+        },
+    ]
+
+
+def tails(told: Sequence[Json] | None) -> list[Json]:
+    """The last lines of logs, with whose they are."""
+
+    def of(numbers: Sequence[int]) -> str:
+        return f"{'rank' if len(numbers) == 1 else 'ranks'} {ranges(numbers)}" if numbers else "workers without a rank"
+
+    return [{**each, "of": of(each.get("ranks") or ())} for each in told or ()]
 
 
 def _block(node: Json) -> dict[str, Any]:
@@ -705,6 +736,7 @@ def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
         attention=notes,
         worst=worst(state["look"], notes),
         calm=calm(snapshot),
+        last_lines=tails(snapshot["last_lines"]),
         incidents=[incident_row(each) for each in happened[:MOST_ROWS]],
         steps_lost=[steps for each in happened if (steps := number(each.get("steps_lost")))],
         faults=len(happened),

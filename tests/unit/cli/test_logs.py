@@ -11,9 +11,10 @@ import pytest
 
 from elastic_trainer.agent.health.service import log_location
 from elastic_trainer.cli import logs
-from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
+from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, show, span_s, whereabouts
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.membership.documents import LogTail
 from tests.support.monitored import health, run
 
 NOW = datetime(2026, 11, 23, 3, 0, 0).timestamp()
@@ -48,6 +49,16 @@ def test_a_rank_is_found_on_its_node_of_the_newest_round() -> None:
 )
 def test_what_is_elsewhere_has_a_command(location: str, said: str) -> None:
     assert whereabouts(NodeLog("n0", "h", location), "10m") == said
+
+
+def test_of_what_is_elsewhere_the_last_lines_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """As its node has told."""
+    tail = LogTail(ranks=(0,), file="/var/log/n0", lines=("step 7", "Killed"))
+    (found,) = of_run(run(1, health={"n0": health("n0", host="elsewhere", logs="file:/var/log/n0", tails=(tail,))}))
+    show([found], None)
+    assert capsys.readouterr().out == (
+        "node n0 (ranks 0-1): /var/log/n0 on elsewhere\n  last lines of /var/log/n0:\n    step 7\n    Killed\n"
+    )
 
 
 def test_lines_are_new_by_their_time() -> None:

@@ -20,7 +20,7 @@ from elastic_trainer.cli.monitor import listen_address
 from elastic_trainer.cli.status import list_view, run_view, show_live, show_plain
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.membership.documents import Incident, JournalEntry, RoundState, Saved
+from elastic_trainer.membership.documents import GpuLoad, Incident, JournalEntry, NodeLoad, RoundState, Saved
 from elastic_trainer.monitor.reading import RunReading, StoreReading
 from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
 from elastic_trainer.monitor.state import Observed, Observer
@@ -89,6 +89,15 @@ def test_with_many_ranks_a_node_is_one_row() -> None:
     for part in ("0-7", "7 data, 1 checkpoint", "straggler 11", "40-47"):
         assert part in text, text
     assert text.count("\n") < 20
+
+
+def test_a_node_shows_how_busy_its_machine_is() -> None:
+    """Once, with its first rank."""
+    gpus = tuple(GpuLoad(index=index, busy=busy) for index, busy in enumerate((0.9, 0.5, None)))
+    told = {"n0": health("n0", [rank(0), rank(1, 1)], load=NodeLoad(cpu=0.253, cpus=16, gpus=gpus))}
+    text = printed(run_view(snapshot(run(1, health=told), Observed()), wide=True), 400)
+    assert [line.split()[1] for line in text.splitlines() if "25.3 %" in line and "70.0 %" in line] == ["n0"]
+    assert text.count("25.3 %") == 1
 
 
 LONG = "gpu-a100-pool-0017"

@@ -17,7 +17,7 @@ from rich.console import Console
 from elastic_trainer.cli import events, status
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.channel import Progress
-from elastic_trainer.membership.documents import Document, RoundState, RunProgress, Spec
+from elastic_trainer.membership.documents import Document, GpuLoad, LogTail, NodeLoad, RoundState, RunProgress, Spec
 from elastic_trainer.monitor.reading import Reader
 from elastic_trainer.monitor.serve import Board, MonitorSite
 from elastic_trainer.monitor.snapshot import listing, snapshot, summary
@@ -47,6 +47,10 @@ HOSTILE: tuple[Any, ...] = (
 FAR = RunProgress(step=3, epoch=0, epochs=2, last_step=6, part=0.5, left_s=9.5, lr=0.1)
 
 
+LOAD = NodeLoad(cpu=0.5, cpus=8, used_bytes=1, total_bytes=9, gpus=(GpuLoad(index=0, busy=0.5, total_bytes=4),))
+TAILS = (LogTail(ranks=(0, 1), file="/logs/n0", lines=("one", "two")),)
+
+
 def good() -> dict[str, Any]:
     """The documents of a run, as plain values by key."""
     documents: dict[str, Document | Progress] = {
@@ -54,7 +58,13 @@ def good() -> dict[str, Any]:
         KEYS.node("n0"): record(),
         KEYS.node("n1"): record(),
         KEYS.node_health("n0"): health(
-            "n0", [rank(0), rank(1, 1)], {"seconds.training": 5.0, "samples": 9.0}, loss=0.5, progress=FAR
+            "n0",
+            [rank(0), rank(1, 1)],
+            {"seconds.training": 5.0, "samples": 9.0},
+            loss=0.5,
+            progress=FAR,
+            load=LOAD,
+            tails=TAILS,
         ),
         KEYS.event(4): entry(1),
         KEYS.incident(1): incident(1),

@@ -85,6 +85,26 @@ def test_tables_have_what_is_known_of_rounds_incidents_and_nodes() -> None:
     assert notes[1] == "The last 2 saves failed."
 
 
+def test_a_node_shows_its_load_and_what_its_workers_wrote_last() -> None:
+    """GPUs have a column if any node has one; the lines are those of whoever writes to the file, and text."""
+    gpus = [
+        {"index": index, "busy": busy, "used_bytes": 2**34, "total_bytes": 2**36}
+        for index, busy in enumerate((0.9, 0.5, None))
+    ]
+    load = {"cpu": 0.253, "cpus": 16, "used_bytes": 2**33, "total_bytes": 2**35, "gpus": gpus}
+    snapshot = snapshots.healthy()
+    first, second = snapshot["nodes"][:2]
+    assert page.run_page(snapshot).count("GPU") == 0
+    tails = [{"ranks": [0, 1], "file": "/logs/<n0>", "lines": ["step 7", "<b>Killed</b>"]}]
+    told = snapshot | {"nodes": [first | {"load": load, "tails": tails}, second]}
+    html = page.run_page(told)
+    rows = table(html, "Nodes and ranks")
+    assert rows[0][6:8] == ["25.3 %8.6 GB of 34.4 GB", "70.0 %51.5 GB of 206 GB"]
+    assert [NONE, NONE] in [row[6:8] for row in rows]
+    (figure,) = part(html, "Nodes and ranks").findall(".//figure[@class='log']")
+    assert words(figure) == "Last lines of ranks 0-1 /logs/<n0> step 7 <b>Killed</b>"
+
+
 def test_the_list_shows_every_run() -> None:
     first = parsed(page.runs_page(snapshots.listing())).findall(".//tbody/tr")[0]
     said = "gpt-small-07|Training for 21 min|nothing|48,210|2.087|6|3 of 2 to 4|96.8 %|Worker lost 21 min ago"

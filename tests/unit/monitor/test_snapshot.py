@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.ipc.channel import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import GONE, NodeState, RoundState, Saved
+from elastic_trainer.membership.documents import GONE, LogTail, NodeLoad, NodeState, RoundState, Saved
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.snapshot import (
     MOST_NAMES,
@@ -40,7 +40,7 @@ def test_the_fields_are_those_of_the_contract() -> None:
     values = json.loads(as_json(snapshot(run(), SEEN)))
     assert set(values) >= CONTRACT
     assert set(values["nodes"][0]) == {
-        *("node", "host", "state", "in_round", "group", "place", "metrics", "age_s", "ranks")
+        *("node", "host", "state", "in_round", "group", "place", "metrics", "age_s", "ranks", "load", "tails")
     }
     assert set(values["nodes"][0]["ranks"][0]) >= {
         *("rank", "local_rank", "pid", "phase", "phase_s", "still_s", "step", "step_s", "compute_s", "device"),
@@ -91,6 +91,21 @@ def test_a_newcomer_has_no_rank_and_a_lost_member_is_gone() -> None:
     assert [each["rank"] for node in told for each in node.ranks] == [0, 2, None, 1]
     n1 = snapshot(run(2, 2, health={"n1": health("n1", [rank(5, 1, phase="checkpoint", pid=77)])}), SEEN).nodes[1]
     assert [(each["rank"], each["phase"], each["pid"]) for each in n1.ranks] == [(2, None, None), (3, "checkpoint", 77)]
+
+
+def test_the_last_lines_of_a_node_that_is_gone_are_kept() -> None:
+    """They say how it died; how busy its machine was is old news."""
+    load = NodeLoad(cpu=0.5, cpus=8, used_bytes=3, total_bytes=4)
+    tails = (LogTail(ranks=(1,), file="/logs/n1", lines=("out of memory",)),)
+    documents = run(2, 1, health={name: health(name, load=load, tails=tails) for name in ("n0", "n1")})
+    nodes = {"n0": documents.nodes["n0"]}
+    told = {each.node: each for each in snapshot(replace(documents, nodes=nodes), SEEN).nodes}
+    assert (told["n1"].state, told["n1"].tails, told["n1"].load) == ("gone", told["n0"].tails, None)
+    assert told["n1"].tails == ({"ranks": [1], "file": "/logs/n1", "lines": ["out of memory"]},)
+    assert told["n0"].load == load.model_dump(mode="json")
+    lost = replace(documents, nodes=nodes, incidents=(incident(1),))
+    assert snapshot(lost, SEEN).last_lines == ({"node": "n1", **told["n1"].tails[0]},)
+    assert snapshot(replace(lost, nodes=documents.nodes), SEEN).last_lines == ()
 
 
 def test_stragglers_are_marked_among_the_ranks_of_the_round() -> None:

@@ -29,6 +29,7 @@ from elastic_trainer.agent.health.node_health import (
 )
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.workers.hang_rules import HangLimits
+from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.watchdog import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
@@ -128,6 +129,8 @@ class Desk:
             SaveRequests(MemoryStore(), KEYS, "a"),
             RunOrders(MemoryStore(), KEYS, "a"),
             self.judge,
+            Machine({"CUDA_VISIBLE_DEVICES": ""}),
+            LogTails(8),
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),
         )

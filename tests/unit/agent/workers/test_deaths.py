@@ -13,8 +13,15 @@ from elastic_trainer.agent.workers.deaths import Deaths, by_rank, own_events, wr
 from elastic_trainer.errors import last_line
 
 
-def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1) -> Any:
-    return SimpleNamespace(exitcode=exitcode, pid=pid, local_rank=1, timestamp=at, error_file_data={"message": message})
+def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1, error_file: str = "/nowhere") -> Any:
+    return SimpleNamespace(
+        exitcode=exitcode,
+        pid=pid,
+        local_rank=1,
+        timestamp=at,
+        error_file=error_file,
+        error_file_data={"message": message},
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,6 +38,17 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
 )
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
     assert Deaths(tmp_path / "memory.events").describe(failures, said) == told
+
+
+def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
+    """Its last line, where it has no better words."""
+    (tmp_path / "stderr.log").write_text("warming up\n\x1b[31mscript.py: error: no such option: --lr2\x1b[0m\n\n")
+    found = {0: failure(2, error_file=str(tmp_path / "error.json"))}
+    subject = Deaths(tmp_path / "memory.events")
+    assert subject.describe(found, {}) == (
+        "worker 1 (rank 0) ended with exit code 2: script.py: error: no such option: --lr2"
+    )
+    assert subject.describe(found, {7: "ValueError: x"}) == "worker 1 (rank 0) ended with exit code 2: ValueError: x"
 
 
 def test_ranks_are_those_of_the_round() -> None:
