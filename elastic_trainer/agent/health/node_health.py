@@ -331,7 +331,7 @@ class Health:
             saves_failing=self._saves_failing,
             save_interval_s=head.pulse.save_interval_s if head is not None else 0.0,
             progress=progress_of(head) if head is not None else None,
-            load=self._ports.machine.load(),
+            load=self._ports.machine.usage(),
             tails=self._ports.tails.read(readings),
         )
 

@@ -38,7 +38,7 @@ class Machine:
         self._gpus = _visible(environ.get("CUDA_VISIBLE_DEVICES"))
         psutil.cpu_percent()  # the first call only begins to count
 
-    def load(self) -> NodeLoad:
+    def usage(self) -> NodeLoad:
         """The mean since the last call (CPUs), since a moment of the driver's choice (GPUs), and the memory now."""
         memory = psutil.virtual_memory()
         used, total = memory.total - memory.available, memory.total

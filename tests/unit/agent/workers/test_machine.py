@@ -14,6 +14,7 @@ import pytest
 
 from elastic_trainer.agent.workers.machine import LINE, LogTails, Machine, last_lines
 from elastic_trainer.membership.documents import GpuLoad
+from tests.support.waiting import eventually
 from tests.unit.agent.readings import reading
 
 
@@ -23,9 +24,8 @@ def test_a_busy_process_is_seen_in_the_load(tmp_path: Path) -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         spent = psutil.Process(busy.pid)
-        while spent.cpu_times().user < 0.5:
-            pass
-        found = subject.load()
+        eventually(lambda: spent.cpu_times().user >= 0.5, "it has worked for a while")
+        found = subject.usage()
     finally:
         busy.kill()
         busy.wait()
@@ -40,10 +40,10 @@ def test_a_container_s_limit_counts_as_its_memory(tmp_path: Path) -> None:
     """What the kernel would drop before it kills is not used: pages of files that nobody has read lately."""
     for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 400\ninactive_file 250\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    found = Machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).load()
+    found = Machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).usage()
     assert (found.used_bytes, found.total_bytes) == (450, 1000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert Machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).load().total_bytes == psutil.virtual_memory().total
+    assert Machine({"CUDA_VISIBLE_DEVICES": ""}, tmp_path).usage().total_bytes == psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gpus_are_those_that_the_job_may_use(
     }
     for name, value in told.items():
         monkeypatch.setattr(pynvml, name, value)
-    found = Machine({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}).load().gpus
+    found = Machine({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}).usage().gpus
     of = {index: GpuLoad(index=index, busy=(0.75, None)[index], used_bytes=3, total_bytes=8) for index in (0, 1)}
     assert found == tuple(of[index] for index in indices)
 
@@ -106,19 +106,18 @@ def test_the_lines_of_a_dead_worker_stay_until_another_has_its_place(tmp_path: P
     """Workers that share a file have one tail; all together have the lines that were asked for."""
     shared, own = tmp_path / "shared", tmp_path / "own"
     tails = LogTails(4)
-    script = "import sys, time; print('\\n'.join(map(str, range(9))), flush=True); time.sleep(600)"
+    script = "import os, time; os.write(1, b'0\\n1\\n2\\n3\\n4\\n'); time.sleep(600)"  # one write: no torn lines
     workers = []
     for file in (shared, shared, own):
         with file.open("a") as output:
             workers.append(subprocess.Popen([sys.executable, "-c", script], stdout=output, stderr=subprocess.STDOUT))
     try:
-        while len(shared.read_text().split()) < 18 or len(own.read_text().split()) < 9:
-            pass
+        eventually(lambda: (shared.stat().st_size, own.stat().st_size) == (20, 10), "they have written")
         living = [reading(pid=each.pid, slot=slot, rank=slot + 4) for slot, each in enumerate(workers)]
         found = tails.read(living)
         assert [(each.ranks, each.file, each.lines) for each in found] == [
-            ((4, 5), str(shared), ("7", "8")),
-            ((6,), str(own), ("7", "8")),
+            ((4, 5), str(shared), ("3", "4")),
+            ((6,), str(own), ("3", "4")),
         ]
     finally:
         for each in workers:
@@ -126,12 +125,11 @@ def test_the_lines_of_a_dead_worker_stay_until_another_has_its_place(tmp_path: P
             each.wait()
     with own.open("a") as output:
         output.write("ValueError: shapes do not match\n")
-    assert tails.read([])[1].lines == ("8", "ValueError: shapes do not match")
+    assert tails.read([])[1].lines == ("4", "ValueError: shapes do not match")
     with (tmp_path / "fresh").open("w") as output:
         fresh = subprocess.Popen(["sh", "-c", "echo again; exec sleep 600"], stdout=output)
     try:
-        while not (tmp_path / "fresh").read_text():
-            pass
+        eventually((tmp_path / "fresh").read_text, "it has written")
         found = tails.read([reading(pid=fresh.pid, slot=2, rank=6)])
         assert [each.lines for each in found if each.ranks == (6,)] == [("again",)]
     finally:
