@@ -23,6 +23,7 @@ ENV_LOG_LEVEL: Final = "ELASTIC_TRAINER_LOG_LEVEL"
 ENV_LOG_FORMAT: Final = "ELASTIC_TRAINER_LOG_FORMAT"
 ENV_LEAVE_WITHIN: Final = "ELASTIC_TRAINER_LEAVE_WITHIN"
 ENV_ENDPOINT: Final = "ELASTIC_TRAINER_ENDPOINT"
+ENV_REPLAY: Final = "ELASTIC_TRAINER_REPLAY"
 ENV_KUBE_JOB: Final = "ELASTIC_TRAINER_KUBE_JOB"
 
 KUBEFLOW_VARIABLES: Final = (
@@ -118,6 +119,10 @@ MEANINGS: Final = {
         "the network interface for gloo. Where unset, each group of a `Session`'s job uses the loopback if all its "
         "ranks are on one machine, else the address that this node announces (`interface`), or without an agent the "
         "one that reaches rank 0; `/etc/hosts` does not matter",
+    ),
+    ENV_REPLAY: (
+        "`elastic-trainer replay`",
+        "JSON: the directory in which the script's Session works, the step it stops behind, samples it leaves out",
     ),
     ENV_KUBE_JOB: (
         "you, k8s/components/progress",

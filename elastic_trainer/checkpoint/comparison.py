@@ -63,8 +63,11 @@ class Differences:
 
 
 def compare(left: CheckpointSource, right: CheckpointSource) -> Differences:
-    """Read both; tensors are read only where their files differ."""
-    leaves = [outline(read_skeleton(each.files, each.manifest), each.manifest.name) for each in (left, right)]
+    """Read both; tensors are read only where their files differ. How they came to be, their ledger, is left out."""
+    leaves = [
+        {path: leaf for path, leaf in outline(read_skeleton(*each), name).items() if path[:1] != ("ledger",)}
+        for each, name in (((side.files, side.manifest), side.manifest.name) for side in (left, right))
+    ]
     values = tuple(_values(*({p: e for p, e in side.items() if e.tensor is None} for side in leaves)))
     found, equal = _tensors(left, right, *leaves)
     return Differences(tuple(_facts(left.manifest, right.manifest)), values, tuple(found), equal)

@@ -16,7 +16,7 @@ import atexit
 import multiprocessing
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -92,7 +92,8 @@ class Batch:
         makes the gradient that of the sum over all samples present, divided by N.
         """
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
-        self.global_size = len(whole.ids) if whole is not None else len(ids)
+        self.global_size = self.covers = len(whole.ids) if whole is not None else len(ids)
+        """Samples of the global batch, and how many of the epoch's order it takes: a replay may leave some out."""
         self.start = offset + (whole.cursor.samples if whole is not None else 0)
         self.following = whole.following if whole is not None else None
         self.number, self.parts = number, parts
@@ -249,12 +250,15 @@ class Source(Protocol):
 class Sampler:
     """Draws the batches of an epoch plan. ``even``: see :func:`elastic_trainer.data.plan.share`.
 
-    ``until`` is the epoch before which drawing ends, where that is known: data may be fetched ahead up to there.
+    ``until`` is the epoch before which drawing ends, where that is known: data may be fetched ahead up to there. A
+    replay draws ``without`` some samples: their micro-batches are smaller, and weigh less.
     """
 
-    def __init__(self, source: Source, plan: EpochPlan, *, even: bool = False, until: int = 0) -> None:
+    def __init__(
+        self, source: Source, plan: EpochPlan, *, even: bool = False, until: int = 0, without: Collection[int] = ()
+    ) -> None:
         self.plan = plan
-        self._source, self._even, self._until = source, even, until
+        self._source, self._even, self._until, self._without = source, even, until, list(without)
         self._course: Course | None = None
 
     def draw(self, cursor: Cursor, rank: int, world: int, halvings: int = 0) -> Batch:
@@ -273,21 +277,28 @@ class Sampler:
         return self._batch(whole, spanning(pieces), size, micro_batches)
 
     def _batch(self, whole: GlobalBatch, piece: Piece, size: int | None, parts: tuple[Batch, ...] = ()) -> Batch:
-        request = asked(whole, piece, span=bool(parts))
+        request, weight, size_left = asked(whole, piece, span=bool(parts)), piece.weight, len(whole.ids)
+        if self._without:
+            left = request.ids[~np.isin(request.ids, self._without)]
+            size_left = int(np.sum(~np.isin(whole.ids, self._without)))
+            weight *= left.size / request.ids.size * len(whole.ids) / max(1, size_left)
+            request.ids = left if left.size else request.ids  # a rank computes something, whatever its weight
         number = None
         if size is not None and piece.counts and not parts and piece.start % size == 0:
             number = piece.start // size
-        return Batch(
+        batch = Batch(
             lambda _: self._source.draw(request),
             request.ids,
-            request.ids if piece.counts else request.ids[:0],
-            weight=piece.weight,
+            request.ids if weight else request.ids[:0],
+            weight=weight,
             whole=whole,
             offset=piece.start,
             number=number,
             parts=-(-len(whole.ids) // size) if size is not None else 1,
             micro_batches=parts,
         )
+        batch.global_size = size_left
+        return batch
 
 
 _DIED = "DataLoader worker"
@@ -371,7 +382,7 @@ class LoaderSource:
     """
 
     def __init__(self, loader: DataLoader[Any], dataset: Any, seed: int, device: torch.device) -> None:
-        self._loader, self._dataset, self._device = weakref.ref(loader), dataset, device
+        self._loader, self.dataset, self._device = weakref.ref(loader), dataset, device
         self._seed = key(LOADER, seed)
         self._upcoming = Upcoming()
         self._future: Callable[[SampleRequest], Iterator[SampleRequest]] = lambda request: iter([request])
@@ -418,8 +429,8 @@ class LoaderSource:
         if request.epoch != self._epoch:
             self.close()
             self._epoch = request.epoch
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(request.epoch)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(request.epoch)
         upcoming = self._upcoming
         if not any(task.course == upcoming.course and alike(task.request, request) for task in upcoming.sent):
             upcoming.aim(takewhile(lambda each: each.epoch == request.epoch, self._future(request)))

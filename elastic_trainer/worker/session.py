@@ -67,7 +67,7 @@ from elastic_trainer.worker.state.restore import packed, unpacked
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import OptimizerSet, Position, SchedulerSet, Stateful, check_part
 from elastic_trainer.worker.steps.engine import BoundaryAction, ManualStep, Step, WorkerContext
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, as_asked
 from elastic_trainer.worker.steps.training import Training, Wrapped
 
 Result = TypeVar("Result")
@@ -133,6 +133,7 @@ class Session:
             checks=checks,
             group=group,
         )
+        options = as_asked(options)
         self._options = options
         self.environment = self_started(settings.worker_environment(), init_method, rank, world_size)
         self._position = Position()

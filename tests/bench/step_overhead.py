@@ -19,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,11 +30,17 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.clock import Deadline
+from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.drills.stage import IN_PLACE
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.model import Cursor
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.variables import ENV_LEDGER_DIR
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.steps.options import CheckOptions
+from elastic_trainer.worker.steps.records import StepRecords
 from tests.bench.report import (
     STEADY,
     Calibration,
@@ -98,7 +105,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{mode}: main thread's time for a step alone, us", figures[mode]["tiny"]["thread_us_more"], 60
             ),
         ]
+    figures["ledger"] = repeated(options, "a step's record in the ledger", lambda repeat: {"record_us": record_us()})
+    record = figures["ledger"]["record_us"]
+    musts.append(at_most_time("a step's record in the ledger, us (0.5 % of 20 ms)", record, 100))
     return emit(Report(options, figures, musts, calibrations=calibrations))
+
+
+def record_us(steps: int = 20_000) -> float:
+    """What it takes to make the record of a step that has a loss and a norm."""
+    feed: Any = SimpleNamespace(cut=(EpochPlan(10**6, 64), 0), kind="TensorDataset", lr_factor=1.0)
+    records = StepRecords(None, WorkerEnvironment(), feed, 0)
+    records.begin_round(Control(), DataPart(0, 2), 0, 1)
+    loss, batch = torch.tensor(1.5), SimpleNamespace(following=Cursor(0, 64), covers=64)
+    step: Any = SimpleNamespace(batch=batch, skipped=False, world_size=2, norm=torch.tensor(2.0), known_mean=None)
+    step.loss_terms = lambda: [(loss, 1.0)]
+    began = time.perf_counter()
+    for number in range(1, steps + 1):
+        step.number = number
+        records.add(step, Cursor(0, 64 * (number - 1)), 0.1)
+    return 1e6 * (time.perf_counter() - began) / steps
 
 
 def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:

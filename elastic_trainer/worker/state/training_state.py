@@ -51,6 +51,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
+class Records(Protocol):
+    """The ledger, as the state holds it."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any] | None) -> None: ...
+
+
 @dataclass(slots=True)
 class Position:
     """How far training has come. ``generation`` orders the states of different lives of the job."""
@@ -81,6 +89,8 @@ class TrainingState:
     """:mod:`~elastic_trainer.worker.state.shards`, which is slow to import; None: the state is whole."""
     own_optimizer: bool = False
     """Whether each rank has a state of the optimizer of its own."""
+    records: Records | None = None
+    """Which samples the steps have used, as far as no segment of the ledger says so."""
     made: Made = field(init=False)
     settings: dict[str, str] = field(init=False)
     """With what is trained, by name, in words."""
@@ -127,6 +137,7 @@ class TrainingState:
             "random": random_state(self.device),
             "frozen": frozen(self.module),
             "settings": dict(self.settings),
+            **({} if self.records is None else {"ledger": self.records.state()}),
         }
 
     def size(self) -> int:
@@ -186,6 +197,8 @@ class TrainingState:
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
         if "frozen" in state:  # a checkpoint of before lacks these two
             freeze(self.module, state["frozen"])
+        if self.records is not None:
+            self.records.load(state.get("ledger"))
         if "settings" in state:
             self.settings = dict(state["settings"])
         if first_rank:

@@ -76,6 +76,7 @@ from elastic_trainer.worker.state.training_state import (
 from elastic_trainer.worker.steps.audit import PassAudit
 from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
+from elastic_trainer.worker.steps.records import StepRecords
 from elastic_trainer.worker.steps.signals import Signals
 
 
@@ -104,6 +105,8 @@ class Step:
         self._count_here: float | None = None
         """The items counted on this rank, if losses are sums."""
         self._normalized = False
+        self.norm: torch.Tensor | None = None
+        """The norm of the gradients before :meth:`clip`, if that was called."""
         self._done: set[int] = set()
         """First positions of the micro-batches that have had a backward pass."""
         self._open_parts = False
@@ -291,7 +294,8 @@ class Step:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
         self._steps.scaling.unscale(self._steps.trainable.outside)
-        return self._steps.replica.clip(max_norm)
+        self.norm = self._steps.replica.clip(max_norm)
+        return self.norm
 
     def skip(self) -> None:
         """In place of ``optimizer.step()``, on all ranks alike: the step commits without an update when it ends.
@@ -324,7 +328,7 @@ class Step:
                 self._mean = self.local_mean()  # the round has ended
         if self._mean is None:
             return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
-        self._steps.knows_loss(self._mean)
+        self._steps.knows_loss(self._mean, self.number if self._control is self._steps.control else None)
         return self._mean
 
     def later_loss(self) -> LaterLoss:
@@ -336,7 +340,7 @@ class Step:
                 "later_loss() of a step without one",
                 hint="call want_loss() before backward(), and later_loss() after optimizer.step()",
             )
-        return LaterLoss(self._steps, self._control, self._pending, self._mean)
+        return LaterLoss(self._steps, self._control, self._pending, self._mean, self.number)
 
     def _global_mean(self) -> float | None:
         control = self._control
@@ -361,6 +365,19 @@ class Step:
         return self.local_sum() / total if total else None
 
     # ---- for Steps
+
+    @property
+    def known_mean(self) -> float | None:
+        """The mean loss over the global batch, where that is known without a collective."""
+        return self._mean
+
+    def loss_terms(self) -> list[tuple[torch.Tensor, float]]:
+        """Losses and factors whose products add up to :meth:`local_mean`."""
+        if self._count_here is not None:
+            own = self._count_here
+            return [(loss, 1.0 / own) for loss, weight in self._losses if weight] if own else []
+        total = sum(weight for _, weight in self._losses)
+        return [(loss, weight / total) for loss, weight in self._losses if weight] if total else []
 
     def ready(self) -> None:
         """ConfigError unless the gradients are complete and right."""
@@ -476,10 +493,13 @@ class ManualStep(Step):
 class LaterLoss:
     """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
 
-    __slots__ = ("_control", "_mean", "_pending", "_steps")
+    __slots__ = ("_control", "_mean", "_number", "_pending", "_steps")
 
-    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+    def __init__(
+        self, steps: Steps, control: Control, pending: Pending | None, mean: float | None, number: int
+    ) -> None:
         self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+        self._number = number
 
     def read(self) -> float | None:
         """The loss, after a wait if necessary; any rank may read it at any time, once.
@@ -496,7 +516,7 @@ class LaterLoss:
             except RoundBrokenError as error:
                 logger().info("loss.unknown", reason=str(error))
                 return None
-        self._steps.knows_loss(mean)
+        self._steps.knows_loss(mean, self._number)
         return mean
 
 
@@ -571,6 +591,7 @@ class Steps:
         self._context, self._feed, self._tracker = context, context.feed, context.tracker
         self.replica, self.position, self.sync, self._audit = replica, state.position, sync, audit
         self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
+        self._leading = next(iter(members_of(state.optimizer)))
         self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere)
         self.trainable = Trainable(replica.module, self._optimizer)
         seed = context.options.seed
@@ -665,9 +686,11 @@ class Steps:
         else:
             self._seed(batch)
 
-    def lr(self) -> float | None:
-        """The learning rate of the first parameter group, where it has one."""
-        lr = next(iter(members_of(self._optimizer))).param_groups[0].get("lr")
+    def lr(self, *, waits: bool = True) -> float | None:
+        """The learning rate of the first parameter group, where it has one; unless it ``waits``, none of a device."""
+        lr = self._leading.param_groups[0].get("lr")
+        if not waits and isinstance(lr, torch.Tensor) and lr.is_cuda:
+            return None
         return float(lr) if isinstance(lr, float | int | torch.Tensor) else None
 
     def _follow(self) -> None:
@@ -816,6 +839,7 @@ class Steps:
         self.position.lineage = self.position.generation
         step.committed = True
         batch, samples = step.batch, 0
+        self._context.records.add(step, self.position.cursor, self.lr(waits=False))
         if batch is not None:
             batch.used = True
             self.position.cursor = batch.following or self.position.cursor
@@ -841,6 +865,7 @@ class Steps:
     def pass_over(self, cursor: Cursor) -> None:
         """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
         self.position.step += 1
+        self._context.records.add_passed(self.position.step, self.position.cursor, cursor)
         self.position.lineage, self.position.cursor = self.position.generation, cursor
         self._tracker.note_step(self.position.step, 0, cursor)
         self._advance_schedule()
@@ -983,8 +1008,11 @@ class Steps:
 
     # ---- losses
 
-    def knows_loss(self, mean: float | None) -> None:
+    def knows_loss(self, mean: float | None, number: int | None = None) -> None:
+        """``number``: of the step whose mean over the global batch that is."""
         self._loss = self._loss if mean is None else mean
+        if mean is not None and number is not None:
+            self._context.records.know_loss(number, mean)
         self._tracker.knows_loss(mean)
 
     def loss_before(self, step: Step, reason: str) -> float:
@@ -1153,6 +1181,7 @@ class Comparison:
     round discards its comparison: the next round makes states equal anyway.
 
     ``heal`` sends the source's state to the others; None: the training stops, by DifferError on all ranks.
+    ``whole``: these are all ranks, so the ledger has the number of a state. A rank that is alone takes that too.
     """
 
     def __init__(
@@ -1161,9 +1190,13 @@ class Comparison:
         compared: Trainable,
         context: WorkerContext,
         heal: Callable[[Difference], None] | None,
+        *,
+        whole: bool = True,
     ) -> None:
+        self._whole = whole
         checks = context.options.checks
         self._control, self._compared, self._heal = control, compared, heal
+        self._records, self._alone_every = context.records, checks.compare_every_steps if control.alone else None
         self._tracker, self._node = context.tracker, context.environment.node
         self._every = 0 if control.alone else checks.compare_every_steps or 0
         self._audit_every = 0 if control.alone else checks.audit_every or 0
@@ -1171,6 +1204,11 @@ class Comparison:
         self._asked: tuple[_Taken, EqualityCheck] | None = None
 
     def after_step(self, step: int) -> None:
+        if self._alone_every:
+            self._note()  # a step later, when a device has it
+            if step % self._alone_every == 0:
+                self._take(step)
+            return
         if self._audit_every and (step + 1) % self._audit_every == 0:
             self._at_once(step)
             return
@@ -1204,12 +1242,21 @@ class Comparison:
     def _ask(self) -> None:
         taken, self._taken = self._taken, None
         if taken is not None:
-            number = xxhash.xxh3_64_intdigest(taken.bytes())
-            self._asked = taken, EqualityCheck(self._control, Purpose.COMPARE, number)
+            self._asked = taken, EqualityCheck(self._control, Purpose.COMPARE, taken.digest())
+
+    def _note(self) -> None:
+        """A rank that is alone has nobody to compare with."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._records.add_digest(taken.step, taken.digest(), on_device=taken.on_device)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, None
-        if asked is None or asked[1].wait():
+        if asked is None:
+            return
+        if asked[1].wait():
+            if self._whole:
+                self._records.add_digest(asked[0].step, asked[0].digest(), on_device=asked[0].on_device)
             return
         taken = asked[0]
         rows = [np.frombuffer(row, np.uint64).tolist() for row in self._control.gather_bytes(taken.bytes())]
@@ -1254,6 +1301,9 @@ class _Taken:
 
     def bytes(self) -> bytes:
         return np.array([self.on_device, *self.numbers()], np.uint64).tobytes()
+
+    def digest(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.bytes())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -1529,18 +1579,20 @@ class StepBoundaries(Boundaries):
     def _wishes(self) -> Flags:
         self._asked_at = self._crossing
         signals, on_demand = self._context.signals, self._rank0 and self._saver.due_on_demand()
+        replay = self._context.options.replay
         order = self._ordered()
         if self._rank0:
             self._tracker.show_lr(self._steps.lr)
         return Flags(
-            stop=not self._recovery.led and signals.requested is not None,
+            stop=(not self._recovery.led and signals.requested is not None)
+            or (replay is not None and self._steps.position.step >= replay.until),
             save=self._saver.due_by_time() or on_demand or signals.save_requested,
             nonfinite=self._own_nonfinite(),
             switch=self._recovery.knows_change(),
             copy=self._saver.wants_copy(),
             pause=order == RunOrder.PAUSE,
             restart=order == RunOrder.RESTART and self._saver.possible and not self._deaf,
-            mark=self._plan_check.fingerprint(),
+            mark=self._plan_check.fingerprint() ^ self._context.records.mark(),
         )
 
     def _ordered(self) -> str:
@@ -1556,6 +1608,7 @@ class StepBoundaries(Boundaries):
     def _follow(self, agreed: Flags, *, saved: bool) -> BoundaryAction:
         if agreed.differ:
             self._plan_check.compare()
+            self._context.records.compare(self._control)
         if agreed.nonfinite:
             self._meet_nonfinite()
         if agreed.stop:
@@ -1692,7 +1745,9 @@ class WorkerContext:
         self.owner = Owner(environment.run_name, job)
         self.manager = self._manager()
         self.ledger = Ledger(environment)
-        self.feed = DataFeed(position, placement.device, options.allow_changed, tracker, environment.node)
+        without = options.replay.without if options.replay is not None else ()
+        self.feed = DataFeed(position, placement.device, options.allow_changed, tracker, environment.node, without)
+        self.records = StepRecords(options.directory, environment, self.feed, options.seed)
         logs.bind(run=environment.run_id, node=environment.node, role="worker")
         seeds.seeder(placement.device)(seeds.key(seeds.START, options.seed))
 
@@ -1725,6 +1780,7 @@ class WorkerContext:
 
     def leave(self) -> None:
         self.feed.close()
+        self.records.close()
         self.ledger.close()
         if self.manager is not None:
             self.manager.close()
@@ -1758,6 +1814,7 @@ class WorkerContext:
 
     def report_save(self, committed: Committed) -> None:
         step = committed.entry.step
+        self.records.seal(step)
         self.ledger.write("checkpoint", step=step, name=committed.name, duration_s=committed.duration_s)
 
     def report_end(self, status: str) -> None:

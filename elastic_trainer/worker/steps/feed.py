@@ -198,11 +198,14 @@ class DataFeed:
         allow_changed: Collection[str],
         tracker: HeartbeatReporter,
         node: str = UNNAMED,
+        without: Collection[int] = (),
     ) -> None:
-        self._tracker = tracker
+        self._tracker, self._without = tracker, without
         self._position, self._device, self._allow_changed = position, device, allow_changed
         self.batch: Batch | None = None
         self._drawn_at: tuple[Cursor, int, int, int] | None = None
+        self.kind = ""
+        """The type of the data set, for people."""
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._part = DataPart(0, 1)
@@ -244,6 +247,11 @@ class DataFeed:
             batch.used = True  # by other ranks
         else:
             batch.become(self._draw(sampler))
+
+    @property
+    def cut(self) -> tuple[EpochPlan, int] | None:
+        """How the data are cut that are drawn now: the plan, and how often micro-batches were halved."""
+        return (self._sampler.plan, self.halvings) if self._sampler is not None else None
 
     @property
     def _drawn_for(self) -> tuple[Cursor, int, int, int]:
@@ -329,11 +337,15 @@ class DataFeed:
             last_step=math.ceil(steps) if steps is not None else None,
         )
         if isinstance(loading, LoaderSource):
+            self.kind = type(loading.dataset).__name__
             timed: Source = Awaited(loading, self._tracker)
         else:
+            self.kind = type(dataset).__name__
             source = self._source_of(dataset, collate, loading, plan)
             timed = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(timed, plan, even=self._part.even, until=until), epochs, steps, change)
+        return self._drawn(
+            Sampler(timed, plan, even=self._part.even, until=until, without=self._without), epochs, steps, change
+        )
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """Reuse the previous epoch's source if it fits: its data workers go on."""

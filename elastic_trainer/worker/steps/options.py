@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
 
 from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import one_of
+from elastic_trainer.variables import ENV_REPLAY
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.state.saver import Cadence, WhenBehind, Writers
 
@@ -144,6 +148,19 @@ class GroupOptions:
     (`step_timeout`, `first_step_timeout` and `phase_timeout` together, and 600 s), and 600 s where there is none."""
 
 
+class Replay(BaseModel):
+    """What ``elastic-trainer replay`` asks of a session: to compute steps again, in a directory of their own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: str
+    """Holds a copy of the checkpoint to begin from; in place of the script's."""
+    until: int
+    """The session stops once this step is committed."""
+    without: tuple[int, ...] = ()
+    """Numbers of samples that are left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """All options. ``directory`` is a path or URL; None: nothing is saved."""
@@ -157,7 +174,25 @@ class SessionOptions:
     saving: SavingOptions
     checks: CheckOptions
     group: GroupOptions
+    replay: Replay | None = None
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
+
+
+def as_asked(options: SessionOptions) -> SessionOptions:
+    """``options``, or in a replay those of the replay: nothing is saved but the ledger, each state has its digest."""
+    asked = os.environ.get(ENV_REPLAY)
+    if not asked:
+        return options
+    replay = Replay.model_validate_json(asked)
+    return replace(
+        options,
+        directory=replay.directory,
+        cadence=Cadence(None, None),
+        allow_changed=frozenset({*options.allow_changed, "run"}),
+        saving=replace(options.saving, snapshot_every_s=None),
+        checks=replace(options.checks, compare_every_steps=1, nonfinite="warn"),
+        replay=replay,
+    )

@@ -332,6 +332,7 @@ class Training:
             average=replica.averaged(wrapped.average),
             sharding=self._states.sharding,
             own_optimizer=replica.own_optimizer,
+            records=context.records,
         )
         self.state.made.check(options.allow_changed)
         self.saver = Saver(
@@ -552,6 +553,7 @@ class Training:
         self.replica.bind(control)
         self.steps.bind(control, self.recovery)
         context.feed.bind(control, self.steps.part, self.origin.fields, (given or {}).get("cut") or {})
+        context.records.begin_round(control, self.steps.part, position.step, generation)
         self._states.serve(self.saver, group)
         context.rank_context = RankContext(group, self._boundaries(control))
         self._watch(group)
@@ -594,7 +596,8 @@ class Training:
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
         mend = heal if context.options.checks.on_difference == OnDifference.HEAL else None
-        comparison = Comparison(alike, self.steps.trainable, context, mend)
+        whole = alike.world_size == control.world_size
+        comparison = Comparison(alike, self.steps.trainable, context, mend, whole=whole)
         return StepBoundaries(control, context, self.saver, self.steps, comparison, self.recovery)
 
     # ---- calls of all ranks

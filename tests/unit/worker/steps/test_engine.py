@@ -471,7 +471,8 @@ def context(
         tracker=tracker,
         signals=signals,
         feed=SimpleNamespace(plan_check=plan_check),
-        options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite)),
+        records=SimpleNamespace(mark=lambda: 0),
+        options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite), replay=None),
     )
 
 
