@@ -144,6 +144,19 @@ COMMANDS = (
         "Without torch, but for its own files. CHECKPOINT is a directory, which stands for its newest "
         "checkpoint, or DIR/NAME. NAME may be cut short, and be newest or best.",
     ),
+    Command(
+        "data",
+        "data",
+        "which samples the steps of a run used, and the proof of it",
+        "Without torch and etcd, from the checkpoint directory. Without a question: which steps are known.",
+    ),
+    Command(
+        "replay",
+        "replay",
+        "compute recorded steps again from a checkpoint, and compare",
+        "The script runs as in the run, up to STEP, in a directory of its own. Exit code 1 if losses differ by more "
+        "than rounding, or a recorded digest is not met.",
+    ),
     Command("completion", "main", "print a script that completes these commands in a shell"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
