@@ -106,9 +106,14 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, SeekableStream)
 
 
+def by_number(dataset: Any) -> bool:
+    """Whether an IterableDataset gives any sample by its number all the same, as those of LitData and MosaicML do."""
+    return type(dataset).__getitem__ is not IterableDataset.__getitem__
+
+
 def checked_length(dataset: Any) -> int:
     """The length of ``dataset``. DataError if it has none, is empty, or can neither be indexed nor sought in."""
-    if isinstance(dataset, IterableDataset) and not is_stream(dataset):
+    if isinstance(dataset, IterableDataset) and not is_stream(dataset) and not by_number(dataset):
         raise DataError(
             f"{type(dataset).__name__} is not a map-style data set, and cannot be read from a position on: after a"
             " failure the job could not go on where it was",

@@ -390,6 +390,18 @@ class Iterated(IterableDataset[int]):
         return iter(range(3))
 
 
+class ByNumber(Iterated):
+    """As the data sets of LitData and MosaicML's streaming are."""
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * index
+
+
+def test_a_stream_that_gives_samples_by_number_is_read_by_number() -> None:
+    assert checked_length(ByNumber()) == 3
+    assert Fetcher(ByNumber(), CPU)(np.array([2, 0])).data.tolist() == [20, 0]
+
+
 class Unsized(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
