@@ -37,6 +37,7 @@ from elastic_trainer.data.ledger import (
     spikes,
 )
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.store.untrusted import plain
 from elastic_trainer.wording import counted, number, ranges
 
 MOST_STEPS: Final = 1000
@@ -52,7 +53,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: elastic-trainer data runs/gpt/checkpoints 48211"
     add("run", metavar="DIR", help="the run's checkpoint directory, a path or URL, or the --run-dir of a local run")
     add("steps", nargs="?", metavar="STEP[-STEP]", help="the samples of these steps, and who computed them")
-    add("--sample", type=int, metavar="N", help="the steps that used the sample with this number")
+    add("--sample", metavar="N", help="the steps that used the sample with this number, or with this key")
     add("--spikes", action="store_true", help="the steps whose loss or gradient norm stands out, with their samples")
     add(
         "--verify",
@@ -73,10 +74,11 @@ def run_data(arguments: argparse.Namespace) -> int:
     elif arguments.spikes:
         _spikes(history, arguments)
     elif arguments.sample is not None:
-        _show(history.using(arguments.sample), arguments, brief=True, none=f"no step used sample {arguments.sample}")
+        sample = _numbered(arguments.sample, history)
+        _show(history, history.using(sample), arguments, brief=True, none=f"no step used sample {arguments.sample}")
     elif arguments.steps is not None:
         first, last = steps_of(arguments.steps, history)
-        _show(history.between(first, last), arguments, brief=False, none="nothing is known of these steps")
+        _show(history, history.between(first, last), arguments, brief=False, none="nothing is known of these steps")
     else:
         _summary(storage, history, arguments)
     return 0
@@ -144,6 +146,7 @@ def as_values(record: StepRecord, keys: Sequence[str] | None = None) -> dict[str
         "position": record.start,
         "count": record.count,
         "samples": None if samples is None else samples.tolist(),
+        "keys": None if samples is None or keys is None else {int(each): keys[each] for each in samples},
         "skipped": bool(record.flags & SKIPPED),
         "passed_over": bool(record.flags & PASSED_OVER),
         "loss": plainly(record.loss),
@@ -163,8 +166,25 @@ def plainly(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _show(records: Iterator[StepRecord], arguments: argparse.Namespace, *, brief: bool, none: str) -> None:
-    found = [as_values(each) for each in records]
+def _numbered(text: str, history: History) -> int:
+    """The number of the sample ``text``, which may be its key. ConfigError if nothing has that key."""
+    if text.isdigit():
+        return int(text)
+    for data, length in history.data():
+        keys = history.keys(data, length)
+        if keys is not None and text in keys:
+            return keys.index(text)
+    hint = "give its number, or a key as the data set has it: by key(number), or the paths of its files"
+    raise ConfigError(f"no sample is called {text!r}", hint=hint)
+
+
+def _show(
+    history: History, records: Iterator[StepRecord], arguments: argparse.Namespace, *, brief: bool, none: str
+) -> None:
+    found = []
+    for record in records:
+        keys = history.keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
+        found.append(as_values(record, keys))
     if arguments.output is not None:
         print(written(found, arguments.output))
         return
@@ -174,7 +194,7 @@ def _show(records: Iterator[StepRecord], arguments: argparse.Namespace, *, brief
         print(_line(each))
         if not brief:
             for part in each["parts"]:
-                _print_part(part)
+                _print_part(part, each["keys"])
 
 
 def _line(each: dict[str, Any]) -> str:
@@ -195,13 +215,14 @@ def _line(each: dict[str, Any]) -> str:
     return "\n  ".join([f"step {each['step']}: {used}", *([", ".join(told)] if told else [])])
 
 
-def _print_part(part: dict[str, Any]) -> None:
+def _print_part(part: dict[str, Any], keys: dict[int, str] | None) -> None:
     """The samples of one rank, micro-batch by micro-batch."""
     where = f" on {', '.join(part['nodes'])}" if part["nodes"] else ""
     who = f"rank{'s' * (len(part['ranks']) > 1)} {ranges(part['ranks'])}{where}"
     for place, samples in enumerate(part["micro"] or [[]]):
         title = who + (f", micro-batch {place + 1} of {len(part['micro'])}" if len(part["micro"]) > 1 else "")
-        text = f"{title}: {' '.join(map(str, samples)) or 'none'}"
+        shown = (f"{each} ({plain(keys[each])})" if keys else str(each) for each in samples)
+        text = f"{title}: {(', ' if keys else ' ').join(shown) or 'none'}"
         print(textwrap.fill(text, max(60, console().width), initial_indent="  ", subsequent_indent="    "))
 
 
@@ -230,7 +251,8 @@ def _spikes(history: History, arguments: argparse.Namespace) -> None:
     rows = []
     for step, why in found.items():
         record = next(history.between(step, step))
-        rows.append({**as_values(record), "stands_out": why})
+        keys = history.keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
+        rows.append({**as_values(record, keys), "stands_out": why})
     uses = Counter(sample for row in rows for sample in row["samples"] or ())
     shared = [(sample, times) for sample, times in uses.most_common(_SHARED) if times > 1]
     if arguments.output is not None:
@@ -245,8 +267,10 @@ def _spikes(history: History, arguments: argparse.Namespace) -> None:
         if row["samples"]:
             more = f" and {len(row['samples']) - _FEW} more" if len(row["samples"]) > _FEW else ""
             print(f"  samples {' '.join(map(str, row['samples'][:_FEW]))}{more}")
+    known = {sample: key for row in rows for sample, key in (row["keys"] or {}).items()}
     for sample, times in shared:
-        print(f"sample {sample} is in {times} of these {len(rows)} steps")
+        called = f" ({plain(known[sample])})" if sample in known else ""
+        print(f"sample {sample}{called} is in {times} of these {len(rows)} steps")
 
 
 def _standing(what: str, told: dict[str, Any]) -> str:

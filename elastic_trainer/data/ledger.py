@@ -76,6 +76,10 @@ _LENGTH: Final = struct.Struct("<I")
 NAN: Final = float("nan")
 
 
+MOST_KEYS: Final = 5_000_000
+"""Keys of a data set that are written."""
+
+
 class LedgerError(CheckpointError):
     """A record or a segment is not what was written."""
 
@@ -513,14 +517,19 @@ def parse_segment(name: str, content: bytes) -> Segment:
 
 def read_segment(files: Files, name: SegmentName) -> Segment:
     """The segment ``name``."""
-    source = files.source(str(name), FILE)
+    return parse_segment(str(name), content_of(files, str(name)))
+
+
+def content_of(files: Files, name: str) -> bytes:
+    """The file of an entry."""
+    source = files.source(name, FILE)
     try:
         content = bytearray(source.size)
         if not source.read_into(memoryview(content), 0):
             raise LedgerError(f"segment {name} is cut off")
     finally:
         source.close()
-    return parse_segment(str(name), bytes(content))
+    return bytes(content)
 
 
 def ends(files: Files, base: int) -> Iterator[Sealed]:
@@ -649,6 +658,7 @@ class History:
 
     def __init__(self, files: Files, checkpoint: Chain | None = None) -> None:
         self._files = files
+        self._keys: dict[tuple[str, int], list[str] | None] = {}
         self._tips = checkpoint.tips if checkpoint is not None else {}
         """Heads that are known from elsewhere, by step."""
         pending = checkpoint.unsealed(checkpoint.step) if checkpoint is not None else None
@@ -666,6 +676,18 @@ class History:
     def last(self) -> int:
         """The last step that is known; 0 if there is none."""
         return self.stretches[-1].until if self.stretches else 0
+
+    def data(self) -> set[tuple[str, int]]:
+        """Type and length of the data sets in use."""
+        first = (read_segment(self._files, each.name).in_force.get(Kind.PLAN.name, "") for each in self.stretches[:1])
+        plans = [*map(_object, first), *(about for _, about in self.noted(Kind.PLAN))]
+        return {(str(plan.get("data", "")), int(plan.get("length", 0))) for plan in plans if plan}
+
+    def keys(self, data: str, length: int) -> list[str] | None:
+        """See :func:`read_keys`."""
+        if (data, length) not in self._keys:
+            self._keys[data, length] = read_keys(self._files, data, length)
+        return self._keys[data, length]
 
     def between(self, first: int, last: int) -> Iterator[StepRecord]:
         """The records of the steps ``first`` to ``last``, as far as they are known."""
@@ -892,3 +914,26 @@ def spikes(steps: NDArray[Any], values: NDArray[Any], *, most: int = 20) -> list
         high = np.flatnonzero(far > STANDS_OUT)
         found += zip(steps[begin + high].tolist(), values[begin + high].tolist(), far[high].tolist(), strict=True)
     return sorted(found, key=lambda each: -each[2])[:most]
+
+
+# ---- names of samples
+
+
+def keys_name(data: str, length: int) -> str:
+    """The entry with the keys of a data set of this type and length."""
+    return f"keys-{re.sub(r'[^A-Za-z0-9_]', '_', data)}-{length}"
+
+
+def packed_keys(keys: Iterable[str]) -> bytes:
+    """The content of that entry: a JSON string on each line."""
+    packer = zlib.compressobj(6)
+    return b"".join([*(packer.compress(json.dumps(key).encode() + b"\n") for key in keys), packer.flush()])
+
+
+def read_keys(files: Files, data: str, length: int) -> list[str] | None:
+    """The keys that a data set of this type and length has for its samples, by number; None if none were written."""
+    name = keys_name(data, length)
+    if name not in files.names():
+        return None
+    lines = zlib.decompress(content_of(files, name)).splitlines()
+    return [str(json.loads(line)) for line in lines]

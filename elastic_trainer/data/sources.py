@@ -111,6 +111,26 @@ def by_number(dataset: Any) -> bool:
     return type(dataset).__getitem__ is not IterableDataset.__getitem__
 
 
+def key_of(dataset: Any) -> Callable[[int], str] | None:
+    """How the data set names a sample, if it does: by its method ``key(number)``, or by the paths of its files, as
+    torchvision's folders keep them in ``samples``. A subset names those it has chosen.
+    """
+    if type(dataset) is Subset:
+        inner, indices = key_of(dataset.dataset), dataset.indices
+        return None if inner is None else lambda number: inner(int(indices[number]))
+    if callable(own := getattr(dataset, "key", None)):
+        return lambda number: str(own(number))
+    samples = getattr(dataset, "samples", None)
+    if (
+        isinstance(samples, list | tuple)
+        and samples
+        and isinstance(samples[0], tuple)
+        and isinstance(samples[0][0], str)
+    ):
+        return lambda number: str(samples[number][0])
+    return None
+
+
 def checked_length(dataset: Any) -> int:
     """The length of ``dataset``. DataError if it has none, is empty, or can neither be indexed nor sought in."""
     if isinstance(dataset, IterableDataset) and not is_stream(dataset) and not by_number(dataset):

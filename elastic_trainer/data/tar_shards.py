@@ -304,6 +304,12 @@ class TarShards:
         sample = self._sample(path, index, number - int(self._ends[shard]) + len(index))
         return sample if self._transform is None else self._transform(sample)
 
+    def key(self, number: int) -> str:
+        """The key of sample ``number``: its files' names up to the first point."""
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        index = self._indexes[shard]
+        return index.key(number - int(self._ends[shard]) + len(index))
+
     def _sample(self, path: Path, index: TarIndex, number: int) -> dict[str, Any]:
         key = index.key(number)
         sample: dict[str, Any] = {"__key__": key}

@@ -175,6 +175,10 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
+    def key(self, index: int) -> str:
+        """The path of a sample's file below the folder."""
+        return self.files.samples[index][0]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.files.samples[index]
         return self._view(read_image(self.files.root / path)), label

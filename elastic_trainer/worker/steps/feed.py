@@ -29,7 +29,7 @@ import torch
 
 from elastic_trainer.data.plan import EpochPlan, SampleRequest
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, LoaderSource, Sampler, Source
-from elastic_trainer.data.sources import Tally, is_stream
+from elastic_trainer.data.sources import Tally, is_stream, key_of
 from elastic_trainer.data.workers import Drawn, Loading
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
@@ -206,6 +206,8 @@ class DataFeed:
         self._drawn_at: tuple[Cursor, int, int, int] | None = None
         self.kind = ""
         """The type of the data set, for people."""
+        self.key_of: Callable[[int], str] | None = None
+        """How the data set names its samples, if it does."""
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._part = DataPart(0, 1)
@@ -337,10 +339,10 @@ class DataFeed:
             last_step=math.ceil(steps) if steps is not None else None,
         )
         if isinstance(loading, LoaderSource):
-            self.kind = type(loading.dataset).__name__
+            self.kind, self.key_of = type(loading.dataset).__name__, key_of(loading.dataset)
             timed: Source = Awaited(loading, self._tracker)
         else:
-            self.kind = type(dataset).__name__
+            self.kind, self.key_of = type(dataset).__name__, key_of(dataset)
             source = self._source_of(dataset, collate, loading, plan)
             timed = source if source.immediate else Awaited(source, self._tracker)
         return self._drawn(

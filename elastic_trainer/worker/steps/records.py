@@ -11,7 +11,7 @@ import base64
 import json
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from elastic_trainer.data.ledger import (
     FILE,
     FIRST_LINK,
     FOLDER,
+    MOST_KEYS,
     NAN,
     PASSED_OVER,
     SKIPPED,
@@ -34,6 +35,8 @@ from elastic_trainer.data.ledger import (
     Sealed,
     Unsealed,
     ends,
+    keys_name,
+    packed_keys,
     sealed_segment,
 )
 from elastic_trainer.data.plan import EpochPlan
@@ -225,6 +228,9 @@ class StepRecords:
         self._take_sealed()
         self._read_late()
         if (unsealed := self._chain.unsealed(step)) is not None:
+            cut, key_of = self._feed.cut, self._feed.key_of
+            if cut is not None and key_of is not None:
+                self._sealer.keys = Keys(self._feed.kind, cut[0].length, key_of)
             self._sealer.begin(unsealed)
 
     def _take_sealed(self) -> None:
@@ -235,6 +241,15 @@ class StepRecords:
         """Wait a while for what is being written."""
         if self._sealer is not None:
             self._sealer.close(CLOSE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """How a data set of this type and length names its samples."""
+
+    data: str
+    length: int
+    key_of: Callable[[int], str]
 
 
 class Sealer:
@@ -248,6 +263,9 @@ class Sealer:
         self._last: Sealed | None = None
         self._thread: threading.Thread | None = None
         self._said = False
+        self.keys: Keys | None = None
+        """Those of the data set in use; written once."""
+        self._named = ""
 
     def begin(self, records: Unsealed) -> None:
         if self._thread is None:
@@ -291,17 +309,29 @@ class Sealer:
             logger().warning("ledger.gap", after=records.base, reason="earlier records were dropped unwritten")
         name, content, done = sealed_segment(records)
         if not self._storage.exists(str(name)):
-            self._storage.prepare()
-            temporary = f"tmp-{name}-{new_nonce()}"
-            self._storage.create(temporary, str(name))
-            sink = self._storage.sink(temporary, FILE)
-            try:
-                sink.write(memoryview(content))
-                sink.finish()
-            finally:
-                sink.abandon()
-            self._storage.publish(temporary, str(name))
+            self._put(str(name), content)
+        self._name_samples()
         return done
+
+    def _name_samples(self) -> None:
+        keys = self.keys
+        if keys is None or keys.length > MOST_KEYS or (name := keys_name(keys.data, keys.length)) == self._named:
+            return
+        self._named = name
+        if not self._storage.exists(name):
+            self._put(name, packed_keys(map(keys.key_of, range(keys.length))))
+
+    def _put(self, name: str, content: bytes) -> None:
+        self._storage.prepare()
+        temporary = f"tmp-{name}-{new_nonce()}"
+        self._storage.create(temporary, name)
+        sink = self._storage.sink(temporary, FILE)
+        try:
+            sink.write(memoryview(content))
+            sink.finish()
+        finally:
+            sink.abandon()
+        self._storage.publish(temporary, name)
 
     def _ends(self, base: int) -> Iterator[Sealed]:
         """The ends of the segments that reach beyond ``base``: an earlier rank 0 may have written what is here too."""

@@ -22,6 +22,7 @@ from elastic_trainer.data.sources import (
     checked_length,
     deterministic,
     generators,
+    key_of,
     limit,
 )
 from elastic_trainer.data.workers import Loading, SampleReader, placed, versions
@@ -400,6 +401,34 @@ class ByNumber(Iterated):
 def test_a_stream_that_gives_samples_by_number_is_read_by_number() -> None:
     assert checked_length(ByNumber()) == 3
     assert Fetcher(ByNumber(), CPU)(np.array([2, 0])).data.tolist() == [20, 0]
+
+
+class Named(Iterated):
+    """Keys of its own."""
+
+    def key(self, number: int) -> str:
+        return f"sample-{number}"
+
+
+class Folder(Iterated):
+    """As torchvision's."""
+
+    samples = (("cats/1.png", 0), ("dogs/2.png", 1), ("dogs/3.png", 1))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        (Named(), ["sample-0", "sample-2"]),
+        (Folder(), ["cats/1.png", "dogs/3.png"]),
+        (Subset(Folder(), [2, 1, 0]), ["dogs/3.png", "cats/1.png"]),
+        (Iterated(), None),
+        (tensors(), None),
+    ],
+)
+def test_a_data_set_may_name_its_samples(dataset: Any, named: list[str] | None) -> None:
+    found = key_of(dataset)
+    assert (None if found is None else [found(0), found(2)]) == named
 
 
 class Unsized(Dataset[int]):
