@@ -170,8 +170,8 @@ def _numbered(text: str, history: History) -> int:
     """The number of the sample ``text``, which may be its key. ConfigError if nothing has that key."""
     if text.isdigit():
         return int(text)
-    for data, length in history.data():
-        keys = history.keys(data, length)
+    for data, length in history.data_sets():
+        keys = history.sample_keys(data, length)
         if keys is not None and text in keys:
             return keys.index(text)
     hint = "give its number, or a key as the data set has it: by key(number), or the paths of its files"
@@ -183,7 +183,7 @@ def _show(
 ) -> None:
     found = []
     for record in records:
-        keys = history.keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
+        keys = history.sample_keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
         found.append(as_values(record, keys))
     if arguments.output is not None:
         print(written(found, arguments.output))
@@ -251,7 +251,7 @@ def _spikes(history: History, arguments: argparse.Namespace) -> None:
     rows = []
     for step, why in found.items():
         record = next(history.between(step, step))
-        keys = history.keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
+        keys = history.sample_keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
         rows.append({**as_values(record, keys), "stands_out": why})
     uses = Counter(sample for row in rows for sample in row["samples"] or ())
     shared = [(sample, times) for sample, times in uses.most_common(_SHARED) if times > 1]

@@ -677,13 +677,13 @@ class History:
         """The last step that is known; 0 if there is none."""
         return self.stretches[-1].until if self.stretches else 0
 
-    def data(self) -> set[tuple[str, int]]:
+    def data_sets(self) -> set[tuple[str, int]]:
         """Type and length of the data sets in use."""
         first = (read_segment(self._files, each.name).in_force.get(Kind.PLAN.name, "") for each in self.stretches[:1])
         plans = [*map(_object, first), *(about for _, about in self.noted(Kind.PLAN))]
         return {(str(plan.get("data", "")), int(plan.get("length", 0))) for plan in plans if plan}
 
-    def keys(self, data: str, length: int) -> list[str] | None:
+    def sample_keys(self, data: str, length: int) -> list[str] | None:
         """See :func:`read_keys`."""
         if (data, length) not in self._keys:
             self._keys[data, length] = read_keys(self._files, data, length)

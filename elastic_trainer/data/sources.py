@@ -82,6 +82,14 @@ class MapDataset(Protocol):
 
 
 @runtime_checkable
+class NamedSamples(Protocol):
+    """A data set whose samples have names, by which people know them."""
+
+    def key(self, number: int, /) -> str:
+        """The name of sample ``number``."""
+
+
+@runtime_checkable
 class SeekableStream(Protocol):
     """Samples that come in an order of their own, and can be read from any position on.
 
@@ -118,8 +126,8 @@ def key_of(dataset: Any) -> Callable[[int], str] | None:
     if type(dataset) is Subset:
         inner, indices = key_of(dataset.dataset), dataset.indices
         return None if inner is None else lambda number: inner(int(indices[number]))
-    if callable(own := getattr(dataset, "key", None)):
-        return lambda number: str(own(number))
+    if isinstance(dataset, NamedSamples):
+        return lambda number: str(dataset.key(number))
     samples = getattr(dataset, "samples", None)
     if (
         isinstance(samples, list | tuple)
