@@ -24,7 +24,6 @@ from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.manager import committed, entry, listed
 from elastic_trainer.checkpoint.reading import read_skeleton, read_tensors
 from elastic_trainer.checkpoint.storage import Storage, is_url, open_storage
-from elastic_trainer.cli.checkpoints import directory
 from elastic_trainer.cli.main import console, output_options, written
 from elastic_trainer.data.ledger import (
     FOLDER,
@@ -89,7 +88,9 @@ def opened(location: str) -> tuple[Storage, History]:
     inner = Path(location) / "checkpoints"
     if not is_url(location) and (inner / FOLDER).is_dir():
         location = str(inner)
-    storage = directory(location)
+    if not is_url(location) and not Path(location).is_dir():
+        raise ConfigError(f"there is no directory {location!r}", hint="give the checkpoint directory of a run")
+    storage = open_storage(location)
     files = open_storage(f"{location.rstrip('/')}/{FOLDER}")
     history = History(files, chain_in(storage))
     if not history.stretches:
