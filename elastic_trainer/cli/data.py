@@ -74,7 +74,9 @@ def run_data(arguments: argparse.Namespace) -> int:
         _spikes(history, arguments)
     elif arguments.sample is not None:
         sample = _numbered(arguments.sample, history)
-        _show(history, history.using(sample), arguments, brief=True, none=f"no step used sample {arguments.sample}")
+        with _progress("looking", history.last) as progress:
+            found = list(history.using(sample, progress))
+        _show(history, iter(found), arguments, brief=True, none=f"no step used sample {arguments.sample}")
     elif arguments.steps is not None:
         first, last = steps_of(arguments.steps, history)
         _show(history, history.between(first, last), arguments, brief=False, none="nothing is known of these steps")
@@ -247,7 +249,9 @@ def _spikes(history: History, arguments: argparse.Namespace) -> None:
     for name, values in (("loss", losses), ("grad_norm", norms)):
         seldom = np.isnan(values).mean() > 0.5  # then NaN is no news: it is not known
         known = ~np.isnan(values) if seldom or name == "grad_norm" else np.full(len(values), True)
-        for step, value, far in spikes(numbers[known], values[known]):
+        with _progress(f"looking at each {name.replace('grad_', 'gradient ')}", history.last) as progress:
+            standing = spikes(numbers[known], values[known], progress=progress)
+        for step, value, far in standing:
             found.setdefault(step, {})[name] = {"value": value, "deviations": far if np.isfinite(far) else None}
     rows = []
     for step, why in found.items():
@@ -281,7 +285,7 @@ def _standing(what: str, told: dict[str, Any]) -> str:
 
 
 def _verify(history: History, arguments: argparse.Namespace) -> None:
-    with _progress(history.last) as progress:
+    with _progress("verifying", history.last) as progress:
         proof = history.verify(progress)
     if arguments.output is not None:
         print(written({name: getattr(proof, name) for name in Proof.__dataclass_fields__}, arguments.output))
@@ -309,7 +313,7 @@ def _verify(history: History, arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress(last: int) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, last: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal's standard error."""
     if not sys.stderr.isatty():
         yield lambda step: None
@@ -318,5 +322,5 @@ def _progress(last: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("verifying", total=last)
+        task = bar.add_task(what, total=last)
         yield lambda step: bar.update(task, completed=step)

@@ -706,10 +706,11 @@ class History:
             made = (segment.rows["kind"] == Kind.STEP) & (numbers <= stretch.until)
             yield numbers[made], *(segment.rows[name][made] for name in names)
 
-    def using(self, sample: int) -> Iterator[StepRecord]:
+    def using(self, sample: int, progress: Callable[[int], None] = lambda step: None) -> Iterator[StepRecord]:
         """The steps that used the sample number ``sample``."""
         places: dict[tuple[str, int], NDArray[Any]] = {}
         for stretch in self.stretches:
+            progress(stretch.name.first)
             segment = read_segment(self._files, stretch.name)
             for record in records_of(segment, stretch.name.first, stretch.until):
                 if record.flags & UNKNOWN or not record.count or not record.plan:
@@ -895,7 +896,9 @@ STANDS_OUT: Final = 6.0
 """Times the median absolute deviation of those, as a normal distribution would have it, that count as a spike."""
 
 
-def spikes(steps: NDArray[Any], values: NDArray[Any], *, most: int = 20) -> list[tuple[int, float, float]]:
+def spikes(
+    steps: NDArray[Any], values: NDArray[Any], *, most: int = 20, progress: Callable[[int], None] = lambda step: None
+) -> list[tuple[int, float, float]]:
     """Steps whose value stands far above those before it, or is not finite: step, value, and how far in deviations.
 
     The deviation is the median absolute one of the WINDOW finite values before, times 1.4826 (Iglewicz and Hoaglin
@@ -910,6 +913,7 @@ def spikes(steps: NDArray[Any], values: NDArray[Any], *, most: int = 20) -> list
         before = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[: end - begin]
         middle = np.nanmedian(before, axis=1)
         spread = 1.4826 * np.nanmedian(np.abs(before - middle[:, None]), axis=1)
+        progress(int(steps[end - 1]))
         far = (values[begin:end] - middle) / np.maximum(np.maximum(spread, 1e-3 * np.abs(middle)), 1e-12)
         high = np.flatnonzero(far > STANDS_OUT)
         found += zip(steps[begin + high].tolist(), values[begin + high].tolist(), far[high].tolist(), strict=True)
