@@ -216,6 +216,16 @@ class Chain:
         self._base, self._base_head, self._link, self._in_force_before = step, head, None, {}
         self._empty()
 
+    @property
+    def base(self) -> int:
+        """The last step whose record is not here any more."""
+        return self._base
+
+    def forget(self, step: int) -> None:
+        """Rank 0 has no records up to ``step`` any more, since a segment has them."""
+        if (keep := self._place(step) + 1) and step > self._base:
+            self._drop(keep, None)
+
     # ---- where records are
 
     def _place(self, step: int) -> int:

@@ -106,9 +106,12 @@ class StepRecords:
         """A round begins behind ``step``, in which this rank computes ``part`` of the data."""
         self._part, self._cut, self._rank0 = part, None, control.rank == 0
         self._chain.end_round(step)
-        row = {"node": self._node, "part": part.rank, "reached": self._reached, "head": self._chain.head.hex()}
+        self._take_sealed()
+        head, sealed = self._chain.head.hex(), self._chain.base
+        row = {"node": self._node, "part": part.rank, "reached": self._reached, "head": head, "sealed": sealed}
         rows = [json.loads(each) for each in control.gather_bytes(json.dumps(row).encode())]
         self._settle(control, [each["head"] for each in rows])
+        self._chain.forget(rows[0]["sealed"])
         about = {"round": generation, "nodes": [each["node"] for each in rows], "from": step}
         parts = [each["part"] for each in rows]
         if parts != list(range(len(rows))):

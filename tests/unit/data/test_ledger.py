@@ -162,6 +162,7 @@ class World:
             if self.dice.random() < 0.5:  # some had noted more when the last round ended
                 each.chain.add_text(Kind.DIGEST, {"step": each.step, "digest": "0"})
             each.chain.end_round(each.step)
+            each.chain.forget(self.ranks[0].chain.base)
             each.chain.add_text(Kind.ROUND, {"round": self.round, "nodes": nodes, "from": each.step})
             each.chain.add_text(Kind.PLAN, {**CUT, "world": len(self.ranks)})
         assert len({each.chain.head for each in self.ranks}) == 1

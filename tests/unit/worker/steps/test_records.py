@@ -121,11 +121,31 @@ def test_a_segment_is_written_behind_a_checkpoint(rank: Rank) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     other = Rank(tmp_path)
-    other.begin(Ranks(1, [{"node": "a", "part": 0, "reached": 0, "head": "00" * 16}]))
+    other.begin(Ranks(1, [{"node": "a", "part": 0, "reached": 0, "head": "00" * 16, "sealed": 0}]))
     other.commit()
     other.records.seal(1)
     other.records.close()
     assert not (tmp_path / "ledger").exists()
+
+
+def test_what_rank_0_has_written_other_ranks_need_not_keep(tmp_path: Path) -> None:
+    """From the next round on; one that becomes rank 0 writes what follows."""
+    first, other = Rank(tmp_path), Rank(tmp_path)
+    for each in (first, other):
+        each.begin()
+        for _ in range(6):
+            each.commit(known_mean=1.0)
+    first.records.seal(4)
+    first.records.close()
+    row = {"node": "local", "part": 0, "reached": 6, "head": first.records._chain.head.hex(), "sealed": 4}
+    other.begin(Ranks(1, [row]), generation=2)
+    assert other.records._chain.base == 4
+    other.begin(generation=3)
+    other.commit(known_mean=2.0)
+    other.records.seal(7)
+    history = other.written()
+    assert [(each.name.first, each.name.last) for each in history.stretches] == [(1, 4), (5, 7)]
+    assert history.verify().steps == 7
 
 
 def test_a_rank_that_has_other_records_takes_those_of_rank_0(tmp_path: Path) -> None:
