@@ -43,7 +43,6 @@ def configure_events(parser: argparse.ArgumentParser) -> None:
     )
     output_options(parser)
     add("--incident", type=int, metavar="ROUND", help="all that is known of how this round ended, for a post-mortem")
-    add("--format", choices=("markdown", "json"), help="of --incident: markdown, the default, or json")
     add("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"newest lines (default: {DEFAULT_LIMIT})")
     connection.add_options(parser)
 
@@ -53,8 +52,6 @@ def run_events(arguments: argparse.Namespace) -> int:
     limit = at_least(1, arguments.limit, "--limit")
     if arguments.incident is not None and arguments.follow:
         raise ConfigError("--incident shows the past, --follow what happens from now on", hint="give one of them")
-    if arguments.format is not None and arguments.incident is None:
-        raise ConfigError("--format needs --incident", hint="give --incident ROUND too, or --json alone")
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
         keys = RunKeys(settings.prefix, arguments.run)
@@ -62,8 +59,8 @@ def run_events(arguments: argparse.Namespace) -> int:
         expect(store, settings, keys)
         show = {"json": as_json, "yaml": as_yaml, None: as_line}[arguments.output]
         if arguments.incident is not None:
-            output = arguments.output or (arguments.format == "json" and "json")
-            text = report(arguments.run, arguments.incident, past(store, keys, KEPT), as_json=bool(output))
+            output = arguments.output
+            text = report(arguments.run, arguments.incident, past(store, keys, KEPT), as_json=output is not None)
             print(written(json.loads(text), output) if output == "yaml" else text, flush=True)
             return 0
         if not arguments.follow:

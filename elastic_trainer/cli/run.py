@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.cli.main import PROGRAM, at_least, console, ensure_torch, key_values, seconds
+from elastic_trainer.cli.main import (
+    PROGRAM,
+    at_least,
+    console,
+    ensure_torch,
+    key_values,
+    output_options,
+    seconds,
+    written,
+)
 from elastic_trainer.drills.faults import Fault, FaultKind, parse_fault
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError
 from elastic_trainer.model import RecoveryMode
@@ -284,7 +292,7 @@ def configure_drill(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds allowed beyond the limit of a drill, for a machine that is busy, 0",
     )
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    output_options(parser)
     add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
     add("--keep", action="store_true", help="keep the run directory of a success too")
 
@@ -305,8 +313,8 @@ def run_drill(arguments: argparse.Namespace) -> int:
     )
     agents.preload()  # its nodes share one import of torch
     report = run_drill(options, say=lambda text: print(text, file=sys.stderr, flush=True))
-    if arguments.json:
-        print(json.dumps(report.as_json()))
+    if arguments.output is not None:
+        print(written(report.as_json(), arguments.output))
         if not report.ok:
             print(f"kept {report.directory}", file=sys.stderr)
     else:

@@ -687,11 +687,12 @@ class Steps:
             self._seed(batch)
 
     def lr(self, *, waits: bool = True) -> float | None:
-        """The learning rate of the first parameter group, where it has one; unless it ``waits``, none of a device."""
+        """The learning rate that the first parameter group is trained with, where it has one; unless it ``waits``,
+        none of a device."""
         lr = self._leading.param_groups[0].get("lr")
         if not waits and isinstance(lr, torch.Tensor) and lr.is_cuda:
             return None
-        return float(lr) if isinstance(lr, float | int | torch.Tensor) else None
+        return float(lr) * self._feed.lr_factor if isinstance(lr, float | int | torch.Tensor) else None
 
     def _follow(self) -> None:
         """Train what the script has frozen, unfrozen and regrouped since the last step."""

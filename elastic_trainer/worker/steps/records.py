@@ -138,7 +138,7 @@ class StepRecords:
             loss=loss,
             whole=mean is not None or step.world_size == 1,
             norm=NAN if norm is None or late else float(norm),
-            lr=NAN if lr is None else lr * self._feed.lr_factor,
+            lr=NAN if lr is None else lr,
         )
         if late:
             self._late.append(Late(step.number, terms, norm))

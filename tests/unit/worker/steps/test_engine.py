@@ -470,7 +470,7 @@ def context(
     return SimpleNamespace(
         tracker=tracker,
         signals=signals,
-        feed=SimpleNamespace(plan_check=plan_check),
+        feed=SimpleNamespace(plan_check=plan_check, lr_factor=1.0),
         records=SimpleNamespace(mark=lambda: 0),
         options=SimpleNamespace(checks=CheckOptions(nonfinite=nonfinite), replay=None),
     )
