@@ -57,7 +57,7 @@ _SEAL_EVERY: Final = 1 << 14
 """Steps after which a segment is written without a checkpoint."""
 _BLOCK: Final = 1 << 16
 """Records take a multiple of this in a saved state, so that its layout seldom changes."""
-CLOSE_S: Final = 10.0
+CLOSE_S: Final = 2.0
 
 
 class Step(Protocol):
