@@ -31,6 +31,7 @@ from elastic_trainer.data.ledger import (
     SKIPPED,
     Chain,
     History,
+    LedgerError,
     Proof,
     StepRecord,
     spikes,
@@ -94,7 +95,10 @@ def opened(location: str) -> tuple[Storage, History]:
         raise ConfigError(f"there is no directory {location!r}", hint="give the checkpoint directory of a run")
     storage = open_storage(location)
     files = open_storage(f"{location.rstrip('/')}/{FOLDER}")
-    history = History(files, chain_in(storage))
+    try:
+        history = History(files, chain_in(storage))
+    except OSError as error:
+        raise LedgerError(f"the ledger in {location} cannot be listed: {error.strerror or error}") from error
     if not history.stretches:
         raise ConfigError(
             f"there is no ledger in {location}",

@@ -107,36 +107,40 @@ def run_replay(arguments: argparse.Namespace) -> int:
     at_least(1, arguments.nproc_per_node, "--nproc-per-node")
     storage, history = opened(arguments.run)
     first, last = steps_of(arguments.steps, history)
-    source = newest_before(storage, first)
+    source = newest_before(storage, first, history)
     with tempfile.TemporaryDirectory(prefix="elastic-trainer-replay-") as made:
         directory = Path(made) / "checkpoints"
-        fetch(storage, source, directory)
-        say = f"from {source}, on {counted(arguments.nproc_per_node, 'rank')}"
+        begun, threads = 0, None
+        if source is not None:
+            fetch(storage, source, directory)
+            manifest = entry(storage, source).manifest
+            arithmetic, begun = manifest.fields.get("arithmetic"), manifest.step
+            threads = str(arithmetic["threads"]) if isinstance(arithmetic, dict) and "threads" in arithmetic else None
+        begin = source if source is not None else "the beginning"
+        say = f"from {begin}, on {counted(arguments.nproc_per_node, 'rank')}"
         print(f"replaying up to step {last} {say}", file=sys.stderr, flush=True)
-        arithmetic = entry(storage, source).manifest.fields.get("arithmetic")
-        threads = str(arithmetic["threads"]) if isinstance(arithmetic, dict) and "threads" in arithmetic else None
         compute(what, arguments.nproc_per_node, directory, last, arguments.without, threads)
         if arguments.keep is not None:
             shutil.copytree(directory, arguments.keep, dirs_exist_ok=True)
         again = _again(directory, last)
-        begun = entry(storage, source).step
         pairs = zip(history.between(begun + 1, last), again.between(begun + 1, last), strict=False)
         steps = [Step(*pair) for pair in pairs]
         digests = _digests(history, again, last)
     return _told(steps, digests, first, source, arguments)
 
 
-def newest_before(storage: Storage, step: int) -> str:
-    """The newest checkpoint from which ``step`` can be computed. ConfigError if there is none."""
+def newest_before(storage: Storage, step: int, history: History) -> str | None:
+    """The newest checkpoint from which ``step`` can be computed; None: from the beginning of the run.
+
+    ConfigError if there is none, and the records do not begin with the run.
+    """
     names = committed(listed(storage))
     found = [each for each in names if each.step < step]
-    if not found:
-        kept = f"the first one kept is of step {min(each.step for each in names)}" if names else "there is none"
-        raise ConfigError(
-            f"no checkpoint before step {step} is there: {kept}",
-            hint="keep more of them (keep_last=..., SavingOptions(keep_every=...)), or ask for a later step",
-        )
-    return str(max(found))
+    if found:
+        return str(max(found))
+    if history.stretches[0].name.first > 1:
+        raise ConfigError(f"no checkpoint before step {step} is there", hint="ask for a later step")
+    return None
 
 
 def fetch(storage: Storage, name: str, directory: Path) -> None:
@@ -223,7 +227,7 @@ def _told(
     steps: Sequence[Step],
     digests: Sequence[tuple[int, bool | None]],
     first: int,
-    source: str,
+    source: str | None,
     arguments: argparse.Namespace,
 ) -> int:
     comparable = [each for each in steps if each.comparable]

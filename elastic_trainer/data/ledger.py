@@ -531,14 +531,17 @@ def read_segment(files: Files, name: SegmentName) -> Segment:
 
 
 def content_of(files: Files, name: str) -> bytes:
-    """The file of an entry."""
-    source = files.source(name, FILE)
+    """The file of an entry. LedgerError if it cannot be read."""
     try:
-        content = bytearray(source.size)
-        if not source.read_into(memoryview(content), 0):
-            raise LedgerError(f"segment {name} is cut off")
-    finally:
-        source.close()
+        source = files.source(name, FILE)
+        try:
+            content = bytearray(source.size)
+            if not source.read_into(memoryview(content), 0):
+                raise LedgerError(f"segment {name} is cut off")
+        finally:
+            source.close()
+    except OSError as error:
+        raise LedgerError(f"segment {name} cannot be read: {error.strerror or error}") from error
     return bytes(content)
 
 
@@ -548,7 +551,7 @@ def ends(files: Files, base: int) -> Iterator[Sealed]:
     for name in sorted(names, key=lambda each: (-each.last, -each.round)):
         try:
             segment = read_segment(files, name)
-        except (LedgerError, OSError):
+        except LedgerError:
             continue  # a proof will name it
         yield Sealed(name.last, segment.head, bytes(segment.rows["link"][-1]))
 

@@ -98,6 +98,13 @@ def test_50_steps_are_equal_to_the_last_bit_at_any_number_of_ranks(ranks: int, k
     assert {str(step): True for step in recorded}.items() <= found["digests"].items()
 
 
+def test_steps_before_the_first_checkpoint_are_computed_from_the_beginning(killed: Path) -> None:
+    told = command("replay", killed, "20-21", "--", SCRIPT, killed, "tree", EPOCHS)
+    assert told.returncode == 0, told.stderr
+    assert "from the beginning" in told.stderr
+    assert "the loss of 21 steps is equal to the last bit" in told.stdout
+
+
 def test_another_script_is_told_from_the_run(killed: Path, tmp_path: Path) -> None:
     """One that learns at another rate; one that stops early; steps of which nothing is known."""
     other = tmp_path / "other.py"

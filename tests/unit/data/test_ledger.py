@@ -382,6 +382,25 @@ def test_segments_that_are_missing_exchanged_or_damaged_are_named() -> None:
             History(folder).verify()
 
 
+def test_a_segment_that_cannot_be_read_is_named_and_stops_nobody_from_writing() -> None:
+    folder, chain = made(30)
+    first, second, _ = sorted(folder.held)
+    folder.held[second] = b"nonsense"
+    with pytest.raises(LedgerError, match=f"segment {second} is not as it was written"):
+        History(folder).verify()
+    use(chain, 31, Cursor(2, 32))
+    records = chain.unsealed(31)
+    assert records is not None
+    assert records.beyond(ends(folder, 0)) is not None
+
+    def gone(name: str, file: str) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    folder.source = gone  # type: ignore[method-assign]
+    with pytest.raises(LedgerError, match=f"segment {first} cannot be read: No such file"):
+        History(folder).verify()
+
+
 def _flipped(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
