@@ -241,7 +241,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it forms."""
         if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._is_misconfigured():
-            wrong = f"{self._describe_deaths(failures())}; {_WRONG}"
+            wrong = f"{self._describe_deaths(failures(), self._node)}; {_WRONG}"
             logger().error("node.given_up", reason=wrong)
             raise SystemExit(EXIT_CONFIG) from ConfigError(wrong)
         try:
@@ -326,7 +326,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return None
         died = ""
         if isinstance(error, ChildFailedError):
-            died = self._describe_deaths(error.failures)
+            died = self._describe_deaths(error.failures, node)
         parting = exit_reason_of(error, made_steps=self._worked, died=died)
         if parting is None:
             return None
@@ -433,16 +433,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             logger().info("workers.restarted", node=self.node_id, reason=RESTARTED)
             return RESTARTED
         failed = by_rank(found, node.health.pages.ranks())
-        told = self._died = self._describe_deaths(found)
+        told = self._died = self._describe_deaths(found, node)
         logger().warning("worker.died", reason=told)
         number = self._current.number if self._current is not None else 0
         node.health.health.add_note("worker_died", told, tuple(sorted(failed)), number)
         return told
 
-    def _describe_deaths(self, found: Mapping[int, ProcessFailure]) -> str:
-        if self._node is None:
+    def _describe_deaths(self, found: Mapping[int, ProcessFailure], node: ArrivedNode | None) -> str:
+        if node is None:
             return self._deaths.describe(found, {})
-        pages = self._node.health.pages
+        pages = node.health.pages
         return self._deaths.describe(by_rank(found, pages.ranks()), pages.said())
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
