@@ -690,7 +690,7 @@ class Steps:
         """The learning rate that the first parameter group is trained with, where it has one; unless it ``waits``,
         none of a device."""
         lr = self._leading.param_groups[0].get("lr")
-        if not waits and isinstance(lr, torch.Tensor) and lr.is_cuda:
+        if not waits and isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
             return None
         return float(lr) * self._feed.lr_factor if isinstance(lr, float | int | torch.Tensor) else None
 

@@ -88,6 +88,11 @@ class Late:
         return [loss for loss, _ in self.terms] + ([self.norm] if self.norm is not None else [])
 
 
+def on_device(value: torch.Tensor) -> bool:
+    """Whether reading it waits for a device."""
+    return value.device.type != "cpu"
+
+
 class StepRecords:
     """See the module. ``directory``: of the checkpoints; None where nothing is saved."""
 
@@ -128,7 +133,7 @@ class StepRecords:
         terms, norm, mean = step.loss_terms(), step.norm, step.known_mean
         if mean is not None:
             terms = []
-        late = any(loss.is_cuda for loss, _ in terms) or (norm is not None and norm.is_cuda)
+        late = any(map(on_device, [*(loss for loss, _ in terms), *([norm] if norm is not None else [])]))
         loss = sum(float(each) * share for each, share in terms) if terms and not late else mean
         self._chain.add_step(
             step.number,
@@ -175,7 +180,7 @@ class StepRecords:
     def _read_late(self) -> None:
         late, self._late = self._late, []
         values = [value.detach() for each in late for value in each.values]
-        device = next((value.device for value in values if value.is_cuda), None)
+        device = next((value.device for value in values if on_device(value)), None)
         waiting = [value.float().reshape(()).to(device) for value in values]
         read = iter(torch.stack(waiting).tolist() if waiting else ())
         for each in late:

@@ -20,6 +20,7 @@ from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.model.replica import DataPart
+from elastic_trainer.worker.steps import records
 from elastic_trainer.worker.steps.records import StepRecords
 
 PLAN = EpochPlan(length=64, global_batch=8, seed=3)
@@ -65,6 +66,8 @@ class Rank:
         step: Any = SimpleNamespace(number=self.step, loss_terms=lambda: terms or [], **values)
         self.records.add(step, self.cursor, 0.1)
         self.cursor = whole.following
+        if PLAN.is_over(self.cursor):
+            self.cursor = Cursor(self.cursor.epoch + 1, 0)
 
     def written(self) -> History:
         """What it has written, once that is done."""
@@ -100,6 +103,32 @@ def test_a_loss_is_that_of_all_ranks_where_it_is_known(rank: Rank) -> None:
     found = [(each.loss, each.whole, each.norm) for each in rank.held()]
     assert found[:4] == [(2.5, False, 2.0), (7.0, True, None), (9.0, True, None), (4.0, True, None)]
     assert found[4][0] != found[4][0]  # NaN is known, and not the same as nothing
+
+
+def test_losses_of_a_device_are_read_together_and_later(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 at a time, or when the state is asked for: a step does not wait for them."""
+    monkeypatch.setattr(records, "on_device", lambda value: True)
+    read: list[int] = []
+    stack = torch.stack
+
+    def counted(values: list[torch.Tensor]) -> torch.Tensor:
+        read.append(len(values))
+        return stack(values)
+
+    monkeypatch.setattr(torch, "stack", counted)
+    for number in range(70):
+        rank.commit([(torch.tensor(float(number)), 0.5), (torch.tensor(2.0), 0.5)], norm=torch.tensor(3.0))
+    assert read == [3 * 64]
+    rank.records.know_loss(69, 77.0)
+    rank.commit(known_mean=5.0, norm=torch.tensor(4.0))
+    found = rank.held()
+    assert read == [3 * 64, 3 * 6 - 2 + 1]
+    assert [(each.loss, each.norm) for each in found][:2] == [(1.0, 3.0), (1.5, 3.0)]
+    assert [(each.loss, each.whole, each.norm) for each in found][68:] == [
+        (77.0, True, 3.0),
+        (35.5, False, 3.0),
+        (5.0, True, 4.0),
+    ]
 
 
 def test_a_segment_is_written_behind_a_checkpoint(rank: Rank) -> None:
