@@ -26,7 +26,7 @@ from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 from elastic_trainer.telemetry.families import GAUGES, RankGauges
 from elastic_trainer.wording import counted, duration
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Of what nodes write and of what their ranks tell each other: nodes of different versions refuse each other."""
 
 
@@ -57,7 +57,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    version: Literal[4] = 4
+    version: Literal[5] = 5
 
     def encode(self) -> bytes:
         return as_json(self)
