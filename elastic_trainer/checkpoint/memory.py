@@ -315,21 +315,30 @@ def _array(data: Any) -> Any:
     return np.frombuffer(data, np.uint8)
 
 
+GROUP = Path("/sys/fs/cgroup")
+
+
 def available() -> int:
     """Bytes of memory that this process may still allocate, by the machine and its cgroup."""
-    of_machine, of_group = psutil.virtual_memory().available, _of_group(Path("/sys/fs/cgroup"))
+    of_machine, of_group = psutil.virtual_memory().available, _of_group(GROUP)
     return of_machine if of_group is None else min(of_machine, of_group)
 
 
 def _of_group(root: Path) -> int | None:
-    """Bytes left below memory.max (cgroup v2). Reclaimable file pages count as free."""
+    """Bytes left below the limit of a cgroup; None without one."""
+    found = group_memory(root)
+    return None if found is None else found[1] - found[0]
+
+
+def group_memory(root: Path) -> tuple[int, int] | None:
+    """Bytes used, and memory.max, of a cgroup (v2); None without a limit. Reclaimable file pages count as free."""
     try:
         limit = (root / "memory.max").read_text().strip()
         if limit == "max":
             return None
         statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
         used = int((root / "memory.current").read_text())
-        return int(limit) - used + int(statistics.get("inactive_file", "0"))
+        return used - int(statistics.get("inactive_file", "0")), int(limit)
     except (OSError, ValueError):
         return None
 

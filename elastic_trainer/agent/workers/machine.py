@@ -17,6 +17,7 @@ from typing import Final
 import psutil
 import pynvml
 
+from elastic_trainer.checkpoint.memory import GROUP, group_memory
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import GpuLoad, LogTail, NodeLoad
 from elastic_trainer.model import as_text
@@ -27,13 +28,12 @@ LINE: Final = 200
 _BLOCK: Final = 1 << 14
 """Bytes at the end of a file in which its last lines are looked for."""
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_GROUP: Final = Path("/sys/fs/cgroup")
 
 
 class Machine:
     """The load of the machine, or of the container that this process is in: its memory limit, and its GPUs."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, group: Path = _GROUP) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, group: Path = GROUP) -> None:
         self._group = group
         self._gpus = _visible(environ.get("CUDA_VISIBLE_DEVICES"))
         psutil.cpu_percent()  # the first call only begins to count
@@ -42,9 +42,9 @@ class Machine:
         """The mean since the last call (CPUs), since a moment of the driver's choice (GPUs), and the memory now."""
         memory = psutil.virtual_memory()
         used, total = memory.total - memory.available, memory.total
-        limit, within = _bytes(self._group / "memory.max"), _bytes(self._group / "memory.current")
-        if limit is not None and within is not None and limit < total:
-            used, total = within - (_of_stat(self._group / "memory.stat", "inactive_file") or 0), limit
+        of_group = group_memory(self._group)
+        if of_group is not None and of_group[1] < total:
+            used, total = of_group
         return NodeLoad(
             cpu=min(1.0, psutil.cpu_percent() / 100.0),
             cpus=psutil.cpu_count() or 1,
@@ -83,23 +83,6 @@ def _gpu(handle: object) -> GpuLoad | None:
     except pynvml.NVMLError:
         busy = None
     return GpuLoad(index=index, busy=busy, used_bytes=memory.used, total_bytes=memory.total)
-
-
-def _bytes(path: Path) -> int | None:
-    """The number in a file of a control group; None for ``max``, or without that file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _of_stat(path: Path, name: str) -> int | None:
-    try:
-        found = dict(line.split() for line in path.read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    return int(found[name]) if name in found else None
 
 
 class LogTails:
