@@ -36,6 +36,7 @@ from elastic_trainer.monitor.snapshot import (
     RunSnapshot,
     StoreStatus,
     as_json,
+    gpu_busy,
     listing,
     snapshot,
     summary,
@@ -395,8 +396,7 @@ def _state(node: NodeStatus) -> str:
 def _load(node: NodeStatus) -> list[str]:
     """How busy its CPUs and GPUs are."""
     load = node.load or {}
-    gpus = [gpu["busy"] for gpu in load.get("gpus", ()) if gpu["busy"] is not None]
-    return [percent(load.get("cpu")), percent(sum(gpus) / len(gpus) if gpus else None)]
+    return [percent(load.get("cpu")), percent(gpu_busy(load))]
 
 
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:

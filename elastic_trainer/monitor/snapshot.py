@@ -341,6 +341,12 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     return tuple(found)
 
 
+def gpu_busy(load: Mapping[str, Any]) -> float | None:
+    """The mean over the GPUs of a ``NodeLoad`` that say how busy they are; None if none does."""
+    busy = [each["busy"] for each in load.get("gpus") or () if each.get("busy") is not None]
+    return sum(busy) / len(busy) if busy else None
+
+
 def _tails(health: NodeHealth | None) -> tuple[Mapping[str, Any], ...]:
     return tuple(each.model_dump(mode="json") for each in health.tails) if health is not None else ()
 

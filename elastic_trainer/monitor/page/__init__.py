@@ -30,7 +30,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from elastic_trainer import wording
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.monitor.attention import UNHEARD_S, listed
-from elastic_trainer.monitor.snapshot import RunSnapshot, RunSummary
+from elastic_trainer.monitor.snapshot import RunSnapshot, RunSummary, gpu_busy
 from elastic_trainer.monitor.state import IN_WORDS
 from elastic_trainer.telemetry.families import GAUGES, Gauge, Unit
 from elastic_trainer.wording import counted, fixed, how_far, ranges, whole
@@ -359,7 +359,6 @@ def _node(node: Json, small: bool, choice: Choice) -> dict[str, Any]:
 def loads(load: Json) -> list[dict[str, str]]:
     """The CPUs and GPUs of a node in words, each with what belongs beside it; for GPUs the mean and the sums."""
     gpus = load.get("gpus") or ()
-    busy = [each["busy"] for each in gpus if each.get("busy") is not None]
 
     def memory(parts: Sequence[Json]) -> str:
         used, total = (sum(each.get(name) or 0 for each in parts) for name in ("used_bytes", "total_bytes"))
@@ -368,7 +367,7 @@ def loads(load: Json) -> list[dict[str, str]]:
     return [
         {"busy": percent(load.get("cpu")), "memory": memory([load]), "of": f"{count(load.get('cpus'))} CPUs"},
         {
-            "busy": percent(sum(busy) / len(busy)) if busy else NONE,
+            "busy": percent(gpu_busy(load)),
             "memory": memory(gpus),
             "of": ", ".join(f"GPU {each['index']}: {percent(each.get('busy'))}, {memory([each])}" for each in gpus),
         },
