@@ -16,8 +16,7 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +40,16 @@ from elastic_trainer.checkpoint.manifest import InUseError
 from elastic_trainer.checkpoint.reading import CheckpointSource, WatchedFiles, read_headers, whole_tensors
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.cli import connection
-from elastic_trainer.cli.main import PROGRAM, at_least, console, output_options, seconds, sub_commands, written
+from elastic_trainer.cli.main import (
+    PROGRAM,
+    at_least,
+    console,
+    output_options,
+    progress,
+    seconds,
+    sub_commands,
+    written,
+)
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
@@ -116,24 +124,6 @@ def _newest(storage: Storage) -> tuple[Storage, Entry]:
 def suggestion(action: str, *words: str) -> str:
     """A command line that can be copied."""
     return shlex.join([PROGRAM, "checkpoints", action, *words])
-
-
-# ---- progress
-
-
-@contextmanager
-def progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error for ``size`` bytes; what is yielded counts them."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda count: bar.advance(task, count)
 
 
 # ---- list
@@ -267,7 +257,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"there are no checkpoints in {storage.location}", hint="nothing was verified")
     total = sum(each.manifest.size for each in found if each.manifest is not None)
-    with progress("verify", total) as heard:
+    with progress("verify", total, in_bytes=True) as heard:
         results = [verified(WatchedFiles(storage, heard), each) for each in found]
     if arguments.output:
         _print_data(
@@ -322,7 +312,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     """Say how they differ: 1 if they do, 2 if one cannot be compared, as diff(1)."""
     try:
         chosen = [checkpoint(each) for each in (arguments.left, arguments.right)]
-        with progress("compare", sum(entry.manifest.size for _, entry in chosen)) as heard:
+        with progress("compare", sum(entry.manifest.size for _, entry in chosen), in_bytes=True) as heard:
             left, right = (CheckpointSource(WatchedFiles(storage, heard), entry.manifest) for storage, entry in chosen)
             found = compare(left, right)
     except CheckpointError as error:
@@ -453,7 +443,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     config = _config(arguments.config, entry.manifest.fields) if target == HUGGINGFACE else b""
     files = [goal.name]
     left_out: tuple[str, ...] = ()
-    with progress("export", entry.manifest.size) as heard:
+    with progress("export", entry.manifest.size, in_bytes=True) as heard:
         source = CheckpointSource(WatchedFiles(inner, heard), entry.manifest)
         if target == TORCH:
             exchange.to_torch(source, None if arguments.all else part, goal, force=arguments.force)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.manager import committed, entry, listed
 from elastic_trainer.checkpoint.reading import read_skeleton, read_tensors
 from elastic_trainer.checkpoint.storage import Storage, is_url, open_storage
-from elastic_trainer.cli.main import console, output_options, written
+from elastic_trainer.cli.main import console, output_options, progress, written
 from elastic_trainer.data.ledger import (
     FOLDER,
     PASSED_OVER,
@@ -32,7 +31,6 @@ from elastic_trainer.data.ledger import (
     Chain,
     History,
     LedgerError,
-    Proof,
     StepRecord,
     spikes,
 )
@@ -51,7 +49,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     parser.epilog = "example: elastic-trainer data runs/gpt/checkpoints 48211"
-    add("run", metavar="DIR", help="the run's checkpoint directory, a path or URL, or the --run-dir of a local run")
+    add_directory(parser)
     add("steps", nargs="?", metavar="STEP[-STEP]", help="the samples of these steps, and who computed them")
     add("--sample", metavar="N", help="the steps that used the sample with this number, or with this key")
     add("--spikes", action="store_true", help="the steps whose loss or gradient norm stands out, with their samples")
@@ -61,6 +59,12 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
         help="prove that each sample of each epoch was used once, or name the first record that does not fit",
     )
     output_options(parser)
+
+
+def add_directory(parser: argparse.ArgumentParser) -> None:
+    """The argument that :func:`opened` takes."""
+    about = "the run's checkpoint directory, a path or URL, or the --run-dir of a local run"
+    parser.add_argument("run", metavar="DIR", help=about)
 
 
 def run_data(arguments: argparse.Namespace) -> int:
@@ -75,8 +79,8 @@ def run_data(arguments: argparse.Namespace) -> int:
         _spikes(history, arguments)
     elif arguments.sample is not None:
         sample = _numbered(arguments.sample, history)
-        with _progress("looking", history.last) as progress:
-            found = list(history.using(sample, progress))
+        with progress("looking", history.last) as advance:
+            found = list(history.using(sample, advance))
         _show(history, iter(found), arguments, brief=True, none=f"no step used sample {arguments.sample}")
     elif arguments.steps is not None:
         first, last = steps_of(arguments.steps, history)
@@ -188,10 +192,7 @@ def _numbered(text: str, history: History) -> int:
 def _show(
     history: History, records: Iterator[StepRecord], arguments: argparse.Namespace, *, brief: bool, none: str
 ) -> None:
-    found = []
-    for record in records:
-        keys = history.sample_keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
-        found.append(as_values(record, keys))
+    found = [as_values(record, history.keys_of(record)) for record in records]
     if arguments.output is not None:
         print(written(found, arguments.output))
         return
@@ -253,15 +254,14 @@ def _spikes(history: History, arguments: argparse.Namespace) -> None:
     for name, values in (("loss", losses), ("grad_norm", norms)):
         seldom = np.isnan(values).mean() > 0.5  # then NaN is no news: it is not known
         known = ~np.isnan(values) if seldom or name == "grad_norm" else np.full(len(values), True)
-        with _progress(f"looking at each {name.replace('grad_', 'gradient ')}", history.last) as progress:
-            standing = spikes(numbers[known], values[known], progress=progress)
+        with progress(f"looking at each {name.replace('grad_', 'gradient ')}", history.last) as advance:
+            standing = spikes(numbers[known], values[known], advance=advance)
         for step, value, far in standing:
             found.setdefault(step, {})[name] = {"value": value, "deviations": far if np.isfinite(far) else None}
     rows = []
     for step, why in found.items():
         record = next(history.between(step, step))
-        keys = history.sample_keys(str(record.plan.get("data", "")), int(record.plan.get("length", 0)))
-        rows.append({**as_values(record, keys), "stands_out": why})
+        rows.append({**as_values(record, history.keys_of(record)), "stands_out": why})
     uses = Counter(sample for row in rows for sample in row["samples"] or ())
     shared = [(sample, times) for sample, times in uses.most_common(_SHARED) if times > 1]
     if arguments.output is not None:
@@ -289,10 +289,10 @@ def _standing(what: str, told: dict[str, Any]) -> str:
 
 
 def _verify(history: History, arguments: argparse.Namespace) -> None:
-    with _progress("verifying", history.last) as progress:
-        proof = history.verify(progress)
+    with progress("verifying", history.last) as advance:
+        proof = history.verify(advance)
     if arguments.output is not None:
-        print(written({name: getattr(proof, name) for name in Proof.__dataclass_fields__}, arguments.output))
+        print(written(asdict(proof), arguments.output))
         return
     parts = f"{counted(proof.segments, 'segment')}, {counted(proof.rounds, 'round')}"
     print(f"verified: steps {proof.first} to {proof.last}, {parts}; head {proof.head}")
@@ -314,17 +314,3 @@ def _verify(history: History, arguments: argparse.Namespace) -> None:
         print(f"  the samples of {counted(proof.unknown, 'step')} are not known: the script draws them itself")
     for after, until in proof.gaps:
         print(f"  nothing is known of steps {after + 1} to {until}: the run went on from a state without a ledger")
-
-
-@contextmanager
-def _progress(what: str, last: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error."""
-    if not sys.stderr.isatty():
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=last)
-        yield lambda step: bar.update(task, completed=step)

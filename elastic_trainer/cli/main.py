@@ -14,7 +14,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -263,6 +264,22 @@ def console(width: int = 80) -> Console:
     if not made.is_terminal:
         made.width = max(width, made.width)
     return made
+
+
+@contextmanager
+def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's standard error for ``total`` steps or bytes; what is yielded counts them."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    done = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def sub_commands(

@@ -25,7 +25,7 @@ from typing import Any, Final
 from elastic_trainer.checkpoint.manager import committed, entry, listed
 from elastic_trainer.checkpoint.manifest import MANIFEST_FILE
 from elastic_trainer.checkpoint.storage import PosixStorage, Storage, open_storage
-from elastic_trainer.cli.data import opened, plainly, steps_of
+from elastic_trainer.cli.data import add_directory, opened, plainly, steps_of
 from elastic_trainer.cli.main import at_least, ensure_torch, output_options, written
 from elastic_trainer.data.ledger import FOLDER, History, Kind, StepRecord
 from elastic_trainer.errors import EXIT_LEFT, ConfigError
@@ -43,7 +43,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
     parser.epilog = "example: elastic-trainer replay runs/gpt/checkpoints 48211 -- train.py --lr 3e-4"
-    add("run", metavar="DIR", help="the run's checkpoint directory, a path or URL, or the --run-dir of a local run")
+    add_directory(parser)
     add("steps", metavar="STEP[-STEP]", help="the steps to compute again")
     _add_options(parser)
     parser.set_defaults(parser=parser)
@@ -119,10 +119,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
         begin = source if source is not None else "the beginning"
         say = f"from {begin}, on {counted(arguments.nproc_per_node, 'rank')}"
         print(f"replaying up to step {last} {say}", file=sys.stderr, flush=True)
-        compute(what, arguments.nproc_per_node, directory, last, arguments.without, threads)
+        again = compute(what, arguments.nproc_per_node, directory, last, arguments.without, threads)
         if arguments.keep is not None:
             shutil.copytree(directory, arguments.keep, dirs_exist_ok=True)
-        again = _again(directory, last)
         pairs = zip(history.between(begun + 1, last), again.between(begun + 1, last), strict=False)
         steps = [Step(*pair) for pair in pairs]
         digests = _digests(history, again, last)
@@ -166,10 +165,10 @@ def fetch(storage: Storage, name: str, directory: Path) -> None:
 
 def compute(
     what: Sequence[str], ranks: int, directory: Path, last: int, without: Sequence[int], threads: str | None = None
-) -> None:
+) -> History:
     """Run the script up to step ``last``, with as many ``threads`` as in the run, if it was recorded how many.
 
-    ConfigError with its last lines if it fails.
+    The ledger of what it did; ConfigError with its last lines if it fails.
     """
     from elastic_trainer.worker.steps.options import Replay
 
@@ -186,28 +185,13 @@ def compute(
         errors="replace",
         check=False,
     )
-    reached = bool(committed(listed(PosixStorage(directory)))) and _reached(directory) >= last
-    if not reached:
+    history = History(open_storage(directory / FOLDER))
+    if history.last < last:
         print(*ended.stdout.splitlines()[-_LAST_LINES:], sep="\n", file=sys.stderr)
         how = f"ended with exit code {ended.returncode}" if ended.returncode not in (0, EXIT_LEFT) else "ended"
         raise ConfigError(
             f"the script {how} before step {last}; its last lines are above", hint="give it the run's own arguments"
         )
-
-
-def _reached(directory: Path) -> int:
-    history = _history(directory)
-    return history.last if history.stretches else 0
-
-
-def _history(directory: Path) -> History:
-    return History(open_storage(directory / FOLDER))
-
-
-def _again(directory: Path, last: int) -> History:
-    history = _history(directory)
-    if history.last < last:
-        raise ConfigError(f"the replay came to step {history.last} only", hint="look at its last lines")
     return history
 
 

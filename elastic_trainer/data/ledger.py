@@ -74,8 +74,6 @@ _NEVER: Final = 1 << 62
 """No step is that far."""
 _LENGTH: Final = struct.Struct("<I")
 NAN: Final = float("nan")
-
-
 MOST_KEYS: Final = 5_000_000
 """Keys of a data set that are written."""
 
@@ -192,29 +190,26 @@ class Chain:
 
     def go_on_from(self, step: int) -> None:
         """What follows is behind ``step``: later records are undone; earlier ones that are missing are a gap."""
-        if step < self._base:
-            self.rebase(step, _hash(self.head, b"undone"))
+        if step < self._base:  # nothing is known but that a hash stands for what happened up to there
+            self._base, self._base_head, self._link = step, _hash(self.head, b"undone"), None
+            self._in_force_before = {}
+            self._empty()
         elif step < self.step:
-            keep = bisect_right(self._steps, step)
-            while keep and self._rows[(keep - 1) * _ROW.size] != Kind.STEP:
-                keep -= 1
-            self._refill(bytes(self._rows[: keep * _ROW.size]), self._texts)
+            self._trim(bisect_right(self._steps, step))
         if step > self.step:
             self.add_text(Kind.GAP, {"after": self.step, "until": step})
 
     def end_round(self, step: int) -> None:
         """The state is that behind ``step``. What was noted behind it may not have been noted by all ranks."""
         self.go_on_from(step)
-        keep = len(self._steps)
+        self._trim(len(self._steps))
+
+    def _trim(self, keep: int) -> None:
+        """Hold the first ``keep`` records alone, without what is noted behind the last step of these."""
         while keep and self._rows[(keep - 1) * _ROW.size] not in (Kind.STEP, Kind.GAP):
             keep -= 1
         if keep < len(self._steps):
             self._refill(bytes(self._rows[: keep * _ROW.size]), self._texts)
-
-    def rebase(self, step: int, head: bytes) -> None:
-        """Nothing is known but that ``head`` stands for what happened up to ``step``."""
-        self._base, self._base_head, self._link, self._in_force_before = step, head, None, {}
-        self._empty()
 
     @property
     def base(self) -> int:
@@ -563,6 +558,11 @@ class Stretch:
     name: SegmentName
     until: int
 
+    @property
+    def kept(self) -> int:
+        """How many of its steps count."""
+        return self.until - self.name.first + 1
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -666,6 +666,11 @@ class _Beside:
         """Nothing is open."""
 
 
+def _data_set(plan: Mapping[str, Any]) -> tuple[str, int]:
+    """Type and length of the data set that is cut by ``plan``."""
+    return str(plan.get("data", "")), int(plan.get("length", 0))
+
+
 class History:
     """The segments of a run, in the order of its steps. ``checkpoint``: the chain in the newest checkpoint."""
 
@@ -681,9 +686,8 @@ class History:
             self._files, names = _Beside(files, str(name), content), [*names, name]
         self.stretches = lineage(names)
         self._starts = [each.name.first for each in self.stretches]
-        self.undone = sum(each.last - each.first + 1 for each in names) - sum(
-            each.until - each.name.first + 1 for each in self.stretches
-        )
+        made = sum(each.last - each.first + 1 for each in names)
+        self.undone = made - sum(each.kept for each in self.stretches)
 
     @property
     def last(self) -> int:
@@ -694,13 +698,17 @@ class History:
         """Type and length of the data sets in use."""
         first = (read_segment(self._files, each.name).in_force.get(Kind.PLAN.name, "") for each in self.stretches[:1])
         plans = [*map(_object, first), *(about for _, about in self.noted(Kind.PLAN))]
-        return {(str(plan.get("data", "")), int(plan.get("length", 0))) for plan in plans if plan}
+        return {_data_set(plan) for plan in plans if plan}
 
     def sample_keys(self, data: str, length: int) -> list[str] | None:
         """See :func:`read_keys`."""
         if (data, length) not in self._keys:
             self._keys[data, length] = read_keys(self._files, data, length)
         return self._keys[data, length]
+
+    def keys_of(self, record: StepRecord) -> list[str] | None:
+        """The keys of the data set that ``record`` drew from."""
+        return self.sample_keys(*_data_set(record.plan))
 
     def between(self, first: int, last: int) -> Iterator[StepRecord]:
         """The records of the steps ``first`` to ``last``, as far as they are known."""
@@ -719,11 +727,10 @@ class History:
             made = (segment.rows["kind"] == Kind.STEP) & (numbers <= stretch.until)
             yield numbers[made], *(segment.rows[name][made] for name in names)
 
-    def using(self, sample: int, progress: Callable[[int], None] = lambda step: None) -> Iterator[StepRecord]:
+    def using(self, sample: int, advance: Callable[[int], object] = lambda steps: None) -> Iterator[StepRecord]:
         """The steps that used the sample number ``sample``."""
         places: dict[tuple[str, int], NDArray[Any]] = {}
         for stretch in self.stretches:
-            progress(stretch.name.first)
             segment = read_segment(self._files, stretch.name)
             for record in records_of(segment, stretch.name.first, stretch.until):
                 if record.flags & UNKNOWN or not record.count or not record.plan:
@@ -733,6 +740,7 @@ class History:
                     places = {key: np.flatnonzero(cut_of(record.plan).order(record.epoch) == sample)}
                 if np.any((places[key] >= record.start) & (places[key] < record.start + record.count)):
                     yield record
+            advance(stretch.kept)
 
     def noted(self, kind: Kind) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """The records of this ``kind`` with the step that each is behind."""
@@ -743,7 +751,7 @@ class History:
                 if each is kind and place < counting:
                     yield int(numbers[place]), _object(text)
 
-    def verify(self, progress: Callable[[int], None] = lambda step: None) -> Proof:
+    def verify(self, advance: Callable[[int], object] = lambda steps: None) -> Proof:
         """Prove all of it; LedgerError names the first record that does not fit."""
         proof, head, link = Proof(undone=self.undone), None, None
         coverage, at = _Coverage(proof), 0
@@ -765,7 +773,7 @@ class History:
                 raise LedgerError(f"step {at} has another head than a checkpoint says: all records may be others")
             proof.segments += 1
             coverage.add(segment, stretch.until)
-            progress(at)
+            advance(stretch.kept)
         if (last := max(self._tips, default=0)) > at:
             raise LedgerError(f"the records of steps {at + 1} to {last} are missing: a checkpoint was made behind them")
         coverage.end()
@@ -910,7 +918,7 @@ STANDS_OUT: Final = 6.0
 
 
 def spikes(
-    steps: NDArray[Any], values: NDArray[Any], *, most: int = 20, progress: Callable[[int], None] = lambda step: None
+    steps: NDArray[Any], values: NDArray[Any], *, most: int = 20, advance: Callable[[int], object] = lambda steps: None
 ) -> list[tuple[int, float, float]]:
     """Steps whose value stands far above those before it, or is not finite: step, value, and how far in deviations.
 
@@ -926,7 +934,7 @@ def spikes(
         before = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[: end - begin]
         middle = np.nanmedian(before, axis=1)
         spread = 1.4826 * np.nanmedian(np.abs(before - middle[:, None]), axis=1)
-        progress(int(steps[end - 1]))
+        advance(end - begin)
         far = (values[begin:end] - middle) / np.maximum(np.maximum(spread, 1e-3 * np.abs(middle)), 1e-12)
         high = np.flatnonzero(far > STANDS_OUT)
         found += zip(steps[begin + high].tolist(), values[begin + high].tolist(), far[high].tolist(), strict=True)
