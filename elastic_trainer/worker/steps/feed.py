@@ -45,7 +45,7 @@ Fields = Mapping[str, Any]
 Plan = tuple[Fields, int]
 """The fields, and the epoch before which they stay as they are; 0: nothing is promised beyond the present epoch."""
 _ADVICE = "start all nodes with the same script, arguments and data"
-_MARK_BYTES = 5
+MARK_BYTES = 5
 """A float64 sums marks of 40 bits exactly over 8,192 ranks."""
 
 
@@ -86,7 +86,7 @@ def _difference(cut: RankDataPlan, right: RankDataPlan) -> str:
 def mark(fields: Fields) -> int:
     """A hash of ``fields``: other fields almost certainly give another number."""
     text = json.dumps(dict(fields), sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=_MARK_BYTES).digest())
+    return int.from_bytes(hashlib.blake2b(text, digest_size=MARK_BYTES).digest())
 
 
 class DataPlanCheck:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import queue
 import threading
@@ -47,10 +46,8 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.replica import DataPart
-from elastic_trainer.worker.steps.feed import DataFeed
+from elastic_trainer.worker.steps.feed import MARK_BYTES, DataFeed
 
-MARK_BYTES: Final = 5
-"""As many as the data plan's mark has, with which it is compared."""
 _LATE: Final = 64
 """Losses on a device that are read together."""
 _SEAL_EVERY: Final = 1 << 14
@@ -130,9 +127,8 @@ class StepRecords:
         known = batch is not None and batch.following is not None
         if known:
             self._note_cut()
-        terms, norm, mean = step.loss_terms(), step.norm, step.known_mean
-        if mean is not None:
-            terms = []
+        norm, mean = step.norm, step.known_mean
+        terms = step.loss_terms() if mean is None else []
         late = any(map(on_device, [*(loss for loss, _ in terms), *([norm] if norm is not None else [])]))
         loss = sum(float(each) * share for each, share in terms) if terms and not late else mean
         self._chain.add_step(
@@ -203,11 +199,10 @@ class StepRecords:
             return
         others = [rank for rank, head in enumerate(heads) if head != heads[0]]
         plain, rows = self._chain.state()
-        held = json.dumps({"plain": plain, "rows": base64.b64encode(rows).decode()}).encode()
-        taken = json.loads(control.broadcast_bytes(held if self._rank0 else b"", 0))
+        taken = [control.broadcast_bytes(each, 0) for each in (json.dumps(plain).encode(), rows)]
         logger().warning("ledger.differs", step=self._chain.step, ranks=others, head=heads[0])
         self._late = [] if not self._rank0 else self._late
-        self._chain.load(taken["plain"], base64.b64decode(taken["rows"]))
+        self._chain.load(json.loads(taken[0]), taken[1])
 
     # ---- with the state
 
@@ -303,11 +298,10 @@ class Sealer:
                     logger().warning("ledger.not_written", reason=str(error), hint="they stay in the state")
                 self._said = True
                 continue
-            if done is not None:
-                self._last = done
-                self._done.put(done)
+            self._last = done
+            self._done.put(done)
 
-    def _written(self, records: Unsealed) -> Sealed | None:
+    def _written(self, records: Unsealed) -> Sealed:
         """The end of a segment with what of ``records`` no segment has yet."""
         own = records.behind(self._last) if self._last is not None else None
         records = own if own is not None else records.beyond(self._ends(records.base))
