@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from subprocess import Popen
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ SHARDED = TorchPart(
     (
         *(f"torch.distributed.device_mesh:DeviceMesh.{name}" for name in (
             "_hash_key", "_create_sub_mesh(self, layout, submesh_dim_names)", "_concatenate", "_get_root_mesh",
-            "_get_mesh_tensor_from_full_mesh",
+            "_create_flatten_mesh(self, mesh_dim_name, backend_override)", "_get_mesh_tensor_from_full_mesh",
         )),
         *(f"torch.distributed.fsdp:FSDPModule.{name}" for name in ("_get_fsdp_state", "reset_iter_state")),
         "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",
@@ -342,7 +342,7 @@ class PlacedMesh(DeviceMesh):
     def use(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         """Its dimensions communicate by ``groups``, by their names, in the order of the dimensions."""
         self._dim_group_names = [c10d.GroupName(name) for name in groups]
-        self._pg_registry.update({c10d.GroupName(name): group for name, group in groups.items()})
+        self.root._pg_registry.update({c10d.GroupName(name): group for name, group in groups.items()})
 
     def get_rank(self) -> int:
         return self._shard_rank
@@ -363,18 +363,34 @@ class PlacedMesh(DeviceMesh):
         return self is other or (isinstance(other, PlacedMesh) and self._hash_key() == other._hash_key())
 
     def _create_sub_mesh(self, layout: Any, submesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-        root = self._get_root_mesh()
-        part = type(self)(
-            self._device_type,
-            _layout=layout,
-            _rank_map=root._rank_map,
-            mesh_dim_names=submesh_dim_names,
-            _root_mesh=root,
-            _rank=self._shard_rank,
-        )
-        names = self._mesh_dim_names or ()
-        part._dim_group_names = [self._dim_group_names[names.index(name)] for name in submesh_dim_names]
+        part = self._part(layout, submesh_dim_names)
+        groups = dict(zip(self._mesh_dim_names or (), self._dim_group_names, strict=True))
+        for name, flat in self.root._flatten_mapping.items():
+            groups[name] = flat._dim_group_names[0]
+        part._dim_group_names = [groups[name] for name in submesh_dim_names]
         return part
+
+    def _part(self, layout: Any, names: tuple[str, ...]) -> Self:
+        root = self._get_root_mesh()
+        how = {"_layout": layout, "_rank_map": root._rank_map, "_root_mesh": root, "_rank": self._shard_rank}
+        return type(self)(self._device_type, mesh_dim_names=names, **how)
+
+    def _create_flatten_mesh(self, mesh_dim_name: str, backend_override: Any = (None, None)) -> None:
+        root = self.root
+        known = {**dict.fromkeys(root._mesh_dim_names), **root._flatten_mapping}
+        flat = self._part(type(self._layout)([self._layout.collapse()]), (mesh_dim_name,))
+        if mesh_dim_name not in known:
+            group = root.group_of_all(mesh_dim_name, self._mesh_dim_names)
+            flat.use({group.group_name: group})
+            root._flatten_mapping[mesh_dim_name] = flat
+        elif known[mesh_dim_name] is None or known[mesh_dim_name]._layout != flat._layout:
+            raise ConfigError(
+                f"the device mesh has another dimension {mesh_dim_name!r}", hint="flatten it under a name of its own"
+            )
+
+    def group_of_all(self, name: str, names: tuple[str, ...]) -> Any:
+        """A group for the dimension ``name``, which takes the place of the dimensions ``names`` of the root mesh."""
+        raise NotImplementedError
 
     @classmethod
     @contextmanager

@@ -253,7 +253,8 @@ class ShardGroups:
     number: int
     count: int
     whole: Any
-    dims: tuple[Any, ...]
+    parts: tuple[Any, ...]
+    """In the order of the layout's groups: those of the mesh's dimensions first."""
     peers: Control
     """The ranks of the shard group."""
     copies: Control
@@ -292,24 +293,24 @@ def form_shard_groups(
 
     def make() -> tuple[Any, list[Any], Any]:
         whole = made(f"shards/{number}", shard_rank, size)
-        dims = [  # never the whole group: its own sums detect ranks that call the model unequally often
-            made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
-            for dim, name in enumerate(layout.names)
+        parts = [  # never the whole group: its own sums detect ranks that call the model unequally often
+            made(f"{name}/{number}/{layout.members(name)[0]}", group.rank(), group.size())
+            for name, group in layout.groups.items()
         ]
-        return whole, dims, made(f"copies/{shard_rank}", number, count)
+        return whole, parts, made(f"copies/{shard_rank}", number, count)
 
     threaded = ThreadedWork(make, brief=True)
     works.wait(works.begun(threaded))
-    whole, dims, replicas = threaded.result
+    whole, parts, replicas = threaded.result
     peers = Control(whole, shard_rank, size, works, working)
     copies = Control(replicas, number, count, works, working)
     data = InterruptibleWaits() if nccl else works
-    return ShardGroups(number, count, whole, tuple(dims), peers, copies, replicas, data, nccl, tuple(published))
+    return ShardGroups(number, count, whole, tuple(parts), peers, copies, replicas, data, nccl, tuple(published))
 
 
 def _check_alike(layout: ShardLayout, control: Control) -> None:
     """Raise on ranks that differ from rank 0, and only on those: the others continue without them."""
-    described = repr((layout.shape, layout.names))
+    described = repr((layout.shape, layout.axes))
     mine = [layout.node_size, xxhash.xxh3_64_intdigest(described.encode()) >> 1]
     rows = control.gather(mine)
     if mine[0] != rows[0][0]:

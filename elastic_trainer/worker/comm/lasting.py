@@ -208,6 +208,8 @@ class LastingMesh(torch_internals.PlacedMesh):
 
     gate: threading.Event | None = None
     """Set while get_group() is allowed: in parallelizing(), and after the first round has begun."""
+    flatten: Callable[[str, tuple[str, ...]], LastingGroup]
+    """Of the root mesh: :meth:`ShardLayout.flatten`."""
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
         gate = self.root.gate
@@ -221,6 +223,9 @@ class LastingMesh(torch_internals.PlacedMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Known before any round, and the same in each."""
         return self.get_group(mesh_dim).rank()
+
+    def group_of_all(self, name: str, names: tuple[str, ...]) -> LastingGroup:
+        return self.flatten(name, names)
 
 
 class ShardLayout:
@@ -236,25 +241,45 @@ class ShardLayout:
         self.shard_rank, self.spans_nodes = number % self.size, self.size > node_size
         numbers = torch.arange(self.size).reshape(self.shape)
         self.coordinate = tuple(int(each) for each in (numbers == self.shard_rank).nonzero()[0])
-        nccl = device == "cuda"
-        self.whole = LastingGroup("all", self.shard_rank, range(self.size), nccl=nccl)
-        self.dims = [
-            LastingGroup(name, self.coordinate[dim], self.members(dim), nccl=nccl)
-            for dim, name in enumerate(self.names)
-        ]
+        self._nccl = device == "cuda"
+        self.axes = {name: (dim,) for dim, name in enumerate(self.names)}
+        """Which dimensions of the mesh each name stands for: one, or several that were flattened into it."""
+        self.whole = LastingGroup("all", self.shard_rank, range(self.size), nccl=self._nccl)
+        self.groups = {name: self._group(name) for name in self.names}
+        """Those of all these names; the first are those of the dimensions."""
         self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.shard_rank)
         self.mesh.use({group.group_name: group for group in self.dims})
+        self.mesh.flatten = self.flatten
         self.mesh.gate = self._gate = threading.Event()
         self._met = False
         self.stages: int | None = None
         """The dimension along which ranks hold different stages of the model, if any."""
 
-    def members(self, dim: int) -> tuple[int, ...]:
-        """The shard ranks that differ from this one only in ``dim``."""
+    @property
+    def dims(self) -> list[LastingGroup]:
+        """The groups of the mesh's dimensions."""
+        return [self.groups[name] for name in self.names]
+
+    def members(self, name: str) -> tuple[int, ...]:
+        """The shard ranks that differ from this one only in what ``name`` stands for."""
         numbers = torch.arange(self.size).reshape(self.shape)
-        index: list[Any] = list(self.coordinate)
-        index[dim] = slice(None)
-        return tuple(numbers[tuple(index)].tolist())
+        index = tuple(slice(None) if dim in self.axes[name] else at for dim, at in enumerate(self.coordinate))
+        return tuple(numbers[index].flatten().tolist())
+
+    def _group(self, name: str) -> LastingGroup:
+        members = self.members(name)
+        return LastingGroup(name, members.index(self.shard_rank), members, nccl=self._nccl)
+
+    def flatten(self, name: str, names: Sequence[str]) -> LastingGroup:
+        """A group for ``name``, which from now on stands for the dimensions of ``names`` together."""
+        if self._met:
+            raise ConfigError(
+                "a device mesh is flattened after session.wrap(), which forms its groups",
+                hint="flatten it before, where the model is sharded",
+            )
+        self.axes[name] = tuple(dim for each in names for dim in self.axes[each])
+        self.groups[name] = self._group(name)
+        return self.groups[name]
 
     @contextmanager
     def parallelizing(self) -> Iterator[None]:
@@ -267,17 +292,20 @@ class ShardLayout:
             if not self._met:
                 self._gate.clear()
 
-    def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
-        """A round begins with these real groups; ``limit`` is for each send and receive."""
+    def enter(self, whole: Any, parts: Sequence[Any], works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
+        """A round begins with these real groups, ``parts`` in the order of :attr:`groups`.
+
+        ``limit`` is for each send and receive.
+        """
         self._met = True
         self._gate.set()
-        for lasting, real in zip((self.whole, *self.dims), (whole, *dims), strict=True):
+        for lasting, real in zip((self.whole, *self.groups.values()), (whole, *parts), strict=True):
             lasting.register()
             lasting.point_at(real, works, limit)
 
     def leave(self) -> None:
         """The round is over."""
-        for lasting in (self.whole, *self.dims):
+        for lasting in (self.whole, *self.groups.values()):
             lasting.point_at(None, InterruptibleWaits())
             lasting.unregister()
 

@@ -48,7 +48,7 @@ def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> 
             hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
         )
     used = torch_internals.group_names(parameter.device_mesh) or [""]
-    if not {group.group_name for group in layout.dims}.issuperset(used):
+    if not {group.group_name for group in layout.groups.values()}.issuperset(used):
         raise ConfigError(
             f"parameter {name!r} is sharded over another mesh than the session's",
             hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
@@ -113,7 +113,7 @@ class ShardedReplica(Replica):
         self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
         groups = (group for each in self._fsdp for group in torch_internals.fsdp_groups(each))
         names = {name for group in groups for name in group.mesh_info.mesh.mesh_dim_names or ()}
-        self._data_dims = [dim for dim, name in enumerate(layout.names) if name in names]
+        self._data_dims = sorted({dim for name in names for dim in layout.axes.get(name, ())})
         """The dimensions of the mesh along which ranks draw different samples."""
         self._groups: ShardGroups | None = None
         self._begun: list[Any] = []
@@ -157,7 +157,7 @@ class ShardedReplica(Replica):
         if not self._layout.spans_nodes:
             groups = replace(groups, peers=on_this_node(groups.peers, limit))
         self._groups, self._begun = groups, []
-        self._layout.enter(groups.whole, groups.dims, groups.works, limit)
+        self._layout.enter(groups.whole, groups.parts, groups.works, limit)
 
     def alike(self, control: Control) -> Control:
         return self.groups.copies
@@ -328,10 +328,11 @@ class ShardedReplica(Replica):
     def level(self) -> None:
         """Give all ranks of the shard group the first one's values of parameters that they have in common."""
         for each in self._parameters:
-            held = dict(zip(each.device_mesh.mesh_dim_names or (), each.placements, strict=True))
-            for dim, name in enumerate(self._layout.names):
-                if dim != self._layout.stages and isinstance(held.get(name, Replicate()), Replicate):
-                    self._layout.dims[dim].broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
+            held = zip(each.device_mesh.mesh_dim_names or (), each.placements, strict=True)
+            cut = {dim for name, how in held if not isinstance(how, Replicate) for dim in self._layout.axes[name]}
+            for dim, group in enumerate(self._layout.dims):
+                if dim != self._layout.stages and dim not in cut:
+                    group.broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
 
     @property
     def _saved_buffers(self) -> list[torch.Tensor]:

@@ -155,7 +155,7 @@ class StagedReplica(ShardedReplica):
         mine, dim = {stage.stage_index: stage for stage in self._stages}, self._layout.stages or 0
         for stage in self._stages:
             stage.submod.training = self.module.training
-        control = Control(self.groups.dims[dim], self._rank, self._ranks, self.groups.works)
+        control = Control(self.groups.parts[dim], self._rank, self._ranks, self.groups.works)
         for number in range(self._count):
             found = mine[number].submod(*inputs) if number in mine else ()
             outputs, owner = found if isinstance(found, tuple) else (found,), number % self._ranks

@@ -34,11 +34,15 @@ from elastic_trainer.checkpoint import commit, manager
 from elastic_trainer.checkpoint.codec import box_of, fingerprint, local
 from elastic_trainer.checkpoint.manifest import tensor_part
 from elastic_trainer.settings import worker_environment
+from elastic_trainer.worker.comm.control import InterruptibleWaits
+from elastic_trainer.worker.comm.lasting import LastingGroup
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.stages import StagedReplica
 from elastic_trainer.worker.report import process_id
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.options import SavingOptions
+from tests.drills.sharded import moe
+from tests.drills.sharded.moe import MoeNet
 
 SAMPLES, BATCH, WIDTH, BLOCKS = 96, 12, 48, 3
 POLICIES: dict[str, dict[str, Any]] = {
@@ -99,8 +103,11 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     offload = CPUOffloadPolicy(pin_memory=False) if options.get("offload") else OffloadPolicy()
     torch.manual_seed(int(options.get("seed", 0)))
     with torch.device("meta" if options.get("meta") else "cpu"):
-        model = Net()
+        model = MoeNet() if "ep" in names else Net()
     with session.parallelizing():
+        if isinstance(model, MoeNet):
+            moe.shard(model, mesh, mp_policy=policy, offload_policy=offload)
+            return model
         for number, block in enumerate(model.blocks):
             if "tp" in names:
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -148,6 +155,9 @@ def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-3)
 
 
+MOMENTS = {"dispatch": moe.DISPATCH, "return": moe.RETURN}
+
+
 class Faults:
     """Dies, or loses the round, at the moment that the file ``fault`` names: ``{"id", "node", "step", "kind"}``.
 
@@ -158,6 +168,8 @@ class Faults:
     ``backward``: in the middle of the backward pass, with gradients that are not sharded yet.
     ``kernel``: the same, while its shard peer is in a sum that it does not come to.
     ``schedule``: in the last stage, between two micro-batches; the first stage waits to send or to receive.
+    ``dispatch``: tokens are on their way to their experts, ``return``: gradients are on theirs back; peers wait for
+    this one's.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -165,13 +177,16 @@ class Faults:
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._due: dict[str, Any] = {}
         self._meet, self._reduce = ShardedReplica.commit_together, ShardedReplica._reduced
-        self._lose, faults = StagedReplica._loss, self
+        self._lose, self._call, faults = StagedReplica._loss, LastingGroup._call, self
+        self._sent = 0
         StagedReplica._loss = lambda self, *given: faults.loss(self, *given)  # type: ignore[method-assign]
         ShardedReplica.commit_together = lambda self, number: faults.commit_together(self, number)  # type: ignore[method-assign]
         ShardedReplica._reduced = lambda self, *sums: faults.reduced(self, *sums)  # type: ignore[method-assign]
+        LastingGroup._call = lambda self, *given: faults.called(self, *given)  # type: ignore[method-assign]
 
     def look(self, step: int) -> None:
         """Before step ``step``."""
+        self._sent = 0
         file = self._directory / "fault"
         due = json.loads(file.read_text()) if file.exists() else {"step": 0}
         self._due = due if due["step"] == step and not self._mark(due, "struck").exists() else {}
@@ -179,11 +194,10 @@ class Faults:
     def _mark(self, due: dict[str, Any], what: str) -> Path:
         return self._directory / f"{what}-{due['id']}"
 
-    def _strike(self, replica: ShardedReplica) -> None:
+    def _strike(self, works: InterruptibleWaits) -> None:
         due, self._due = self._due, {}
         if due["node"] != self._node:
             self._mark(due, "came").touch()
-            works = replica.groups.peers.works
             works.wait(works.begun(Never()))
         elif self._local_rank == 1:
             limit = time.monotonic() + 20.0
@@ -197,22 +211,30 @@ class Faults:
         """In place of the barrier."""
         kind = self._due.get("kind") if replica.groups.count > 1 and self._local_rank == 1 else None
         if kind == "barrier":
-            self._strike(replica)
+            self._strike(replica.groups.peers.works)
         self._meet(replica, number)
         if kind == "half":
-            self._strike(replica)
+            self._strike(replica.groups.peers.works)
 
     def reduced(self, replica: ShardedReplica, *sums: Any) -> None:
         """In place of the hook of FSDP."""
         kind = self._due.get("kind") if replica.groups.count > 1 else None
         if kind == "backward" or (kind == "kernel" and self._local_rank == 1):
-            self._strike(replica)
+            self._strike(replica.groups.peers.works)
         self._reduce(replica, *sums)
+
+    def called(self, group: LastingGroup, name: str, *given: Any) -> Any:
+        """In place of any operation of a lasting group."""
+        if name == "alltoall_base" and self._local_rank == 1:
+            self._sent += 1
+            if self._sent == MOMENTS.get(self._due.get("kind", "")):
+                self._strike(group._works)
+        return self._call(group, name, *given)
 
     def loss(self, replica: StagedReplica, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """In place of what the schedule calls for each micro-batch."""
         if self._due.get("kind") == "schedule" and replica.groups.count > 1 and int(number) == 1:
-            self._strike(replica)
+            self._strike(replica.groups.peers.works)
         return self._lose(replica, output, number)
 
 
