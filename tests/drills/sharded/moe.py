@@ -16,10 +16,10 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-WIDTH, HIDDEN, BLOCKS, EXPERTS, CHOSEN = 48, 32, 2, 8, 2
-DISPATCH, RETURN = 5, 8
-"""Which all-to-all of a step is which: tokens of the second block, in the forward pass, and the gradients of its
-tokens, in the backward pass."""
+WIDTH, HIDDEN, BLOCKS, EXPERTS, CHOSEN = 48, 32, 1, 8, 2
+DISPATCH, RETURN = 2, 5
+"""Which all-to-all of a step is which: tokens go to their experts, behind their counts; and their gradients come back,
+behind those of what the experts made of them."""
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:
@@ -76,6 +76,7 @@ class MoeNet(nn.Module):
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.head.weight.dtype)
         for block in self.blocks:
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]

@@ -94,10 +94,10 @@ class Sharded:
 
     def await_together(self) -> None:
         """Wait until all ranks of all nodes make steps together."""
-        names, began = {node.name for node in self.job.running}, SYSTEM.monotonic()
+        names, began, known = {node.name for node in self.job.running}, SYSTEM.monotonic(), len(self.job.lines())
 
         def together() -> bool:
-            new = [line for line in self.job.lines() if line.event is LineKind.STEP and line.t > began]
+            new = [line for line in self.job.lines()[known:] if line.event is LineKind.STEP and line.t > began]
             whole = {line.node for line in new if line.world == self.nodes * self.shards}
             return len(names) == self.nodes and whole >= names
 
@@ -108,8 +108,8 @@ class Sharded:
         found = [node.worker(local_rank) for local_rank in range(self.job.spec.workers)]
         return [each.pid for each in found if each is not None]
 
-    def kill(self, chance: random.Random, kind: str) -> None:
-        """SIGKILL a worker or a node; the workers of the others go on in their processes."""
+    def kill(self, chance: random.Random, kind: str) -> Node:
+        """SIGKILL a worker or a node; the workers of the others go on in their processes. One of those."""
         victim, *others = chance.sample(self.job.running, self.nodes)
         before = [self.workers(other) for other in others]
         if kind == "node":
@@ -119,6 +119,7 @@ class Sharded:
             assert victim.kill_worker(chance.randrange(self.shards)) is not None
         self.await_together()
         assert [self.workers(other) for other in others] == before
+        return others[0]
 
     def strike(self, kind: str) -> None:
         """A fault at a moment that no kill from outside would hit; see Faults."""

@@ -104,6 +104,8 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(int(options.get("seed", 0)))
     with torch.device("meta" if options.get("meta") else "cpu"):
         model = MoeNet() if "ep" in names else Net()
+        if options.get("double"):
+            model.double()
     with session.parallelizing():
         if isinstance(model, MoeNet):
             moe.shard(model, mesh, mp_policy=policy, offload_policy=offload)
