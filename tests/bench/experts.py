@@ -1,17 +1,19 @@
 """A mixture of experts in place: random workers are killed, over and over, amid all-to-alls of tokens.
 
-Two nodes of four ranks share this machine: experts along two ranks, each sharded over two (tests/drills/sharded/moe.py).
-All figures are of one job, which ends after the last kill and is compared with one process after equally many steps.
-A survivor's pause is the time between its last step of one round and its first of the next: after a kill its node goes
-on alone, and when the other one is back they begin again together.
+Two nodes share this machine; in each experts lie along two ranks (tests/drills/sharded/moe.py), and with ``--mesh 2 2``
+each of these is sharded over two. All figures are of one job, which ends after the last kill and is compared with one
+process after equally many steps. The survivors' pause is the time between the last step of a round and the first one
+of the next, a whole step included: after a kill their node goes on alone, and when the other is back they go on
+together.
 
-A choice of experts is a step function of the numbers before it. So the job computes in float64, where the last bits of
-a sum, which depend on the number of ranks, decide no choice; ``--single`` computes in float32.
+Thousands of steps of AdamW magnify the last bits of a sum, which depend on the number of ranks; and which experts are
+chosen depends on them too. So the job computes in float64; with ``--single`` in float32, by SGD.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from tests.drills.sharded.test_experts import MIXTURE
 from tests.drills.sharded.test_sharded import CLOSE, Sharded
 from tests.support import seeds
 
-KILLS, QUICK_KILLS, RANKS = 200, 2, 4
+KILLS, QUICK_KILLS = 200, 2
 CALIBRATED_EVERY = 20
 """Kills between two looks at how fast the machine is."""
 
@@ -39,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     calibrations, seed = [], seeds.seed(soak=True)
     chance, pauses = random.Random(seed), dict[str, list[float]](killed=[], back=[])
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
-        how: dict[str, Any] = MIXTURE | {"double": not options.extra.single}
-        sharded = Sharded(Path(place), etcd.endpoint, "experts", shards=RANKS, pace_s=0.0, **how)
+        mesh, single = options.extra.mesh, options.extra.single
+        how: dict[str, Any] = MIXTURE | {"mesh": mesh, "double": not single, "sgd": single, "pace_s": 0.0}
+        sharded = Sharded(Path(place), etcd.endpoint, "experts", shards=math.prod(mesh), **how)
         began = SYSTEM.monotonic()
         with sharded.job as job:
             job.start(2)
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, help=f"workers to kill ({KILLS}; quick: {QUICK_KILLS})")
-    parser.add_argument("--single", action="store_true", help="compute in float32")
+    parser.add_argument("--mesh", type=int, nargs=2, default=[1, 2], help="dp_shard_mod_ep and ep of a node (1 2)")
+    parser.add_argument("--single", action="store_true", help="compute in float32, by SGD")
 
 
 def _pauses(sharded: Sharded, survivor: Node, struck: float) -> list[float]:
