@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("sharded_torch")
 
 SCRIPT = Path(__file__).with_name("variants.py")
 CLOSE, ROUGH = 5e-6, 3e-3
-FOUR = [name for name in KINDS if name.startswith(("tp", "twice"))]
+FOUR = [name for name in KINDS if name.startswith(("tp", "twice", "experts"))]
 TWO = [name for name in KINDS if name not in FOUR]
 
 
@@ -42,12 +42,15 @@ def test_each_kind_of_sharded_training_does_what_a_loop_of_torch_does(tmp_path: 
     assert [results[name][0]["stored"] for name in ("resumed", "staged", "interleaved")] == [0.0] * 3
 
 
-def test_tensor_parallel_within_sharding_and_replicas_do_too(tmp_path: Path) -> None:
-    """2 x 2 ranks: peers of tensor parallel draw the same samples, those of sharding different ones.
+def test_tensor_parallel_within_sharding_replicas_and_experts_do_too(tmp_path: Path) -> None:
+    """2 x 2 ranks: peers of tensor parallel draw the same samples, those of sharding and of experts different ones.
 
-    With a mesh of 2 the node has two replicas, whose gradients are summed during the backward pass or after it.
+    With a mesh of 2 the node has two replicas, whose gradients are summed during the backward pass or after it. Experts
+    are compared with a model that sends no token.
     """
-    for name, ranks in found(tmp_path, 4, *FOUR).items():
+    results = found(tmp_path, 4, *FOUR)
+    assert results["experts"][0]["stored"] == 0.0
+    for name, ranks in results.items():
         limit = ROUGH if "reduced" in name else 2 * CLOSE
         for each in ranks:
             assert each["parameters"] < limit, (name, each)

@@ -22,11 +22,13 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.codec import local
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch
+from tests.drills.sharded.moe import MoeNet
 from tests.drills.sharded.train import BATCH, SAMPLES, Net, built, data, optimized, staged
 from tests.unit.checkpoint.states import newest_of
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
 STAGED: dict[str, Any] = {"names": ["pp", "dp_shard"]}
+EXPERTS = ["dp_shard_mod_ep", "ep"]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"micro": 2},
@@ -43,6 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "twice": {"mesh": [2]},
     "twice, accumulated": {"mesh": [2], "micro": 2, "average": DECAY},
     "twice, reduced": {"mesh": [2], "policy": "reduced", "sgd": True},
+    "experts": {"mesh": [2, 2], "names": EXPERTS, "save": True},
+    "experts twice, accumulated": {"mesh": [1, 2], "names": EXPERTS, "micro": 2, "average": DECAY},
     "staged": STAGED | {"mesh": [2, 1], "schedule": "1F1B", "micro": 5, "scaler": True, "save": True},
     "interleaved": STAGED | {"mesh": [2, 1], "stages_each": 2, "micro": 3, "count": True, "save": True},
     "looped over shards": STAGED | {"mesh": [1, 2], "stages_each": 4, "schedule": "LoopedBFS", "micro": 2},
@@ -51,6 +55,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 OVERFLOW = 1e38
 """Times the first scale of 64, this is infinite."""
+
+
+def unsharded(options: dict[str, Any]) -> nn.Module:
+    return MoeNet() if "ep" in options.get("names", ()) else Net()
 
 
 def plain(model: nn.Module, options: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
@@ -163,7 +171,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
             count = session.evaluate(used, data(), 5, lambda model, batch: {"n": (model(batch.x).shape[0], 1)})["n"]
             assert count == SAMPLES / -(-SAMPLES // 5)
     torch.manual_seed(0)
-    reference, expected = plain(Net(), options)
+    reference, expected = plain(unsharded(options), options)
     for key, each in reference.named_parameters():
         if in_stages and key not in mine:
             continue
@@ -172,7 +180,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
     found["rows"] = float((rows - expected).abs().max())
     if checkpoints is not None and session.environment.rank == 0:
         loaded = newest_of(CheckpointManager(checkpoints))
-        bare = Net()
+        bare = unsharded(options)
         bare.load_state_dict(loaded.state["model"])  # of names and shapes as without a session
         found["stored"] = max(float((dict(bare.named_parameters())[name] - b).abs().max()) for name, b in mine.items())
     return found
