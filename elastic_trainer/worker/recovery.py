@@ -84,6 +84,10 @@ class Groups(Protocol):
     def in_round(self) -> bool:
         """Whether it is in that round."""
 
+    @property
+    def leave_garbage(self) -> bool:
+        """Whether an operation that the end of the round cuts off ends without an error, and with any output."""
+
     def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         """Enter the round of ``assignment`` and form its groups; ``broken`` says why a round is over already."""
 
@@ -569,13 +573,16 @@ class InPlaceRecovery(Recovery):
     def _confirm_end(self, error: BaseException) -> bool:
         """Whether ``error`` comes from the end of the present round, which the agent has confirmed then; any other
         error is the script's. ConfigError if the ranks could not go on in the next round.
+
+        The script may have met garbage (sizes of what was to come) in a round that is over. Else it raises again.
         """
         parted = self._state.parted_by(error)
         if parted is not None:
             raise parted from error
-        if not self._groups.in_round or not is_collective_failure(error):
+        number, groups = self._groups.number, self._groups
+        misled = groups.leave_garbage and isinstance(error, Exception) and self._link.why_over(number) is not None
+        if not groups.in_round or not (misled or is_collective_failure(error)):
             return False
-        number = self._groups.number
         # Before the peers can notice: those who lose contact with a rank that gives its step up are not the cause.
         given_up = isinstance(error, StepGivenUpError)
         self._link.send(messages.Failed(number=number, error=summary(error), given_up=given_up))

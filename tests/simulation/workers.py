@@ -368,6 +368,8 @@ class SimAssignment(RankAssignment):
 class SimGroups:
     """The port to groups: the meetings of one worker, one after the other."""
 
+    leave_garbage = False
+
     def __init__(self, worker: SimWorker) -> None:
         self.worker, self.number, self.in_round, self.why = worker, 0, False, ""
         self.meeting: Meeting | None = None

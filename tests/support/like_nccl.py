@@ -1,8 +1,8 @@
 """A process group that behaves like NCCL, for machines without CUDA devices, and a worker that takes it for NCCL.
 
-Its operations on float32 tensors start at once and run one after the other, as kernels on a stream do. A peer that is
+Its operations on float32 tensors, and all-to-alls of any, start at once and run one after the other, as kernels on a stream do. A peer that is
 gone never shows: the kernel hangs until the communicator is aborted, whatever happens to sockets. Then it ends without
-an error, and leaves garbage (NaN) in its outputs, so that a step that counts nevertheless cannot go unnoticed. Later
+an error, and leaves garbage (NaN, or a large negative number) in its outputs, so that a step that counts nevertheless cannot go unnoticed. Later
 operations fail. A wait stands for the order of the stream: who waits goes on when the kernel has ended. Everything else
 (the agreement of ranks) is gloo's, as beside NCCL.
 
@@ -33,7 +33,8 @@ from elastic_trainer.worker.comm.placement import NCCL
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.recovery import InPlaceRecovery
 
-_KERNELS = ("allreduce", "allgather", "_allgather_base", "broadcast", "send", "recv")
+_KERNELS = ("allreduce", "allgather", "_allgather_base", "broadcast", "send", "recv", "alltoall_base")
+_GARBAGE = -(1 << 40)
 
 
 class Kernel(dist.Work):
@@ -85,7 +86,7 @@ class LikeNccl(dist.ProcessGroup):
 
     def call(self, name: str, *arguments: Any) -> Any:
         tensors = list(_tensors(arguments))
-        if tensors and tensors[0].dtype != torch.float32:
+        if tensors and tensors[0].dtype != torch.float32 and name != "alltoall_base":
             return getattr(self._gloo, name)(*arguments)
         if self._aborted.is_set():
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}.")
@@ -174,7 +175,8 @@ def _tensors(arguments: Any) -> Any:
 
 def _spoil(kernel: Kernel) -> None:
     with torch.no_grad():
-        kernel.outputs[0].detach().fill_(torch.nan)
+        spoiled = kernel.outputs[0].detach()
+        spoiled.fill_(torch.nan if spoiled.is_floating_point() else _GARBAGE)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

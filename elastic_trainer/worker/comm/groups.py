@@ -685,6 +685,10 @@ class ElasticGroups:
     def in_round(self) -> bool:
         return self._aborter.in_round
 
+    @property
+    def leave_garbage(self) -> bool:
+        return self._placement.backend == NCCL
+
     def form(self, assignment: RankAssignment, broken: Callable[[int], str | None]) -> Group:
         """Through a separate store connection and the round's own prefix."""
         number, address, aborter, timeouts = assignment.round, assignment.store, self._aborter, self._timeouts

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 WIDTH, HIDDEN, BLOCKS, EXPERTS, CHOSEN = 48, 32, 1, 8, 2
-DISPATCH, RETURN = 2, 5
-"""Which all-to-all of a step is which: tokens go to their experts, behind their counts; and their gradients come back,
-behind those of what the experts made of them."""
+COUNTS, DISPATCH, RETURN = 1, 2, 5
+"""Which all-to-all of a step is which: counts of tokens and then tokens go to the experts; the gradients of tokens come
+back, behind those of what the experts made of them."""
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:

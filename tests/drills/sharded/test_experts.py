@@ -36,3 +36,19 @@ def test_whatever_is_killed_amid_dispatch_the_survivors_go_on_and_no_step_is_los
     print({"error": error})
     assert error < CLOSE
     MoeNet().load_state_dict(newest_of(CheckpointManager(sharded.directory / "checkpoints")).state["model"])
+
+
+def test_counts_of_tokens_that_an_aborted_kernel_leaves_are_no_error_of_the_script(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """Over groups that behave like NCCL's: the script computes sizes with garbage before it hears of the lost peer."""
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=PACE_S, like_nccl=1, **(MIXTURE | {"mesh": [1, 2]}))
+    with sharded.job as job:
+        job.start(2)
+        sharded.await_together()
+        for fault in ("counts", "dispatch", "return"):
+            sharded.strike(fault)
+        error = sharded.ended(tmp_path)
+    print({"error": error})
+    assert error < CLOSE
+    assert sum(int(each.read_text()) for each in sharded.directory.glob("aborts-*")) > 0

@@ -157,7 +157,7 @@ def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimize
     return torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-3)
 
 
-MOMENTS = {"dispatch": moe.DISPATCH, "return": moe.RETURN}
+MOMENTS = {"counts": moe.COUNTS, "dispatch": moe.DISPATCH, "return": moe.RETURN}
 
 
 class Faults:
@@ -170,8 +170,8 @@ class Faults:
     ``backward``: in the middle of the backward pass, with gradients that are not sharded yet.
     ``kernel``: the same, while its shard peer is in a sum that it does not come to.
     ``schedule``: in the last stage, between two micro-batches; the first stage waits to send or to receive.
-    ``dispatch``: tokens are on their way to their experts, ``return``: gradients are on theirs back; peers wait for
-    this one's.
+    ``counts``, ``dispatch``: the numbers of tokens, or tokens, are on their way to their experts, ``return``: gradients
+    are on theirs back; peers wait for this one's.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -180,7 +180,7 @@ class Faults:
         self._due: dict[str, Any] = {}
         self._meet, self._reduce = ShardedReplica.commit_together, ShardedReplica._reduced
         self._lose, self._call, faults = StagedReplica._loss, LastingGroup._call, self
-        self._sent = 0
+        self._sent, self._works = 0, InterruptibleWaits()
         StagedReplica._loss = lambda self, *given: faults.loss(self, *given)  # type: ignore[method-assign]
         ShardedReplica.commit_together = lambda self, number: faults.commit_together(self, number)  # type: ignore[method-assign]
         ShardedReplica._reduced = lambda self, *sums: faults.reduced(self, *sums)  # type: ignore[method-assign]
@@ -211,6 +211,7 @@ class Faults:
 
     def commit_together(self, replica: ShardedReplica, number: int) -> None:
         """In place of the barrier."""
+        self._works = replica.groups.peers.works
         kind = self._due.get("kind") if replica.groups.count > 1 and self._local_rank == 1 else None
         if kind == "barrier":
             self._strike(replica.groups.peers.works)
@@ -230,7 +231,7 @@ class Faults:
         if name == "alltoall_base" and self._local_rank == 1:
             self._sent += 1
             if self._sent == MOMENTS.get(self._due.get("kind", "")):
-                self._strike(group._works)
+                self._strike(self._works)
         return self._call(group, name, *given)
 
     def loss(self, replica: StagedReplica, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
