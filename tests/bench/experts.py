@@ -26,8 +26,7 @@ from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.ledger import LineKind
 from tests.bench.report import Report, at_least, at_most, at_most_time, calibrate, emit, median, note, parse
-from tests.drills.sharded.test_experts import MIXTURE
-from tests.drills.sharded.test_sharded import CLOSE, Sharded
+from tests.drills.sharded.test_sharded import CLOSE, MIXTURE, Sharded
 from tests.support import seeds
 
 KILLS, QUICK_KILLS = 200, 2
@@ -44,15 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh, single = options.extra.mesh, options.extra.single
         how: dict[str, Any] = MIXTURE | {"mesh": mesh, "double": not single, "sgd": single, "pace_s": 0.0}
         sharded = Sharded(Path(place), etcd.endpoint, "experts", shards=math.prod(mesh), **how)
-        began = SYSTEM.monotonic()
+        began = struck = SYSTEM.monotonic()
         with sharded.job as job:
             job.start(2)
             sharded.await_together()
             for number in range(kills):
                 pause(chance.uniform(0.0, 0.5))
-                struck = SYSTEM.monotonic()
+                since, struck = struck, SYSTEM.monotonic()
                 survivor = sharded.kill(chance, "worker")
-                for name, taken in zip(pauses, _pauses(sharded, survivor, struck), strict=True):
+                for name, taken in zip(pauses, _pauses(sharded, survivor, struck, since), strict=True):
                     pauses[name].append(taken)
                 note(f"kill {number + 1} of {kills}: {pauses['killed'][-1]:.3f} s, back {pauses['back'][-1]:.3f} s")
                 if number % CALIBRATED_EVERY == 0:
@@ -85,12 +84,13 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--single", action="store_true", help="compute in float32, by SGD")
 
 
-def _pauses(sharded: Sharded, survivor: Node, struck: float) -> list[float]:
+def _pauses(sharded: Sharded, survivor: Node, struck: float, since: float) -> list[float]:
     """Between the last step of a round and the first one of the next, at the first two changes after ``struck``.
 
-    Of the ranks that had made a step before, the one that stood still longest.
+    Of the ranks that had made a step before, the one that stood still longest. ``since`` the kill before: the system
+    may have given a process's number to an earlier one.
     """
-    steps = sharded.job.steps(survivor.name)
+    steps = [line for line in sharded.job.steps(survivor.name) if line.t > since]
     lives = [[line for line in steps if line.pid == pid] for pid in sharded.workers(survivor)]
     changes = [[b.t - a.t for a, b in pairwise(life) if b.round > a.round and b.t > struck] for life in lives]
     return [max(each) for each in zip(*(each for each in changes if len(each) > 1), strict=False)][:2]

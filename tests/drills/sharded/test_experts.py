@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import pause
 from tests.drills.sharded.moe import MoeNet
-from tests.drills.sharded.test_sharded import CLOSE, PACE_S, Sharded
+from tests.drills.sharded.test_sharded import CLOSE, MIXTURE, PACE_S, Sharded
 from tests.unit.checkpoint.states import newest_of
 
 pytestmark = pytest.mark.usefixtures("sharded_torch")
-
-MIXTURE: dict[str, Any] = {"mesh": [2, 2], "names": ["dp_shard_mod_ep", "ep"]}
-
 
 def test_whatever_is_killed_amid_dispatch_the_survivors_go_on_and_no_step_is_lost(
     tmp_path: Path, etcd_endpoint: str, run_id: str

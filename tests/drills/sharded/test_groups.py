@@ -17,7 +17,7 @@ from elastic_trainer.local.cluster import Node, kill
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import NodeState
 from tests.drills.sharded.test_saves import Saved
-from tests.drills.sharded.test_sharded import CLOSE
+from tests.drills.sharded.test_sharded import CLOSE, MIXTURE
 
 pytestmark = pytest.mark.usefixtures("sharded_torch")
 
@@ -186,13 +186,14 @@ def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etc
     assert error < CLOSE
 
 
+@pytest.mark.parametrize("model", [{}, MIXTURE | {"mesh": [1, 2]}], ids=["dense", "experts"])
 def test_the_only_group_goes_on_in_place_from_copies_at_the_neighbour(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
+    tmp_path: Path, etcd_endpoint: str, run_id: str, model: dict[str, Any]
 ) -> None:
     """Nobody else holds the shards of a node that dies, but its neighbour has a copy: as soon as a spare has taken
     over, both resume the newest step that both had copied, one of them in its process. So does the next pair. A node
-    that is told to leave costs no step. Each sample counts once, and the result is that of one process."""
-    saves: dict[str, Any] = {"save_every": RARELY, "snapshot_every_s": 0.2}
+    that is told to leave costs no step. Each sample counts once, and the result is that of one process. Experts lie on both."""
+    saves: dict[str, Any] = {"save_every": RARELY, "snapshot_every_s": 0.2, **model}
     drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.05, sgd=True, most=GROUP, shard_nodes=GROUP, **saves)
     with drill.job as job:
         drill.train(*job.start(GROUP))

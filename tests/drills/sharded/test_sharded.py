@@ -44,6 +44,7 @@ CLOSE = 5e-6
 ROUGH = 2e-3
 """The same of bfloat16, whose last bit is worth 0.004 of a gradient."""
 STAGES: dict[str, Any] = {"mesh": [2, 1], "names": ["pp", "dp_shard"], "micro": 2, "schedule": "1F1B"}
+MIXTURE: dict[str, Any] = {"mesh": [2, 2], "names": ["dp_shard_mod_ep", "ep"]}
 INTERLEAVED = STAGES | {"stages_each": 2, "schedule": None}
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, CLOSE),
@@ -56,6 +57,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "stages": (STAGES, CLOSE),
     "stages of shards": (STAGES | {"mesh": [2, 2], "shards": 4, "schedule": "GPipe", "scaler": True}, CLOSE),
     "interleaved stages of shards": (INTERLEAVED | {"mesh": [2, 2], "shards": 4}, CLOSE),
+    "experts": (MIXTURE | {"shards": 4, "double": True}, CLOSE),
 }
 """Options of train.py (and how many nodes and ranks a node), and how close the result is. All but the first are for the
 long form."""
@@ -156,7 +158,7 @@ class Sharded:
         options = {**self.options, "steps": steps, "pace_s": 0.0, "like_nccl": 0}
         if "pp" in options.get("names", ()):  # nothing in the reference is a stage
             options |= {"mesh": [1], "names": ["dp_shard"]}
-        assert ran([str(SCRIPT), str(alone), json.dumps(options)], limit_s=300.0).code == 0
+        assert ran([str(SCRIPT), str(alone), json.dumps(options)], limit_s=300.0 + steps / 20).code == 0
         (reference,) = (torch.load(each) for each in alone.glob("result-*"))
         for each in results:
             for mine, expected in zip(each["metrics"], reference["metrics"], strict=True):
