@@ -84,7 +84,7 @@ SHARDED = TorchPart(
     (
         *(f"torch.distributed.device_mesh:DeviceMesh.{name}" for name in (
             "_hash_key", "_create_sub_mesh(self, layout, submesh_dim_names)", "_concatenate", "_get_root_mesh",
-            "_create_flatten_mesh(self, mesh_dim_name, backend_override)", "_get_mesh_tensor_from_full_mesh",
+            "_get_mesh_tensor_from_full_mesh",
         )),
         *(f"torch.distributed.fsdp:FSDPModule.{name}" for name in ("_get_fsdp_state", "reset_iter_state")),
         "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",
@@ -98,6 +98,14 @@ SHARDED = TorchPart(
     ),
     since="2.13",
 )  # fmt: skip
+FLATTENED = TorchPart(
+    "flattened device meshes",
+    "are refused",
+    (
+        "torch.distributed.device_mesh:DeviceMesh._flatten(self, mesh_dim_name, backend_override)",
+        "torch.distributed._mesh_layout:_MeshLayout.collapse",
+    ),
+)
 STAGES = TorchPart(
     "pipeline stages",
     "are refused",
@@ -107,7 +115,7 @@ STAGES = TorchPart(
     ),
 )
 LOSS_SCALING = TorchPart("loss scaling", "is refused", ("torch.amp:GradScaler._unscale_grads_",))
-PARTS = (WARM_STARTS, ORPHANS, GLOO_ADDRESSES, GROUPS, DATA_WORKERS, SHARDED, STAGES, LOSS_SCALING)
+PARTS = (WARM_STARTS, ORPHANS, GLOO_ADDRESSES, GROUPS, DATA_WORKERS, SHARDED, FLATTENED, STAGES, LOSS_SCALING)
 
 
 def _has(name: str) -> bool:
@@ -365,7 +373,7 @@ class PlacedMesh(DeviceMesh):
     def _create_sub_mesh(self, layout: Any, submesh_dim_names: tuple[str, ...]) -> DeviceMesh:
         part = self._part(layout, submesh_dim_names)
         groups = dict(zip(self._mesh_dim_names or (), self._dim_group_names, strict=True))
-        for name, flat in self.root._flatten_mapping.items():
+        for name, flat in getattr(self.root, "_flatten_mapping", {}).items():
             groups[name] = flat._dim_group_names[0]
         part._dim_group_names = [groups[name] for name in submesh_dim_names]
         return part
@@ -375,18 +383,25 @@ class PlacedMesh(DeviceMesh):
         how = {"_layout": layout, "_rank_map": root._rank_map, "_root_mesh": root, "_rank": self._shard_rank}
         return type(self)(self._device_type, mesh_dim_names=names, **how)
 
-    def _create_flatten_mesh(self, mesh_dim_name: str, backend_override: Any = (None, None)) -> None:
-        root = self.root
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
+        """As torch's, whose mesh would have a group of one round."""
+        require(FLATTENED)
+        root, names = self.root, self._mesh_dim_names or ()
+        name = mesh_dim_name or "_".join(names)
+        if names == (name,):
+            return self
+        flat = self._part(type(self._layout)([self._layout.collapse()]), (name,))
         known = {**dict.fromkeys(root._mesh_dim_names), **root._flatten_mapping}
-        flat = self._part(type(self._layout)([self._layout.collapse()]), (mesh_dim_name,))
-        if mesh_dim_name not in known:
-            group = root.group_of_all(mesh_dim_name, self._mesh_dim_names)
+        if name not in known:
+            group = root.group_of_all(name, names)
             flat.use({group.group_name: group})
-            root._flatten_mapping[mesh_dim_name] = flat
-        elif known[mesh_dim_name] is None or known[mesh_dim_name]._layout != flat._layout:
+            root._flatten_mapping[name] = known[name] = flat
+        if known[name] is None or known[name]._layout != flat._layout:
             raise ConfigError(
-                f"the device mesh has another dimension {mesh_dim_name!r}", hint="flatten it under a name of its own"
+                f"the device mesh has another dimension {name!r}", hint="flatten it under a name of its own"
             )
+        found: DeviceMesh = known[name]
+        return found
 
     def group_of_all(self, name: str, names: tuple[str, ...]) -> Any:
         """A group for the dimension ``name``, which takes the place of the dimensions ``names`` of the root mesh."""

@@ -1,4 +1,4 @@
-"""A mixture of experts that trains on when nodes die: experts along one dimension of the mesh, the rest sharded by FSDP2.
+"""A mixture of experts that trains on when nodes die: experts along one dimension of a mesh, the rest sharded by FSDP2.
 
 elastic-trainer local --nodes 1:2 --nproc-per-node 2 --recovery in_place --kill-node-at 30 -- \
     examples/moe/train.py --steps 100

@@ -24,7 +24,6 @@ from typing import Any
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.local.cluster import Node
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.ledger import LineKind
 from tests.bench.report import Report, at_least, at_most, at_most_time, calibrate, emit, median, note, parse
 from tests.drills.sharded.test_sharded import CLOSE, MIXTURE, Sharded
 from tests.support import seeds

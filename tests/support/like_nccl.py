@@ -1,10 +1,10 @@
 """A process group that behaves like NCCL, for machines without CUDA devices, and a worker that takes it for NCCL.
 
-Its operations on float32 tensors, and all-to-alls of any, start at once and run one after the other, as kernels on a stream do. A peer that is
-gone never shows: the kernel hangs until the communicator is aborted, whatever happens to sockets. Then it ends without
-an error, and leaves garbage (NaN, or a large negative number) in its outputs, so that a step that counts nevertheless cannot go unnoticed. Later
-operations fail. A wait stands for the order of the stream: who waits goes on when the kernel has ended. Everything else
-(the agreement of ranks) is gloo's, as beside NCCL.
+Its operations on float32 tensors, and all-to-alls of any, start at once and run one after the other, as kernels on a
+stream do. A peer that is gone never shows: the kernel hangs until the communicator is aborted, whatever happens to
+sockets. Then it ends without an error, and leaves garbage in its outputs (NaN, or a large negative number), so that a
+step that counts nevertheless cannot go unnoticed. Later operations fail. A wait stands for the order of the stream: who
+waits goes on when the kernel has ended. Everything else (the agreement of ranks) is gloo's, as beside NCCL.
 
 Backward passes run in a thread of their own, as they do on a device.
 """

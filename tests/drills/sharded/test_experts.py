@@ -15,6 +15,7 @@ from tests.unit.checkpoint.states import newest_of
 
 pytestmark = pytest.mark.usefixtures("sharded_torch")
 
+
 def test_whatever_is_killed_amid_dispatch_the_survivors_go_on_and_no_step_is_lost(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:

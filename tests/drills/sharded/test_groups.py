@@ -192,7 +192,8 @@ def test_the_only_group_goes_on_in_place_from_copies_at_the_neighbour(
 ) -> None:
     """Nobody else holds the shards of a node that dies, but its neighbour has a copy: as soon as a spare has taken
     over, both resume the newest step that both had copied, one of them in its process. So does the next pair. A node
-    that is told to leave costs no step. Each sample counts once, and the result is that of one process. Experts lie on both."""
+    that is told to leave costs no step. Each sample counts once, and the result is that of one process. Experts lie on
+    both."""
     saves: dict[str, Any] = {"save_every": RARELY, "snapshot_every_s": 0.2, **model}
     drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.05, sgd=True, most=GROUP, shard_nodes=GROUP, **saves)
     with drill.job as job:

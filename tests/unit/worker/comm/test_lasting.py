@@ -1,4 +1,4 @@
-"""The shape of a device mesh, which nodes it covers, and where there can be none."""
+"""The shape of a device mesh, which nodes it covers, where there can be none, and its flattened dimensions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.worker.comm.lasting import checked_shape, nodes_of_job
+from elastic_trainer.worker.comm.control import InterruptibleWaits
+from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape, nodes_of_job
 
 TWO = ("dp_shard", "tp")
 
@@ -65,3 +66,34 @@ def test_it_is_refused_where_it_does_not_fit(changes: dict[str, Any], sentence: 
     """In place survivors would hold no whole state; groups of nodes have replicas."""
     with pytest.raises(ConfigError, match=sentence):
         nodes_of_job(launched(**changes))
+
+
+@pytest.mark.usefixtures("sharded_torch")
+def test_a_flattened_dimension_has_a_group_of_its_own() -> None:
+    """Over the ranks that differ in any of its dimensions, in their order; the mesh gives it by its name."""
+    layout = ShardLayout("cpu", (2, 2, 2), ("a", "b", "c"), 6, 8)
+    mesh: Any = layout.mesh
+    with layout.parallelizing():
+        flat = mesh["a", "b"]._flatten("ab")
+        group = flat.get_group()
+        assert (group, group.rank(), group.size()) == (layout.groups["ab"], 3, 4)
+        assert (layout.members("ab"), layout.axes["ab"]) == ((0, 2, 4, 6), (0, 1))
+        assert (flat.mesh.tolist(), flat.get_local_rank()) == ([0, 2, 4, 6], 3)
+        assert mesh["a", "b"]._flatten("ab") is flat
+        assert mesh["c"]._flatten() == mesh["c"]
+        with pytest.warns(UserWarning, match="Slicing a flattened dim"):
+            assert mesh["ab"].get_group() is group
+        assert (mesh._flatten().get_group(), layout.members("a_b_c")) == (layout.groups["a_b_c"], tuple(range(8)))
+    for names, name in ((("b", "c"), "ab"), (("a", "b"), "c")):
+        with pytest.raises(ConfigError, match=f"the device mesh has another dimension '{name}'"):
+            mesh[names]._flatten(name)
+
+
+@pytest.mark.usefixtures("sharded_torch")
+def test_a_mesh_is_flattened_before_its_groups_are_formed() -> None:
+    layout = ShardLayout("cpu", (1, 1), TWO, 0, 1)
+    layout.enter(None, [None, None], InterruptibleWaits())
+    mesh: Any = layout.mesh
+    with pytest.raises(ConfigError, match=r"flattened after session.wrap\(\)"):
+        mesh._flatten()
+    layout.leave()
