@@ -242,7 +242,7 @@ class ShardLayout:
         numbers = torch.arange(self.size).reshape(self.shape)
         self.coordinate = tuple(int(each) for each in (numbers == self.shard_rank).nonzero()[0])
         self._nccl = device == "cuda"
-        self.axes = {name: (dim,) for dim, name in enumerate(self.names)}
+        self.axes: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(self.names)}
         """Which dimensions of the mesh each name stands for: one, or several that were flattened into it."""
         self.whole = LastingGroup("all", self.shard_rank, range(self.size), nccl=self._nccl)
         self.groups = {name: self._group(name) for name in self.names}

@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """``tokens`` stand by expert, ``counts`` of them for each expert of this rank; there may be none."""
-        parts = zip(tokens.split(counts), held(self.up), held(self.down), strict=True)
+        parts = zip(torch.split(tokens, counts), held(self.up), held(self.down), strict=True)
         return torch.cat([torch.tanh(part @ up) @ down for part, up, down in parts])
 
 
@@ -50,7 +50,7 @@ class Mixture(nn.Module):
         weights, chosen = self.gate(x).softmax(1).topk(CHOSEN)
         if self.mesh is None:
             made = torch.tanh(x[:, None, None] @ self.experts.up[chosen]) @ self.experts.down[chosen]
-            return (made.squeeze(2) * weights[..., None]).sum(1)
+            return torch.sum(made.squeeze(2) * weights[..., None], 1)
         group, ranks = self.mesh.get_group(), self.mesh.size()
         order = chosen.flatten().argsort(stable=True)
         sent = chosen.flatten().bincount(minlength=EXPERTS)
@@ -89,7 +89,8 @@ class MoeNet(nn.Module):
 def shard(model: MoeNet, mesh: Any, **how: Any) -> None:
     """Over a mesh of "dp_shard_mod_ep" and "ep"; ``how`` is for ``fully_shard``."""
     dense = mesh["dp_shard_mod_ep", "ep"]._flatten("dp_shard")
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         mixture, experts = block.mixture, block.mixture.experts
         mixture.mesh = mesh["ep"]
         for name, each in list(experts.named_parameters()):
