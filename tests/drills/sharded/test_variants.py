@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drills.sharded.train import SAMPLES
 from tests.drills.sharded.variants import KINDS
 from tests.integration.worker.launch import run, standalone
 
@@ -50,6 +51,8 @@ def test_tensor_parallel_within_sharding_replicas_and_experts_do_too(tmp_path: P
     """
     results = found(tmp_path, 4, *FOUR)
     assert results["experts"][0]["stored"] == 0.0
+    drawn = {name: sum(each["drawn"] for each in ranks) for name, ranks in results.items()}
+    assert [drawn[name] for name in ("tp", "twice", "experts")] == [2 * SAMPLES, SAMPLES, SAMPLES]
     for name, ranks in results.items():
         limit = ROUGH if "reduced" in name else 2 * CLOSE
         for each in ranks:

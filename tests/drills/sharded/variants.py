@@ -105,11 +105,14 @@ def overflowing(output: torch.Tensor, part: Batch) -> torch.Tensor:
 
 def trained(
     session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: list[PipelineStage] | None = None
-) -> nn.Module:
+) -> int:
+    """How many samples this rank drew, fillers left out."""
+    drawn = 0
     optimizer = optimized(model, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if options.get("scaler") else None
     model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"), stage=stage)
     for batch in session.batches(data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=9):
+        drawn += len(batch) if batch.weight else 0
         with session.step() as step:
             if stage is not None:
                 loss = overflowing if scaler is not None and step.number == 1 else mean_error
@@ -130,7 +133,7 @@ def trained(
             break
     if options.get("save"):
         session.save(wait=True)
-    return model
+    return drawn
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -164,7 +167,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
                     block.compile(backend="aot_eager")
             if options.get("meta"):
                 return begun(session, model)
-            trained(session, model, options, until, stage)
+            found["drawn"] = found.get("drawn", 0) + trained(session, model, options, until, stage)
             mine = whole(session.module)
             used = session.average if options.get("average") else session.module
             rows = session.predict(used, data(), 7, lambda model, batch: model(batch.x).float())
