@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -54,7 +55,8 @@ class Mixture(nn.Module):
         group, ranks = self.mesh.get_group(), self.mesh.size()
         order = chosen.flatten().argsort(stable=True)
         sent = chosen.flatten().bincount(minlength=EXPERTS)
-        come = all_to_all_single(sent, None, None, group).view(ranks, -1)  # from each rank, for each expert here
+        dist.all_to_all_single(counts := torch.empty_like(sent), sent, group=group)
+        come = counts.view(ranks, -1)  # from each rank, for each expert here
         out, back = sent.view(ranks, -1).sum(1).tolist(), come.sum(1).tolist()
         tokens = all_to_all_single_autograd(x[order // CHOSEN], back, out, group)
         here = come.shape[1]
