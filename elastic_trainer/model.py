@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -116,6 +117,83 @@ class Cause(StrEnum):
     NODE_LEFT = "node_left"
     """By a planned change, as with ``node_joined``: no step is lost."""
     FINISHED = "finished"
+
+
+class Culprit(StrEnum):
+    """What has failed."""
+
+    MACHINE = "machine"
+    """The hardware of a node, or what is installed there."""
+    NETWORK = "network"
+    STORAGE = "storage"
+    SCRIPT = "script"
+    DATA = "data"
+    MEMORY = "memory"
+    """The job needs more than there is."""
+    COMPILER = "compiler"
+    SCHEDULER = "scheduler"
+    """Nothing: a job controller, a cloud or an operator has decided so."""
+    OUTSIDE = "outside"
+    """A process was killed or stopped by somebody, and nothing says by whom."""
+    UNKNOWN = "unknown"
+
+
+class Certainty(StrEnum):
+    """How sure a verdict is."""
+
+    CERTAIN = "certain"
+    """The evidence leaves no other explanation."""
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+    """The first suspicion: the next incident will show more."""
+
+
+class Advice(StrEnum):
+    """What to do."""
+
+    GO_ON = "go_on"
+    RESTART = "restart"
+    """Start the workers, or the nodes, again."""
+    LEAVE_OUT = "leave_out"
+    """Train without the node."""
+    STOP = "stop"
+    """Trying again cannot help."""
+
+
+class Place(StrEnum):
+    """What a process was doing, by the code that it was in."""
+
+    SCRIPT = "script"
+    DATA = "data"
+    STORAGE = "storage"
+    """Saving or loading a checkpoint."""
+    COMPILER = "compiler"
+    COLLECTIVE = "collective"
+
+
+_PLACES = {
+    Place.COMPILER: (
+        *("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/compile_fx", "_inductor/codecache"),
+        *("_inductor/cpp_builder", "_inductor/async_compile", "_inductor/graph", "triton/compiler", "triton/backends"),
+    ),
+    Place.STORAGE: ("elastic_trainer/checkpoint/", "torch/serialization", "distributed/checkpoint/"),
+    Place.DATA: ("torch/utils/data/", "elastic_trainer/data/", "worker/steps/feed"),
+    Place.COLLECTIVE: ("distributed_c10d", "elastic_trainer/worker/comm/", "_functional_collectives"),
+}
+
+
+def place_of(files: Iterable[str]) -> Place:
+    """What a process does, by the files of its stack, innermost first."""
+    for file in files:
+        for place, parts in _PLACES.items():
+            if any(part in file for part in parts):
+                return place
+    return Place.SCRIPT
+
+
+def is_script(file: str) -> bool:
+    """Whether a file of a stack is the user's own."""
+    return not any(part in file for part in ("/lib/python", "site-packages", "elastic_trainer/", "<frozen", "<string>"))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.ipc.channel import Identity
-from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
+from elastic_trainer.model import NAME_PATTERN, Advice, Cause, Certainty, Culprit, Incarnation, Place, RecoveryMode
 from elastic_trainer.settings import as_json
 from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 from elastic_trainer.telemetry.families import GAUGES, RankGauges
@@ -289,6 +289,8 @@ class RoundDocument(Document):
     """Consecutive rounds that ended without a committed step."""
     fewest: int = 0
     """The size in nodes of the smallest round since ``last_step``, this one included; 0 if not known."""
+    final: bool = False
+    """Whether a verdict ends the run with this round, since trying again cannot help; ``reason`` says why."""
     unformed: int = 0
     """In place: consecutive rounds whose groups could not be formed, since ranks did not reach each other."""
     ghosts: tuple[Ghost, ...] = ()
@@ -345,6 +347,86 @@ def uncompressed(value: bytes) -> bytes:
     return text if stream.eof or text is value else value
 
 
+class ClueKind(StrEnum):
+    """What a node has seen."""
+
+    EXIT = "exit"
+    """A worker ended with an exit code."""
+    SIGNAL = "signal"
+    """A signal ended a worker that its agent had not sent."""
+    HANG = "hang"
+    """A worker made no progress, and its agent ended it."""
+    WAIT = "wait"
+    """A worker had waited for others for too long."""
+    KERNEL = "kernel"
+    """The kernel of the node's machine has logged a fault."""
+    UNREACHED = "unreached"
+    """Its workers could not reach those of another node, or others could not reach its own."""
+    NOTICE = "notice"
+    """The node was told to leave."""
+
+
+class Batch(NamedTuple):
+    """The samples of one step: ``first`` to ``last`` in the order of ``epoch``; -1 if ``last`` is not known."""
+
+    epoch: int
+    first: int
+    last: int = -1
+
+
+class Clue(BaseModel):
+    """One thing that a node has seen of a fault, at first hand. What is not known is empty."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kind: ClueKind
+    node: str
+    text: str
+    """In a sentence, without a full stop."""
+    wall: float = 0.0
+    """When (Unix time of that node)."""
+    rank: int = -1
+    round: int = 0
+    step: int = 0
+    """The newest step that the worker had committed."""
+    batch: Batch | None = None
+    """The samples of the step that it was in."""
+    code: int = 0
+    """Exit code; a signal's number is negative."""
+    memory: bool = False
+    """Whether the kernel killed for memory."""
+    victim: bool = False
+    """Whether it ended, or stood, since it had lost its peers."""
+    types: tuple[str, ...] = ()
+    """The exception and those that it was raised from, outermost first, as ``module.Class``; OSErrors with their code,
+    as ``OSError[ENOSPC]``."""
+    place: Place = Place.SCRIPT
+    """What the process did."""
+    at: str = ""
+    """Where in the script: ``train.py:31 in forward``; or which collective it waited in."""
+    state: str = ""
+    """The kernel's state of a process that hung."""
+    others: tuple[str, ...] = ()
+    """The nodes that it did not reach."""
+
+
+class Verdict(BaseModel):
+    """What failed in an incident, where, how sure that is, and what to do (see ``membership.verdict``)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    culprit: Culprit
+    advice: Advice
+    certainty: Certainty
+    sentence: str
+    evidence: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    batch: Batch | None = None
+    signature: str = ""
+    """Equal for faults of one kind, whatever node, rank or batch they strike."""
+
+
 class Departure(Document):
     """How the last node of a run left. Nodes that crash leave none, and the next node that joins removes it."""
 
@@ -356,6 +438,8 @@ class Departure(Document):
     exit_code: int
     step: int = Field(default=0, ge=0)
     """The newest step that its workers are known to have committed."""
+    clues: tuple[Clue, ...] = ()
+    """What it had seen of faults."""
 
 
 class JournalEntry(Document):
@@ -504,6 +588,15 @@ class LogTail(BaseModel):
     """Oldest first."""
 
 
+class MachineFault(Document):
+    """A fault of one machine, kept for later runs; it ends with its lease."""
+
+    wall: float
+    run: str
+    sentence: str
+    certainty: Certainty
+
+
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
@@ -538,6 +631,10 @@ class NodeHealth(Document):
     """Known on the node of rank 0."""
     load: NodeLoad | None = None
     tails: tuple[LogTail, ...] = ()
+    clues: tuple[Clue, ...] = ()
+    """What it has seen of faults, oldest first."""
+    machine: str = ""
+    """The name of the machine that it runs on, whatever the node is called."""
 
 
 class Incident(Document):
@@ -579,6 +676,7 @@ class Incident(Document):
     """From the end of the round to the agreement on the next."""
     resume_s: float = 0.0
     """From that agreement to the next committed step."""
+    verdict: Verdict | None = None
 
     @property
     def planned(self) -> bool:

@@ -1,4 +1,4 @@
-"""Remove a run's keys from the store: of a run that is over, or that nobody will continue.
+"""Remove a run's keys from the store: of a run that is over, or that nobody will continue; and a machine's faults.
 
 *Runs in* commands, the main thread.
 *Owns* nothing.
@@ -15,8 +15,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import RoundState, uncompressed
-from elastic_trainer.store.api import Compare, Delete, Field, Read, Relation, RunKeys, Store, prefix_end, unchanged
+from elastic_trainer.membership.documents import DocumentError, MachineFault, RoundState, uncompressed
+from elastic_trainer.store.api import (
+    Compare,
+    Delete,
+    Field,
+    Read,
+    Relation,
+    RunKeys,
+    Store,
+    machine_faults,
+    prefix_end,
+    unchanged,
+)
+from elastic_trainer.store.untrusted import plain
+from elastic_trainer.telemetry.logs import logger
 
 _NAMED = 5
 
@@ -104,3 +117,25 @@ def forget(store: Store, remains: Remains, deadline: Deadline) -> None:
     everything = Delete(keys.root, range_end=prefix_end(keys.root))
     if not store.transact(guards, [everything], deadline=deadline).succeeded:
         raise ConfigError(f"run {keys.run_id!r} continues: a node has just joined it", hint="look at its status")
+
+
+# ---- machines, whose faults outlive runs
+
+
+def faults_of(store: Store, prefix: str, machine: str, deadline: Deadline) -> list[MachineFault]:
+    """The known faults of ``machine``, in any run, oldest first. Raises ElasticTrainerError."""
+    found = []
+    for item in store.range(machine_faults(prefix, machine), deadline).items:
+        try:
+            found.append(MachineFault.decode(item.value, item.key))
+        except DocumentError as error:
+            logger().warning("document.refused", key=plain(item.key), error=str(error))
+    return sorted(found, key=lambda each: each.wall)
+
+
+def forget_machine(store: Store, prefix: str, machine: str, deadline: Deadline) -> int:
+    """Forget the faults of a machine that was repaired; how many there were."""
+    key = machine_faults(prefix, machine)
+    known = len(store.range(key, deadline, keys_only=True).items)
+    store.transact([], [Delete(key, range_end=prefix_end(key))], deadline=deadline)
+    return known

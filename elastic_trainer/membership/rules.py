@@ -154,6 +154,8 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
         if lost := lost_members(view):
             return _break(current, lost)
         return _planned(view, current, now)
+    if current.final:
+        return _failed(current, current.reason)
     if current.state is RoundState.DRAINING and current.next is not None:
         return _switching(view, current, current.next)
     return _regroup(view, current, now)
@@ -728,6 +730,7 @@ def broken(
     suspects: tuple[Ghost, ...] = (),
     lost: tuple[str, ...] = (),
     unformed: bool = False,
+    final: bool = False,
 ) -> RoundDocument:
     """The round document after a failure; ``suspects`` are excluded until they write their keys.
 
@@ -745,6 +748,7 @@ def broken(
         "ghosts": (*ghosts, *suspects),
         "worker_failed": worker_failed,
         "unformed": base.unformed + 1 if unformed else 0,
+        "final": final,
         "cause": cause,
         "lost": lost or tuple(ghost.node for ghost in suspects),
     }

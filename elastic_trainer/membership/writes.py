@@ -18,6 +18,7 @@ from typing import Any
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.core import STATE_ORDER
 from elastic_trainer.membership.documents import (
+    Clue,
     Departure,
     Ghost,
     Incident,
@@ -28,6 +29,7 @@ from elastic_trainer.membership.documents import (
     RunResult,
 )
 from elastic_trainer.membership.rules import broken
+from elastic_trainer.membership.verdict import Case, judge
 from elastic_trainer.model import Cause, RecoveryMode
 from elastic_trainer.store.api import (
     Compare,
@@ -162,6 +164,8 @@ class RoundFailure:
     cause: Cause | None = None
     suspects: tuple[Ghost, ...] = field(default=())
     unformed: bool = False
+    final: bool = False
+    """Whether the run ends with it, since trying again cannot help."""
 
 
 def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limits) -> RoundDocument | None:
@@ -177,6 +181,7 @@ def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limit
         cause=failure.cause,
         suspects=failure.suspects,
         unformed=failure.unformed,
+        final=failure.final,
     )
 
 
@@ -238,6 +243,7 @@ def closing(
     if following is not None:
         update |= {"next_round": following.number, "world_after": following.world_size}
     closed = opened.model_copy(update=update)
+    closed = closed.model_copy(update={"verdict": judge(Case(closed, _clues(departure, opened.round)))})
     put = Put(keys.incident(int(opened.wall * 1000.0)), closed.encode())
     return (unchanged(found.key, found.mod_revision),), (put, Delete(found.key))
 
@@ -260,7 +266,7 @@ def _reason(departure: Departure) -> str:
 
 
 def _incident(departure: Departure, current: RoundDocument | None) -> Incident:
-    return Incident(
+    incident = Incident(
         wall=departure.wall,
         by=departure.node,
         kind=STOPPED if departure.planned else GAVE_UP,
@@ -270,3 +276,9 @@ def _incident(departure: Departure, current: RoundDocument | None) -> Incident:
         world_before=current.world_size if current is not None else 0,
         step=max(departure.step, (current.last_step or 0) if current is not None else 0),
     )
+    return incident.model_copy(update={"verdict": judge(Case(incident, _clues(departure, incident.round)))})
+
+
+def _clues(departure: Departure | None, number: int) -> list[Clue]:
+    """What the last node had seen of the end of round ``number``."""
+    return [each for each in departure.clues if each.round in (number, 0)] if departure is not None else []

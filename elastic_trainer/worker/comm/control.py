@@ -10,6 +10,7 @@ with RoundBrokenError. Or ranks have come to different points of the script, whe
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import (
     EXIT_CONFIG,
+    LONGEST_LINE,
     CheckpointError,
     ConfigError,
     DataError,
@@ -44,6 +46,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
+from elastic_trainer.model import is_script, place_of
 from elastic_trainer.telemetry.logs import complain, final_message, logger
 from elastic_trainer.worker.report import HeartbeatReporter
 
@@ -91,6 +94,26 @@ def trail(error: BaseException) -> list[str]:
         calls = " > ".join(f"{Path(code.co_filename).name}:{line} {code.co_name}" for code, line in codes)
         found.append(f"{type(each).__name__}: {summary(each)} ({calls})")
     return found
+
+
+def origin(error: BaseException) -> dict[str, Any]:
+    """Where ``error`` comes from, for a verdict: the types of it and its causes, what this process did, and the line
+    of the script."""
+    types, at = list[str](), ""
+    files = list[str]()
+    for each in chain(error):
+        kind = type(each)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        code = errno.errorcode.get(each.errno or 0) if isinstance(each, OSError) else None
+        types.append(f"{name}[{code}]" if code else name)
+        frames = [(frame.f_code, line) for frame, line in walk_tb(each.__traceback__)][::-1]
+        files = [code.co_filename for code, _ in frames] + files  # the cause lies deeper
+        mine = next(((code, line) for code, line in frames if is_script(code.co_filename)), None)
+        at = f"{Path(mine[0].co_filename).name}:{mine[1]} in {mine[0].co_name}" if mine is not None else at
+    return {"types": types[:_MOST_TYPES], "place": place_of(files), "at": at[:LONGEST_LINE]}
+
+
+_MOST_TYPES = 6
 
 
 @contextmanager

@@ -1,0 +1,648 @@
+"""The verdict on an incident: what failed, where, how sure that is, and what to do. Pure and deterministic.
+
+First each clue is read for itself: an exit code, a signal, the words of an exception, the place in the code, a line of
+the kernel's log. What a worker says that has only lost its peers counts if nothing else is known. Then the incidents
+before it are compared: a fault that meets the same batch on another node is not the machine's, one that meets the same
+node on other batches is.
+
+A verdict is a suspicion that becomes surer with each incident. It says "stop" only where the same fault has come back
+without a step between, as often as ``failure_limit`` says.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final
+
+from elastic_trainer.errors import EXIT_LEFT, EXIT_RESTARTED
+from elastic_trainer.membership.documents import Batch, Clue, ClueKind, Incident, MachineFault, NodeHealth, Verdict
+from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place, signal_name
+from elastic_trainer.wording import named
+
+STORM: Final = 10
+"""Lives in a row that ended in one way, after about as long, end a run of whose progress nothing is known."""
+STORM_LIFE_S: Final = 600.0
+STORM_SPREAD: Final = 1.25
+"""The longest of these lives as a multiple of the shortest."""
+_TIMES: Final = 3
+"""As often must a batch strike one node before it is suspected without another node."""
+CHANCE: Final = 0.25
+"""As likely as this may chance alone strike one node again and again, for that node to be suspected."""
+SICK: Final = 2
+"""Faults of a machine after which later runs do not start there: in as many runs, or beyond doubt."""
+FULL: Final = 0.97
+"""The part of a machine's memory from which the loss of its node is put down to memory."""
+FRESH_S: Final = 120.0
+"""A line of the kernel's log that is older explains no incident."""
+_SURER = {Certainty.POSSIBLE: Certainty.LIKELY}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that is known when an incident is judged.
+
+    ``clues``: those of all nodes, of this incident; ``older``: of earlier rounds. ``before``: earlier incidents of the
+    run, newest first. ``nodes``: the members of the round. ``health``: what the nodes have published last, those that
+    are gone too. ``least``: the fewest nodes that the run may have; ``limit``: its ``failure_limit``.
+    """
+
+    incident: Incident
+    clues: Sequence[Clue] = ()
+    before: Sequence[Incident] = ()
+    nodes: Sequence[str] = ()
+    older: Sequence[Clue] = ()
+    health: Mapping[str, NodeHealth] = field(default_factory=dict)
+    least: int = 1
+    limit: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What the clues of this incident alone say."""
+
+    culprit: Culprit
+    what: str
+    """What happened, as a sentence without its full stop."""
+    certainty: Certainty = Certainty.POSSIBLE
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    batch: Batch | None = None
+    step: int = 0
+    signature: str = ""
+    evidence: tuple[str, ...] = ()
+    machine: bool = False
+    """Whether a second fault of this kind on the node, at another batch, speaks against its machine."""
+
+
+def judge(case: Case) -> Verdict:
+    """The verdict on ``case.incident``."""
+    found = _first_sight(case)
+    found, advice, told = _compared(case, found)
+    evidence = tuple(dict.fromkeys((*found.evidence, *told)))
+    return Verdict(
+        culprit=found.culprit,
+        advice=advice,
+        certainty=found.certainty,
+        sentence=f"{found.what[:1].upper()}{found.what[1:]}. {_advised(case, found, advice)}",
+        evidence=evidence,
+        nodes=found.nodes,
+        ranks=found.ranks,
+        batch=found.batch,
+        signature=found.signature,
+    )
+
+
+def sick(faults: Iterable[MachineFault]) -> list[MachineFault]:
+    """The faults for which a machine is left out of new runs; none while they may be chance."""
+    known = sorted(faults, key=lambda each: each.wall)
+    beyond_doubt = [each for each in known if each.certainty is Certainty.CERTAIN]
+    return known if len({each.run for each in known}) >= SICK or len(beyond_doubt) >= SICK else []
+
+
+# ---- this incident
+
+
+def _first_sight(case: Case) -> _Finding:
+    incident = case.incident
+    if incident.kind != "round":
+        return _noted(case)
+    if incident.planned:
+        return _planned(case)
+    own = [each for each in case.clues if not each.victim]
+    ended = [each for each in own if each.kind in _ENDED]
+    if _closed(incident) and not any(each.rank >= 0 for each in ended):
+        ended = _last_failure(case) or ended
+    if logged := [each for each in own if each.kind is ClueKind.KERNEL and _concerns(case, each, ended)]:
+        return _read(case, [*logged, *ended])
+    if ended:
+        return _read(case, ended)
+    if unreached := [*(each for each in own if each.kind is ClueKind.UNREACHED), *_unreached(incident)]:
+        return _read(case, unreached)
+    if incident.cause is Cause.STALLED:
+        return _stalled(case)
+    if incident.cause is Cause.NODE_LOST:
+        return _node_lost(case)
+    if victims := [each for each in case.clues if each.victim]:
+        found = _of_clue(victims[0])
+        nodes = tuple(sorted({each.node for each in victims}))
+        what = f"ranks lost each other, and nobody was found dead: {victims[0].text}"
+        return replace(
+            found, culprit=Culprit.NETWORK, what=what, nodes=nodes, ranks=(), batch=None, signature="lost peers"
+        )
+    if incident.cause is Cause.CONTACT_LOST:
+        what = f"ranks lost each other, and nobody was found dead: {incident.reason}"
+        return _Finding(Culprit.NETWORK, what, nodes=incident.nodes, signature="lost peers")
+    by_cause = {Cause.STEP_GIVEN_UP: Culprit.MEMORY}.get(incident.cause or Cause.FINISHED, Culprit.UNKNOWN)
+    return _Finding(by_cause, incident.reason or "nothing is known of its cause", nodes=incident.nodes)
+
+
+_ENDED = (ClueKind.EXIT, ClueKind.SIGNAL, ClueKind.HANG)
+_CANNOT_REACH = re.compile(
+    r"node (\S+) cannot reach node (\S+) at |workers of node (\S+) publish |"
+    r"which others cannot reach.*node (\S+) does not answer its peer (\S+) at"
+)
+
+
+def _closed(incident: Incident) -> bool:
+    """Whether the run ended with it."""
+    return incident.kind == "round" and incident.next_round is None and not incident.open
+
+
+def _last_failure(case: Case) -> list[Clue]:
+    """Who failed last, where the run ended before that node could say how it failed for the last time."""
+    failed = [each for each in case.older if each.kind in _ENDED and each.rank >= 0 and not each.victim]
+    step = max((each.step for each in failed), default=0)
+    return sorted((each for each in failed if each.step == step), key=lambda each: each.round)[-1:]
+
+
+def _concerns(case: Case, logged: Clue, ended: Sequence[Clue]) -> bool:
+    """Whether a line of a kernel's log belongs to this incident: its node failed, in a way that fits."""
+    struck = {each.node for each in ended} | {*case.incident.nodes}
+    if kernel_culprit(logged.text) is Culprit.MEMORY:
+        killed = {each.node for each in ended if each.kind is ClueKind.SIGNAL and each.code == -signal.SIGKILL}
+        return logged.node in killed or (case.incident.cause is Cause.NODE_LOST and logged.node in struck)
+    return logged.node in struck
+
+
+def _unreached(incident: Incident) -> list[Clue]:
+    """What the reason of the next round says of nodes that do not reach each other (``membership.rules``)."""
+    found = []
+    for first, second, misled, silent, peer in _CANNOT_REACH.findall(incident.reason):
+        node, others = (misled, ()) if misled else (first or silent, (second or peer,))
+        found.append(Clue(kind=ClueKind.UNREACHED, node=node, text=incident.reason, others=others))
+    return found
+
+
+def _planned(case: Case) -> _Finding:
+    incident = case.incident
+    notices = [each for each in case.clues if each.kind is ClueKind.NOTICE]
+    what = notices[0].text if notices else incident.reason or "the nodes of the run have changed"
+    evidence = tuple(each.text for each in notices)
+    return _Finding(Culprit.SCHEDULER, what, Certainty.CERTAIN, incident.nodes, evidence=evidence)
+
+
+def _noted(case: Case) -> _Finding:
+    """An incident that ended no round."""
+    incident = case.incident
+    nodes, ranks = incident.nodes, incident.ranks
+    likely, certain = Certainty.LIKELY, Certainty.CERTAIN
+    match incident.kind:
+        case "audit_mismatch":
+            return _Finding(Culprit.MACHINE, incident.reason, certain, nodes, ranks, signature="wrong result")
+        case "straggler" | "node_unfit":
+            return _Finding(Culprit.MACHINE, incident.reason, likely, nodes, ranks, signature=incident.kind)
+        case "ranks_differ":
+            return _Finding(Culprit.SCRIPT, incident.reason, nodes=nodes, signature=incident.kind)
+        case "checkpoint_failed":
+            return _Finding(Culprit.STORAGE, incident.reason, likely, nodes, signature=incident.kind)
+        case "nonfinite_loss":
+            return _Finding(Culprit.DATA, incident.reason, nodes=nodes, signature=incident.kind)
+        case "run_stopped":
+            return _Finding(Culprit.SCHEDULER, incident.reason, certain, nodes)
+        case "worker_died" | "node_gave_up" if own := [each for each in case.clues if not each.victim]:
+            return _read(case, own)
+        case "worker_died" if case.clues:
+            what = f"a worker ended since it had lost its peers: {case.clues[0].text}"
+            return _Finding(Culprit.UNKNOWN, what, nodes=nodes, ranks=ranks, signature="lost peers")
+    return _Finding(Culprit.UNKNOWN, incident.reason, nodes=nodes, ranks=ranks, signature=incident.kind)
+
+
+def _read(case: Case, clues: Sequence[Clue]) -> _Finding:
+    """The clue that explains most, and where else it was seen."""
+    findings = [(each, _of_clue(each)) for each in clues]
+    # A worker without a rank has not trained: it ended with the run, or because of it.
+    first, found = min(
+        findings,
+        key=lambda pair: (pair[0].rank < 0 and pair[0].kind in _ENDED, _WEIGHT[pair[1].certainty], pair[0].wall),
+    )
+    alike = [each for each, other in findings if other.signature == found.signature]
+    nodes = tuple(sorted({each.node for each in alike} | {*found.nodes}))
+    ranks = tuple(sorted({each.rank for each in alike if each.rank >= 0}))
+    evidence = tuple(each.text for each in clues) + tuple(
+        f"rank {each.rank} on {each.node} waited meanwhile: {each.at}"
+        for each in case.clues
+        if each.kind is ClueKind.WAIT and each.at
+    )
+    found = replace(found, nodes=nodes, ranks=ranks, evidence=evidence)
+    if found.culprit is Culprit.SCHEDULER and case.incident.nodes:
+        return replace(found, nodes=case.incident.nodes, ranks=case.incident.ranks)  # the others end because of it
+    everywhere = len(case.nodes) > 1 and set(nodes) >= set(case.nodes)
+    if everywhere and found.machine:  # not all machines fail at once, in one way
+        culprit = found.culprit if found.culprit is not Culprit.MACHINE else Culprit.SCRIPT
+        told = f"all {len(case.nodes)} nodes of the round report it alike"
+        return replace(found, culprit=culprit, certainty=Certainty.CERTAIN, machine=False, evidence=(*evidence, told))
+    if first.kind is ClueKind.SIGNAL and first.code == -signal.SIGKILL and not first.memory:
+        return _killed_of_memory(case, found, first)
+    return found
+
+
+_WEIGHT = {Certainty.CERTAIN: 0, Certainty.LIKELY: 1, Certainty.POSSIBLE: 2}
+
+
+def _killed_of_memory(case: Case, found: _Finding, clue: Clue) -> _Finding:
+    """A SIGKILL without a sender, on a machine whose memory was full."""
+    health = case.health.get(clue.node)
+    load = health.load if health is not None else None
+    if load is None or not load.total_bytes or load.used_bytes < FULL * load.total_bytes:
+        return found
+    told = f"{load.used_bytes / load.total_bytes:.0%} of the memory of {clue.node} were in use"
+    what = f"{found.what}, most likely by the kernel: {told}"
+    return replace(found, culprit=Culprit.MEMORY, what=what, certainty=Certainty.LIKELY, evidence=(clue.text, told))
+
+
+# ---- what one clue says
+
+_HARDWARE = re.compile(
+    r"uncorrectable|\bECC error|\bXid\b|GPU is lost|fallen off the bus|[Mm]achine check|Hardware Error|NVLink|"
+    r"no CUDA-capable device|hardware error|CUDA error: unknown error|device kernel image is invalid"
+)
+_MEMORY = re.compile(r"[Oo]ut of memory|OutOfMemory|MemoryError|[Cc]annot allocate memory|can't allocate memory|ENOMEM")
+_STORAGE = re.compile(
+    r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota|Remote I/O error|"
+    r"\[E(?:NOSPC|IO|ROFS|STALE|DQUOT|REMOTEIO|NODEV|NXIO)\]|StorageError|CheckpointError|Transport endpoint"
+)
+_NETWORK = re.compile(
+    r"[Cc]onnection (?:reset|closed|refused|timed out)|Broken pipe|No route to host|[Nn]etwork is unreachable|"
+    r"Name or service not known|Temporary failure in name resolution|NCCL error|[Ss]ocket [Tt]imeout|gloo|"
+    r"Dist(?:Network|Store|Backend)Error|ncclSystemError|ncclRemoteError|Timed out waiting"
+)
+_COMPILER = re.compile(
+    r"torch\._dynamo|torch\._inductor|torch\._functorch|triton|InductorError|BackendCompilerFailed|CppCompileError|"
+    r"CompilationError|ptxas|nvcc|CalledProcessError.*g\+\+"
+)
+_DATA = re.compile(
+    r"DataError|DataLoader worker|UnidentifiedImage|UnicodeDecodeError|JSONDecodeError|ArrowInvalid|"
+    r"BadZipFile|tarfile|[Tt]runcated|corrupt|index out of range in self|Target \S+ is out of bounds|NonFiniteError"
+)
+_INSTALLED = re.compile(r"ModuleNotFoundError|ImportError|cannot open shared object|GLIBC|undefined symbol")
+_SHARED_MEMORY = re.compile(r"shared memory|shm|bus error", re.IGNORECASE)
+_NATIVE = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP", "SIGSYS"}
+_ASKED = {"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
+
+
+def _of_clue(clue: Clue) -> _Finding:
+    """What this clue says by itself."""
+    found = _Finding(
+        Culprit.UNKNOWN,
+        clue.text,
+        nodes=(clue.node,),
+        ranks=(clue.rank,) if clue.rank >= 0 else (),
+        batch=clue.batch,
+        step=clue.step,
+        evidence=(clue.text,),
+        machine=True,
+    )
+    match clue.kind:
+        case ClueKind.KERNEL:
+            return _of_kernel(found, clue.text)
+        case ClueKind.UNREACHED:
+            return _of_unreached(found, clue)
+        case ClueKind.HANG:
+            return _of_hang(found, clue)
+        case ClueKind.SIGNAL:
+            return _of_signal(found, clue)
+        case ClueKind.EXIT:
+            return _of_exit(found, clue)
+    return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.CERTAIN, signature=str(clue.kind))
+
+
+def _of_kernel(found: _Finding, text: str) -> _Finding:
+    culprit = kernel_culprit(text) or Culprit.MACHINE
+    return replace(found, culprit=culprit, certainty=Certainty.CERTAIN, signature=f"kernel {culprit}")
+
+
+def _of_unreached(found: _Finding, clue: Clue) -> _Finding:
+    nodes = tuple(sorted({clue.node, *clue.others}))
+    return replace(
+        found, culprit=Culprit.NETWORK, certainty=Certainty.LIKELY, nodes=nodes, signature="unreached", machine=False
+    )
+
+
+def _of_hang(found: _Finding, clue: Clue) -> _Finding:
+    """By what the process did, or could not do."""
+    if clue.state == "stopped":
+        return replace(found, culprit=Culprit.OUTSIDE, certainty=Certainty.LIKELY, signature="stopped", machine=False)
+    if clue.state == "disk sleep":
+        return replace(found, culprit=Culprit.STORAGE, certainty=Certainty.LIKELY, signature="hang in disk sleep")
+    by_place = {
+        Place.DATA: Culprit.DATA,
+        Place.STORAGE: Culprit.STORAGE,
+        Place.COMPILER: Culprit.COMPILER,
+        Place.COLLECTIVE: Culprit.NETWORK,
+        Place.SCRIPT: Culprit.SCRIPT,
+    }
+    certainty = Certainty.POSSIBLE if clue.place is Place.SCRIPT and not clue.at else Certainty.LIKELY
+    signature = f"hang in {clue.place} {clue.at}"
+    return replace(found, culprit=by_place[clue.place], certainty=certainty, signature=signature)
+
+
+def _of_signal(found: _Finding, clue: Clue) -> _Finding:
+    name = signal_name(-clue.code)
+    found = replace(found, signature=name)
+    if clue.memory:
+        return replace(found, culprit=Culprit.MEMORY, certainty=Certainty.CERTAIN, signature="out of memory")
+    if name in _NATIVE:
+        culprit = Culprit.MEMORY if name == "SIGBUS" and _SHARED_MEMORY.search(clue.text) else Culprit.SCRIPT
+        if clue.place is Place.DATA:
+            culprit = Culprit.DATA
+        return replace(found, culprit=culprit)
+    if name in _ASKED:
+        return replace(found, culprit=Culprit.SCHEDULER, certainty=Certainty.LIKELY, machine=False)
+    return replace(found, culprit=Culprit.OUTSIDE, machine=False)
+
+
+def _of_exit(found: _Finding, clue: Clue) -> _Finding:
+    """By the exception, its words and the place in the code."""
+    said = " ".join((*clue.types, clue.text))
+    found = replace(found, signature=_signature(clue))
+    likely, certain = Certainty.LIKELY, Certainty.CERTAIN
+    if _HARDWARE.search(said):
+        return replace(found, culprit=Culprit.MACHINE, certainty=certain, signature="hardware")
+    if _MEMORY.search(said):
+        return replace(found, culprit=Culprit.MEMORY, certainty=certain, signature="out of memory", machine=False)
+    if clue.place is Place.COMPILER or _COMPILER.search(said):
+        return replace(found, culprit=Culprit.COMPILER, certainty=likely)
+    if _STORAGE.search(said):
+        return replace(found, culprit=Culprit.STORAGE, certainty=certain)
+    if clue.place is Place.STORAGE:
+        return replace(found, culprit=Culprit.STORAGE, certainty=likely)
+    if clue.place is Place.DATA or _DATA.search(said):
+        return replace(found, culprit=Culprit.DATA, certainty=likely)
+    if _NETWORK.search(said):
+        return replace(found, culprit=Culprit.NETWORK, machine=False)
+    if _INSTALLED.search(said):
+        return replace(found, culprit=Culprit.MACHINE, certainty=Certainty.POSSIBLE)
+    if clue.code in (EXIT_LEFT, EXIT_RESTARTED):
+        return replace(found, culprit=Culprit.SCHEDULER, certainty=likely, signature="left", machine=False)
+    known = bool(clue.types or clue.at)
+    return replace(found, culprit=Culprit.SCRIPT, certainty=likely if known else Certainty.POSSIBLE)
+
+
+def _signature(clue: Clue) -> str:
+    """Equal for failures of one kind: the words without ranks, nodes, numbers and addresses."""
+    said = clue.text.partition(": ")[2].rpartition(", at ")[0] or clue.text.partition(": ")[2]
+    said = said or f"exit code {clue.code}"
+    words = re.sub(r"0x[0-9a-f]+|\d+(?:\.\d+)*", "#", said)[:120]
+    return f"{clue.types[0] if clue.types else ''} {words}".strip()
+
+
+_KERNEL: Final = (
+    (Culprit.MEMORY, re.compile(r"Out of memory: Killed process|oom-kill|Memory cgroup out of memory")),
+    (
+        Culprit.MACHINE,
+        re.compile(
+            r"NVRM: Xid|Hardware Error|Machine check|mce: |EDAC .*(?:UE|CE) |PCIe Bus Error|AER: .*(?:Fatal|error)|"
+            r"amdgpu.*(?:GPU reset|ring .* timeout)|thermal .*critical|soft lockup|hard LOCKUP"
+        ),
+    ),
+    (
+        Culprit.STORAGE,
+        re.compile(
+            r"I/O error, dev|Buffer I/O error|EXT4-fs error|XFS .*(?:error|shut)|BTRFS.*error|nvme.*(?:timeout|reset)|"
+            r"nfs: server \S+ not responding|Remounting filesystem read-only|LustreError|ata\d.*failed"
+        ),
+    ),
+    (
+        Culprit.NETWORK,
+        re.compile(r"NIC Link is Down|[Ll]ink (?:is )?[Dd]own|NETDEV WATCHDOG|mlx5.*(?:error|down)"),
+    ),
+)
+
+
+def kernel_culprit(line: str) -> Culprit | None:
+    """What a line of the kernel's log says has failed; None for one that says nothing of a fault.
+
+    The words are those of the kernel's own drivers and of NVIDIA's (``Xid``).
+    """
+    return next((culprit for culprit, words in _KERNEL if words.search(line)), None)
+
+
+# ---- without a clue of whoever failed
+
+
+def _stalled(case: Case) -> _Finding:
+    """All ranks waited for each other: in different calls the script is wrong, in one call the network may be."""
+    waits = [each for each in case.clues if each.kind is ClueKind.WAIT]
+    evidence = tuple(f"rank {each.rank} on {each.node} waited in {each.at or 'an unknown call'}" for each in waits)
+    found = _Finding(Culprit.SCRIPT, case.incident.reason, nodes=(), signature="stalled", evidence=evidence)
+    places = {each.at for each in waits}
+    if len(places) > 1:
+        first = min(waits, key=lambda each: each.rank)
+        second = next(each for each in waits if each.at != first.at)
+        what = (
+            f"ranks waited for each other in different calls: rank {first.rank} in {first.at}, "
+            f"rank {second.rank} in {second.at}"
+        )
+        return replace(found, what=what, certainty=Certainty.LIKELY)
+    if places and len(waits) > 1:
+        what = f"all ranks waited in {next(iter(places)) or 'one call'}, and it did not end"
+        return replace(found, culprit=Culprit.NETWORK, what=what)
+    return found
+
+
+def _node_lost(case: Case) -> _Finding:
+    """By how the nodes were when they were last heard."""
+    incident = case.incident
+    names = incident.nodes
+    found = _Finding(
+        Culprit.OUTSIDE, incident.reason, nodes=names, ranks=incident.ranks, signature="node lost", machine=True
+    )
+    full = [
+        (name, load.used_bytes / load.total_bytes)
+        for name in names
+        if (health := case.health.get(name)) is not None and (load := health.load) is not None and load.total_bytes
+    ]
+    told = tuple(f"{part:.0%} of the memory of {name} were in use when it was last heard" for name, part in full)
+    if any(part >= FULL for _, part in full):
+        what = f"{incident.reason}: {told[0]}"
+        return replace(found, culprit=Culprit.MEMORY, what=what, certainty=Certainty.LIKELY, evidence=told)
+    silent = "did not answer" in incident.reason or "answered nothing" in incident.reason
+    culprit = Culprit.MACHINE if silent else Culprit.OUTSIDE
+    if len(names) > 1 and len(names) == len(case.nodes):
+        culprit = Culprit.SCHEDULER  # whatever they share: a rack's power, a job that was cancelled
+    return replace(found, culprit=culprit, evidence=told)
+
+
+# ---- the incidents before
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """An earlier fault of one kind: what a node saw of it, or its verdict."""
+
+    round: int
+    nodes: tuple[str, ...]
+    batch: Batch | None
+    step: int
+
+
+def _past(case: Case, signature: str) -> list[_Past]:
+    """The earlier faults with this signature, one for each round and node."""
+    found: dict[tuple[int, tuple[str, ...]], _Past] = {}
+    for clue in case.older:
+        if clue.kind in _ENDED and not clue.victim and _of_clue(clue).signature == signature:
+            found[clue.round, (clue.node,)] = _Past(clue.round, (clue.node,), clue.batch, clue.step)
+    for each in case.before:
+        verdict = each.verdict
+        if each.kind == "round" and not each.planned and verdict is not None and verdict.signature == signature:
+            known = _Past(each.round, verdict.nodes, verdict.batch, each.step)
+            if each.round < case.incident.round:
+                found.setdefault((each.round, verdict.nodes), known)
+    return list(found.values())
+
+
+def _compared(case: Case, found: _Finding) -> tuple[_Finding, Advice, tuple[str, ...]]:
+    """The finding in the light of earlier incidents, what to do, and the evidence for both."""
+    if case.incident.kind != "round" or case.incident.planned:
+        return found, _advice(found), ()
+    past, told = _past(case, found.signature) if found.signature else [], list[str]()
+    found, told = _same_batch(found, past)
+    if not told:
+        found, told = _same_node(case, found, past)
+    advice = _advice(found)
+    ended = _closed(case.incident)
+    if (again := _without_progress(found, past)) >= case.limit:
+        told.append(f"it has come {again} times in a row without a step between")
+        advice = Advice.STOP if ended or found.culprit in _HELPLESS else advice
+    elif (lives := _storm(case, found)) >= STORM:
+        told.append(f"{lives} lives in a row ended in this way, each after about as long")
+        advice = Advice.STOP
+    if ended and advice is not Advice.STOP:
+        advice = Advice.STOP if found.culprit in _HELPLESS else Advice.RESTART
+    return found, advice, tuple(told)
+
+
+_HELPLESS: Final = (Culprit.SCRIPT, Culprit.DATA, Culprit.COMPILER, Culprit.MEMORY)
+"""Where the same step fails in the same way again."""
+
+
+def _same_batch(found: _Finding, past: Sequence[_Past]) -> tuple[_Finding, list[str]]:
+    """A fault that has met the same batch on another node is the batch's, or the script's with it."""
+    if found.batch is None or found.culprit in (Culprit.NETWORK, Culprit.STORAGE, Culprit.SCHEDULER):
+        return found, []
+    there = [each for each in past if each.batch == found.batch]
+    elsewhere = sorted({name for each in there for name in each.nodes} - {*found.nodes})
+    if not elsewhere and len(there) < _TIMES - 1:
+        return found, []
+    where = f"on {named(elsewhere)} before" if elsewhere else f"{len(there)} times before"
+    told = f"the same batch ({batch_words(found.batch)}) did so {where}"
+    culprit = found.culprit
+    if culprit in (Culprit.SCRIPT, Culprit.MACHINE, Culprit.OUTSIDE, Culprit.UNKNOWN):
+        culprit = Culprit.DATA
+    certainty = Certainty.CERTAIN if len(there) > 1 else _SURER.get(found.certainty, found.certainty)
+    return replace(found, culprit=culprit, certainty=certainty, what=f"{found.what}; {told}"), [told]
+
+
+def _same_node(case: Case, found: _Finding, past: Sequence[_Past]) -> tuple[_Finding, list[str]]:
+    """A fault that comes back on one node alone, at other batches, is that node's: unless chance would do that too."""
+    if not found.machine or len(found.nodes) != 1 or len(case.nodes) < 2 or found.culprit is Culprit.MEMORY:
+        return found, []
+    node = found.nodes[0]
+    mine = [each for each in past if each.nodes == (node,)]
+    batches = {each.batch for each in mine} | {found.batch}
+    times = len(mine) + 1
+    if not mine or len(mine) < len(past) or (len(batches) == 1 and found.batch is not None):
+        return found, []
+    where = "" if None in batches else ", at different batches"
+    told = f"of {len(case.nodes)} nodes {node} alone has done so {times} times{where}"
+    if len(case.nodes) ** (1 - times) > CHANCE or found.culprit is Culprit.OUTSIDE:
+        return found, [told]
+    certainty = _SURER.get(found.certainty, found.certainty)
+    return replace(found, culprit=Culprit.MACHINE, certainty=certainty, what=f"{found.what}; {told}"), [told]
+
+
+def _without_progress(found: _Finding, past: Sequence[_Past]) -> int:
+    """How often the same fault came behind one step; 1 for the first time, or where no step is known."""
+    return 1 + len({each.round for each in past if each.step == found.step}) if found.step else 1
+
+
+def _storm(case: Case, found: _Finding) -> int:
+    """How many lives in a row, of whose steps nothing is known, ended like this one after about as long."""
+    if found.culprit is Culprit.SCHEDULER:
+        return 0
+    walls = [case.incident.wall]
+    for each in (past for past in case.before if past.kind == "round"):
+        alike = each.verdict is not None and each.verdict.signature == found.signature
+        if not alike or each.step or case.incident.step or each.planned:
+            break
+        walls.append(each.wall)
+    lives = [late - early for late, early in pairwise(walls)]
+    for count in range(len(lives), 0, -1):
+        shortest, longest = min(lives[:count]), max(lives[:count])
+        if longest <= min(STORM_LIFE_S, STORM_SPREAD * max(shortest, 1.0)):
+            return count
+    return 0
+
+
+def _advice(found: _Finding) -> Advice:
+    if found.culprit is Culprit.MACHINE and found.certainty is not Certainty.POSSIBLE:
+        return Advice.LEAVE_OUT
+    if found.signature == "ranks_differ":
+        return Advice.RESTART
+    return Advice.GO_ON
+
+
+_ADVISED = {
+    Culprit.MEMORY: "If it comes again, use a smaller batch or more memory",
+    Culprit.STORAGE: "Look at the storage: a retry helps once it answers",
+    Culprit.DATA: "If it comes again, look at these samples with 'elastic-trainer data'",
+    Culprit.SCRIPT: "If it comes again, mend the script",
+    Culprit.COMPILER: "If it comes again, run the script without torch.compile, or empty the compiler's cache",
+    Culprit.NETWORK: "If it comes again, run 'elastic-trainer doctor' on both",
+}
+
+
+def _advised(case: Case, found: _Finding, advice: Advice) -> str:
+    """What to do, in a sentence."""
+    match advice:
+        case Advice.STOP:
+            return "Stop: trying again cannot help before that is mended."
+        case Advice.RESTART if found.signature == "ranks_differ":
+            return "Restart the workers from the last checkpoint, and watch whether it comes back."
+        case Advice.RESTART:
+            return f"Start the nodes again: the run resumes after step {case.incident.step}."
+        case Advice.LEAVE_OUT if len(set(case.nodes) - {*found.nodes}) >= case.least:
+            return f"Leave {named(found.nodes)} out until it is repaired."
+        case Advice.LEAVE_OUT:
+            return f"Replace {named(found.nodes)}: without it too few nodes are left, so it stays."
+    also = _ADVISED.get(found.culprit, "")
+    if case.incident.open:
+        return also + "." if also else "The run waits for enough nodes."
+    return f"Go on: training continues without help. {also}." if also else "Go on: training continues without help."
+
+
+def clues_of(
+    incident: Incident, health: Mapping[str, NodeHealth], own: Iterable[Clue] = ()
+) -> tuple[list[Clue], list[Clue]]:
+    """The clues of ``incident``, and those of earlier rounds; without old lines of a kernel's log.
+
+    ``own`` are those of the node that judges, which it may not have published yet.
+    """
+    found = [*own]
+    for document in health.values():
+        for each in document.clues:
+            old = each.kind is ClueKind.KERNEL and document.wall - each.wall > FRESH_S
+            found += [each] if not old and each not in found else []
+    mine = [each for each in found if each.round in (incident.round, 0)]
+    return mine, [each for each in found if 0 < each.round < incident.round]
+
+
+def can_spare(case: Case, verdict: Verdict) -> bool:
+    """Whether enough nodes are left without those of ``verdict``."""
+    return len(set(case.nodes) - {*verdict.nodes}) >= case.least
+
+
+def batch_words(batch: Batch) -> str:
+    """``samples 96 to 127 of epoch 0``, as its order has them."""
+    last = f" to {batch.last}" if batch.last >= 0 else ""
+    return f"samples {batch.first}{last} of epoch {batch.epoch}"
+
+
+def due(incident: Incident, clues: Iterable[Clue], waited_s: float, patience_s: float = 1.0) -> bool:
+    """Whether ``incident`` can be judged: what its cause must have left behind is there, or does not come."""
+    wanted = incident.cause in (Cause.WORKER_LOST, Cause.WORKER_HUNG) and incident.kind == "round"
+    return not wanted or waited_s >= patience_s or any(each.kind in _ENDED and each.rank >= 0 for each in clues)
