@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticSerializationError
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import PreflightMode, RecoveryMode, as_text
+from elastic_trainer.model import NAME_PATTERN, PreflightMode, RecoveryMode, as_text
 from elastic_trainer.variables import (
     ENV_ENDPOINT,
     ENV_KUBE_JOB,
@@ -274,6 +274,22 @@ class RendezvousOptions(Frozen):
     )
     evict_mismatched: bool = Field(
         default=False, description="let a node go whose ranks an audit has found to be wrong, if `--nnodes` allows it"
+    )
+    evict_faulty: bool = Field(
+        default=True,
+        description="ask a node to leave on which workers fail again and again, if `--nnodes` allows it (verdicts)",
+    )
+    sick_machines: PreflightMode = Field(
+        default=PreflightMode.REFUSE,
+        description=(
+            "what comes of a node whose machine has failed at least twice in any run of this etcd lately: it ends with "
+            "71, joins with a warning, or is not asked"
+        ),
+    )
+    machine: str | None = Field(
+        default=None,
+        pattern=f"^{NAME_PATTERN}$",
+        description="the machine's name, which its faults are kept by; without it that of Slurm or of the host",
     )
     preemption: str | None = Field(
         default=None,

@@ -60,12 +60,19 @@ PINGED_EVERY_S: Final = 0.1
 
 
 class Suspicion(PeriodicThread):
-    """The thread ``suspicion``; see the module."""
+    """The thread ``suspicion``; see the module. ``seen`` is told of a worker that is left behind: its process id, why,
+    and the kernel's state of it."""
 
     def __init__(
-        self, conductor: ConductorShell, pages: Pages, port: AgentPort, peers: Peers, clock: Clock = SYSTEM
+        self,
+        conductor: ConductorShell,
+        pages: Pages,
+        port: AgentPort,
+        peers: Peers,
+        clock: Clock = SYSTEM,
+        seen: Callable[[int, str, str], None] = lambda pid, reason, state: None,
     ) -> None:
-        self._conductor, self._pages, self._port, self._peers = conductor, pages, port, peers
+        self._conductor, self._pages, self._port, self._peers, self._seen = conductor, pages, port, peers, seen
         super().__init__("suspicion", self._listen, clock)
         self._document: RoundDocument | None = None
         self._since: dict[int, Waiting] = {}
@@ -160,6 +167,7 @@ class Suspicion(PeriodicThread):
             self._states[worker.pid] = state
             why = hang_rules.stuck(readings.get(worker.pid), state, silent_s, limit_s)
             if why is not None and before.get(worker.pid) == state:  # twice in a row
+                self._seen(worker.pid, why, state)
                 self._conductor.exclude(worker, why)
             elif asks and not worker.pinged_at:
                 ping(worker, now)

@@ -243,6 +243,11 @@ _EVENT_DIGITS = 12  # so that keys sort by number
 _INCIDENT_DIGITS = 16
 
 
+def machine_faults(prefix: str, machine: str) -> str:
+    """The prefix of the faults of ``machine``, of all runs below ``prefix``; no run can have this name."""
+    return f"{prefix}/_machines/{checked_name(machine, 'machine')}/"
+
+
 class RunKeys:
     """The keys of run ``run_id`` below ``prefix``, and with a slash at their end prefixes of keys.
 

@@ -8,7 +8,7 @@ The node of rank 0 reports it when the next round has made its first step. Times
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.ipc.page import Reading
@@ -65,7 +65,7 @@ class Incidents:
         document: RoundDocument,
         now: float,
         wall: float,
-        present: Container[str] = (),
+        present: Collection[str] = (),
         *,
         takes_part: bool = True,
     ) -> None:
@@ -148,12 +148,12 @@ class Incidents:
         if self._open is not None:
             self._open.following, self._open.agreed_at = document, now
 
-    def _closed(self, document: RoundDocument, now: float, wall: float, present: Container[str]) -> None:
-        if document.result is RunResult.FAILED and self._active is not None:
+    def _closed(self, document: RoundDocument, now: float, wall: float, present: Collection[str]) -> None:
+        if document.result is RunResult.FAILED and (self._active is not None or not document.members):
             if self._open is None or self._open.following is not None:
                 self._give_up(now)
                 self._begin(document, now, wall)
-            names = [member.node for member in document.members]
+            names = [member.node for member in document.members] or sorted(present)
             teller = next((name for name in names if name in present), names[0] if names else None)
             if self._open is not None and teller == self._node:
                 self._open.ended = document

@@ -29,13 +29,14 @@ from typing import Final
 
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.verdicts import Clues, KernelLog, Verdicts
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError, OutcomeUnknownError
-from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, Reading, observed
+from elastic_trainer.ipc.page import ORDER_SUFFIX, SAVE_SUFFIX, Reading, observed, stacks_of
 from elastic_trainer.membership.documents import (
     GONE,
     DocumentError,
@@ -110,6 +111,7 @@ class HealthSubject:
     logs: str = ""
     evicts_mismatched: bool = False
     min_nodes: int = 1
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,9 @@ class HealthPorts:
     hung: HungWorkers
     machine: Machine
     tails: LogTails
+    clues: Clues
+    kernel_log: KernelLog
+    verdicts: Verdicts
     round_now: Callable[[], RoundDocument | None]
     give_up: Callable[[int, str], None]
 
@@ -151,6 +156,9 @@ class Health:
         self._audited: dict[int, int] = {}
         """The newest finding of an audit that was reported, by process."""
         self._pending: list[Incident] = []
+        self._awaits_clues = False
+        self._stacks_of = set[tuple[int, float]]()
+        """The waits (process id and last progress) whose stacks are known."""
         self._saved: Saved | None = None
         self._saves_failing = 0
         self._loss: float | None = None
@@ -175,7 +183,8 @@ class Health:
         self._writing.close()
         self._ports.saves.close()
         self._meet_all(self._pages.living(), self._clock.monotonic())
-        self.publish()
+        self.publish(last=True)
+        self._ports.kernel_log.close()
 
     def known_progress(self) -> tuple[RunProgress, float | None, str] | None:
         """How far the run is, its loss and its last incident; None where another node has rank 0."""
@@ -199,6 +208,7 @@ class Health:
             self._touched_at = now
             self._subject.alive.touch()
         readings = self._pages.living()
+        self.look_at_kernel()
         self._meet_all(readings, now)
         if self._ports.saves.pass_on(readings):
             self._writing.wake()
@@ -213,12 +223,20 @@ class Health:
             if not each.is_victim and process_state(each.reading.pid) != "traced":  # by a debugger
                 self._ports.hung.kill(each.reading.pid, each.reason, local_rank=each.reading.local_rank)
         victims = [each for each in found if each.is_victim]
+        self._look_at_waits([each.reading for each in victims])
         before, self._all_victims = self._all_victims, bool(victims) and len(victims) == len(found)
         if self._all_victims:
             if not before:
                 self._writing.wake()  # the node of rank 0 has to know, and the next turn may be seconds away
             self._consider_giving_up(victims)
         return self._pause_s
+
+    def _look_at_waits(self, readings: list[Reading]) -> None:
+        """Where these workers wait for others, asked once for each wait."""
+        known, self._stacks_of = self._stacks_of, {(each.pid, each.pulse.moved_at) for each in readings}
+        for each in readings:
+            if (each.pid, each.pulse.moved_at) not in known:
+                self._ports.clues.waits(each, stacks_of(each.pid, each.path))
 
     def _consider_giving_up(self, victims: list[hang_rules.Hung]) -> None:
         """All here wait for others; if all ranks of the round do, nobody is to blame, and nobody will end it."""
@@ -255,6 +273,7 @@ class Health:
         )
         self._pending.append(incident)
         self._last_incident = incident.reason
+        self._writing.wake()
 
     def add_note(self, kind: str, reason: str, ranks: tuple[int, ...] = (), number: int | None = None) -> None:
         """Something that people should know of, for the next time that is published.
@@ -278,19 +297,39 @@ class Health:
 
     # ---- publishing
 
-    def publish(self) -> None:
-        """Publish this node's workers and new incidents; incidents wait while the store is away."""
+    def look_at_kernel(self) -> None:
+        """Keep what the kernel has logged of faults since the last look."""
+        self._ports.clues.logged(self._ports.kernel_log.read())
+
+    def wake(self) -> None:
+        """Publish soon: there is something new."""
+        self._writing.wake()
+
+    def publish(self, *, last: bool = False) -> None:
+        """Publish this node's workers and new incidents with their verdicts; incidents wait while the store is away.
+
+        ``last``: this node leaves.
+        """
         with self._publishing:
             readings, counters = self._pages.living(), self._pages.counters()
             self._notice(counters)
             self._notice_audits(readings)
+            self._ports.store.write(self.report(readings, counters))  # first: others judge by its clues
+            self._awaits_clues = False
             try:
                 while self._pending:
-                    self._ports.store.write_incident(self._pending[0])
+                    judged = self._ports.verdicts.judged(self._pending[0], self._round_now(), last=last)
+                    if judged is None:
+                        self._awaits_clues = True
+                        break
+                    self._pending[0] = judged
+                    self._ports.store.write_incident(judged)
+                    if judged.verdict is not None:
+                        self._pages.count_event(f"verdict.{judged.verdict.culprit}.{judged.verdict.advice}")
+                        self._last_incident = judged.verdict.sentence
                     self._pending.pop(0)
             except ElasticTrainerError as error:
                 logger().debug("incident.not_written", error=str(error))
-            self._ports.store.write(self.report(readings, counters))
 
     def _turn(self) -> float:
         self.publish()
@@ -303,7 +342,7 @@ class Health:
                 self._pending.append(slow)
         except ElasticTrainerError as error:
             logger().debug("stragglers.unknown", error=str(error))
-        return self.every_s()
+        return min(self.every_s(), LONGEST_PAUSE_S) if self._awaits_clues else self.every_s()
 
     def report(self, readings: list[Reading], counters: Mapping[str, float]) -> NodeHealth:
         now, current = self._clock.monotonic(), self._round_now()
@@ -333,6 +372,8 @@ class Health:
             progress=progress_of(head) if head is not None else None,
             load=self._ports.machine.usage(),
             tails=self._ports.tails.read(readings),
+            clues=self._ports.clues.all(),
+            machine=self._subject.machine,
         )
 
     def _notice(self, counters: Mapping[str, float]) -> None:
@@ -540,8 +581,8 @@ class Evictions:
     """Asks nodes to leave, and has this one leave when it is asked to.
 
     ``obeys``: whether this node goes when another node asks it to; ``leave_workers()`` has its workers leave as after a
-    SIGTERM, so that torchrun starts others; ``created()`` is the revision of the store at which its key
-    was created.
+    SIGTERM, so that torchrun starts others; ``created()`` is the revision of the store at which its key was created;
+    ``told`` gets the reason when it goes.
     """
 
     def __init__(
@@ -554,9 +595,10 @@ class Evictions:
         *,
         obeys: bool,
         leave: Callable[[], None] = leave_as_asked,
+        told: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._node, self._store, self._keys, self._created = node, store, keys, created
-        self._obeys, self._leave, self._leave_workers = obeys, leave, leave_workers
+        self._obeys, self._leave, self._leave_workers, self._told = obeys, leave, leave_workers, told
 
     def obey(self) -> None:
         """Leave, if this node was asked to; a request older than its key was for an earlier node of its name."""
@@ -598,6 +640,7 @@ class Evictions:
 
     def _go(self, reason: str) -> None:
         logger().warning("node.evicted", node=self._node, reason=reason)
+        self._told(reason)
         self._leave()
 
 

@@ -76,14 +76,16 @@ class Pages:
 
         None where it has no page, or has committed no step.
         """
-        for reading in self._known():
-            if reading.pid == pid and reading.pulse.step:
-                return reading.pulse.round, reading.pulse.step
-        return None
+        reading = self.last(pid)
+        return (reading.pulse.round, reading.pulse.step) if reading is not None and reading.pulse.step else None
 
     def reading(self, pid: int) -> Reading | None:
         """The page of the worker ``pid``, if that lives and has one."""
         return next((each for each in self.living() if each.pid == pid), None)
+
+    def last(self, pid: int) -> Reading | None:
+        """The last page of the worker ``pid``, which may have ended."""
+        return next((each for each in self._known() if each.pid == pid), None)
 
     def path_of(self, pid: int) -> Path | None:
         """Where the page of the worker ``pid`` is, if that lives and has one."""

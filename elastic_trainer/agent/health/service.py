@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +36,10 @@ from elastic_trainer.agent.health.node_health import (
 )
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.progress import ProgressReports
+from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, Verdicts, machine_name
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.conductor_shell import records_of
+from elastic_trainer.agent.workers.deaths import Death
 from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.agent.workers.watchdog import HungWorkers, process_state
@@ -73,7 +75,8 @@ class HealthService:
     ) -> None:
         self._node, self._member, self._clock = member.node_id, member, clock
         self.pages = Pages(clock)
-        self.hung = HungWorkers(partial(self.pages.count_event, "workers_killed"), self.pages.path_of)
+        self.clues = Clues(self._node, self._round_number, lambda: self.health.wake(), clock)
+        self.hung = HungWorkers(partial(self.pages.count_event, "workers_killed"), self.pages.path_of, self._hung)
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:
             pages = self.pages
@@ -101,9 +104,20 @@ class HealthService:
             logs=log_location(socket.gethostname()),
             evicts_mismatched=options.evict_mismatched,
             min_nodes=member.limits.min_nodes,
+            machine=machine_name(os.environ, options.machine),
         )
-        obeys = options.evict_stragglers or options.evict_mismatched
-        evictions = Evictions(self._node, store, keys, member.create_revision, self._leave_workers, obeys=obeys)
+        obeys = options.evict_stragglers or options.evict_mismatched or options.evict_faulty
+        evictions = Evictions(
+            self._node,
+            store,
+            keys,
+            member.create_revision,
+            self._leave_workers,
+            obeys=obeys,
+            told=self.clues.told_to_leave,
+        )
+        judging = VerdictLimits(member.limits.min_nodes, member.limits.failure_limit, options.evict_faulty)
+        verdicts = Verdicts(self.clues, store, keys, judging, self._told.told, evictions.ask, self._end, clock)
         ports = HealthPorts(
             self.pages,
             self._told,
@@ -115,11 +129,16 @@ class HealthService:
             self.hung,
             Machine(),
             LogTails(options.log_lines),
+            self.clues,
+            KernelLog(),
+            verdicts,
             lambda: member.observation().round,
             self._give_up,
         )
         self.health = Health(subject, ports, clock)
-        self._preemption = PreemptionWatch(self._node, options.preemption, clock) if options.preemption else None
+        self._preemption = (
+            PreemptionWatch(self._node, options.preemption, clock, self._preempted) if options.preemption else None
+        )
         self._progress = [ProgressReports(each, self.health.known_progress, clock) for each in progress_targets()]
         member.on_round(self._see)
         if (current := member.observation().round) is not None:
@@ -171,6 +190,42 @@ class HealthService:
         if self._endpoint is not None:
             self._endpoint.close()
         self.pages.close()
+
+    def died(self, deaths: Sequence[Death], number: int) -> int:
+        """Workers of this node have ended by themselves; the round that they were in, ``number`` if nothing says."""
+        self.health.look_at_kernel()  # why it killed them
+        readings = {each.pid: reading for each in deaths if (reading := self.pages.last(each.pid)) is not None}
+        number = max((each.pulse.round for each in readings.values()), default=0) or number or self._round_number()
+        self.clues.died(deaths, readings, number)
+        return number
+
+    def left_behind(self, pid: int, reason: str, state: str) -> None:
+        """The worker ``pid`` does not answer while others wait for it: they go on without it."""
+        reading = self.pages.reading(pid)
+        rank = reading.pulse.rank if reading is not None else -1
+        self.clues.hung(reading, rank, reason, state, "")
+
+    def _hung(self, pid: int, reason: str, state: str, stacks: str) -> None:
+        reading = self.pages.reading(pid)
+        rank = reading.pulse.rank if reading is not None else -1
+        self.clues.hung(reading, rank, reason, state, stacks)
+
+    def _preempted(self, reason: str) -> None:
+        self.clues.told_to_leave(reason)
+        leave_as_asked()
+
+    def _round_number(self) -> int:
+        current = self._member.observation().round
+        return current.last_number if current is not None else 0
+
+    def _end(self, number: int, reason: str) -> None:
+        """End the run with round ``number``, as a verdict says."""
+        logger().error("run.given_up", round=number, reason=reason)
+        failure = RoundFailure(number, reason, worker_failed=True, cause=Cause.WORKER_LOST, final=True)
+        try:
+            self._member.break_round(failure, Deadline.after(_BREAK_S, self._clock))
+        except ElasticTrainerError as error:
+            logger().warning("round.not_broken", round=number, error=str(error))
 
     def _leave_workers(self) -> None:
         """The workers leave as after a SIGTERM, and torchrun starts others."""
@@ -294,7 +349,11 @@ class PreemptionWatch(PeriodicThread):
     ``source`` is a cloud's name, or ``name@http://HOST:PORT`` for a service elsewhere."""
 
     def __init__(
-        self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = leave_as_asked
+        self,
+        node: str,
+        source: str,
+        clock: Clock = SYSTEM,
+        leave: Callable[[str], None] = lambda reason: leave_as_asked(),
     ) -> None:
         super().__init__("preemption", self.turn, clock)
         name, _, base = source.partition("@")
@@ -316,7 +375,7 @@ class PreemptionWatch(PeriodicThread):
         if reason is None:
             return EVERY_S
         logger().warning("node.preempted", node=self._node, reason=reason)
-        self._leave()
+        self._leave(reason)
         return IDLE_S
 
 

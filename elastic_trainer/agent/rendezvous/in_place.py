@@ -236,7 +236,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if options.hang_timeout > 0.0:
             watch.start()
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
-        suspicion = Suspicion(conductor, health.pages, node.port, peers, self._clock)
+        suspicion = Suspicion(conductor, health.pages, node.port, peers, self._clock, health.left_behind)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
         slots = ShardSlots(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)

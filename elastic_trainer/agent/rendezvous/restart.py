@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from elastic_trainer.agent.health.node_health import HealthStore
 from elastic_trainer.agent.health.service import HealthService
+from elastic_trainer.agent.health.verdicts import ensure_healthy, machine_name
 from elastic_trainer.agent.rendezvous.launcher import (
     Await,
     RoundStore,
@@ -41,6 +42,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
 from elastic_trainer.agent.suspicion import AgentPort
 from elastic_trainer.agent.workers.deaths import (
     RESTARTED,
+    Death,
     Deaths,
     StartupWatch,
     by_rank,
@@ -326,13 +328,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             return None
         died = ""
         if isinstance(error, ChildFailedError):
-            died = self._describe_deaths(error.failures, node)
+            deaths = self._deaths_of(error.failures, node)
+            node.health.died(deaths, self._current.number if self._current is not None else 0)
+            died = deaths[0].text if deaths else ""
         parting = exit_reason_of(error, made_steps=self._worked, died=died)
         if parting is None:
             return None
         write_termination_message(parting.reason)
         step = node.health.pages.reached
-        return Departure(wall=self._clock.wall(), node=self.node_id, step=step, **asdict(parting))
+        clues = node.health.clues.all()
+        return Departure(wall=self._clock.wall(), node=self.node_id, step=step, clues=clues, **asdict(parting))
 
     def _at_exit(self) -> None:
         """The process exits, in whatever way: delete this node's key, and use the right exit code.
@@ -395,6 +400,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             least = self._spec.min_nodes
             ensure_fit(self._store, self._keys, self._options, subject, self.node_id, least, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
+        machine = machine_name(os.environ, self._options.machine)
+        ensure_healthy(self._store, self._keys, machine, self._options.sick_machines, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         member = Member(self._store, self._keys, self.node_id, session, self._limits(), self._replaced, self._clock)
         atexit.register(self._at_exit)
@@ -432,18 +439,22 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if node.health.pages.restarted([each.pid for each in found.values()]):
             logger().info("workers.restarted", node=self.node_id, reason=RESTARTED)
             return RESTARTED
-        failed = by_rank(found, node.health.pages.ranks())
-        told = self._died = self._describe_deaths(found, node)
+        deaths = self._deaths_of(found, node)
+        told = self._died = deaths[0].text
         logger().warning("worker.died", reason=told)
-        number = self._current.number if self._current is not None else 0
-        node.health.health.add_note("worker_died", told, tuple(sorted(failed)), number)
+        number = node.health.died(deaths, self._current.number if self._current is not None else 0)
+        node.health.health.add_note("worker_died", told, tuple(sorted(each.rank for each in deaths)), number)
         return told
 
     def _describe_deaths(self, found: Mapping[int, ProcessFailure], node: ArrivedNode | None) -> str:
+        deaths = self._deaths_of(found, node)
+        return deaths[0].text if deaths else ""
+
+    def _deaths_of(self, found: Mapping[int, ProcessFailure], node: ArrivedNode | None) -> list[Death]:
         if node is None:
-            return self._deaths.describe(found, {})
+            return self._deaths.look(found, {})
         pages = node.health.pages
-        return self._deaths.describe(by_rank(found, pages.ranks()), pages.said())
+        return self._deaths.look(by_rank(found, pages.ranks()), pages.said())
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Announce that this node left its round, if that was still in effect; whether by agreement, and why."""

@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,23 @@ TERMINATION_LOG: Final = Path("/dev/termination-log")
 """The file from which Kubernetes reads a container's termination message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How one worker died. ``code``: its exit code, negative for a signal; ``memory``: the kernel killed for memory."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    memory: bool
+    how: str
+    """``ended with exit code 1: ValueError: ...``."""
+
+    @property
+    def text(self) -> str:
+        return f"worker {self.local_rank} (rank {self.rank}) {self.how}"
+
+
 class Deaths:
     """See the module. ``events`` counts the OOM kills in this process's cgroup, which are those of its workers."""
 
@@ -42,20 +60,22 @@ class Deaths:
         self._events = events if events is not None else own_events()
         self._killed = self._kills()
 
-    def describe(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> str:
-        """Why the first failed worker died. ``said``: the last line of each exception, by process id."""
-        if not failures:
-            return ""
-        rank, first = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+    def look(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> list[Death]:
+        """How the failed workers died, the first one first. ``said``: the last line of each exception, by process
+        id."""
         before, self._killed = self._killed, self._kills()
-        if first.exitcode < 0:
-            how = f"was killed by {signal_name(-first.exitcode)}"
-            if -first.exitcode == signal.SIGKILL and self._killed > before:
-                how += ", because its cgroup was out of memory"
-        else:
-            how = f"ended with exit code {first.exitcode}"
-        why = said.get(first.pid, "") or " ".join((_recorded(first) or _written(first)).split())[:LONGEST_LINE]
-        return f"worker {first.local_rank} (rank {rank}) {how}" + (f": {why}" if why else "")
+        found = []
+        for rank, each in sorted(failures.items(), key=lambda item: (item[1].timestamp, item[0])):
+            memory = -each.exitcode == signal.SIGKILL and self._killed > before
+            if each.exitcode < 0:
+                how = f"was killed by {signal_name(-each.exitcode)}"
+                how += ", because its cgroup was out of memory" if memory else ""
+            else:
+                how = f"ended with exit code {each.exitcode}"
+            why = said.get(each.pid, "") or " ".join((_recorded(each) or _written(each)).split())[:LONGEST_LINE]
+            how += f": {why}" if why else ""
+            found.append(Death(rank, each.local_rank, each.pid, each.exitcode, memory, how))
+        return found
 
     def _kills(self) -> int:
         try:

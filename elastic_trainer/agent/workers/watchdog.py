@@ -112,13 +112,17 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
 class HungWorkers:
     """The workers that were killed because they hung, and why: their node reports that cause instead of "lost".
 
-    ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker.
+    ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker; ``seen`` is told of each before
+    it is killed: its process id, why, the kernel's state of it, and its stacks.
     """
 
     def __init__(
-        self, count: Callable[[], None] = lambda: None, page_of: Callable[[int], Path | None] = lambda pid: None
+        self,
+        count: Callable[[], None] = lambda: None,
+        page_of: Callable[[int], Path | None] = lambda pid: None,
+        seen: Callable[[int, str, str, str], None] = lambda pid, reason, state, stacks: None,
     ) -> None:
-        self._count, self._page_of = count, page_of
+        self._count, self._page_of, self._seen = count, page_of, seen
         self._lock = threading.Lock()
         self._reasons: dict[int, str] = {}
 
@@ -129,8 +133,11 @@ class HungWorkers:
                 return  # who read its page may be late: it has ended, and its reason was taken
             self._reasons[pid] = reason
         page = self._page_of(pid)
+        state = process_state(pid)
+        stacks = stacks_of(pid, page) if page is not None else ""
         if page is not None:
-            logger().warning("worker.hung", pid=pid, reason=reason, stacks=stacks_of(pid, page), local_rank=local_rank)
+            logger().warning("worker.hung", pid=pid, reason=reason, stacks=stacks, local_rank=local_rank)
+        self._seen(pid, reason, state, stacks)
         if kill_now(pid, reason, local_rank=local_rank):
             self._count()
 

@@ -1,0 +1,407 @@
+"""What this node sees of faults, and the verdicts on the incidents that it reports.
+
+Clues are gathered where they arise: how workers died, which hung and where, what the kernel has logged. Each node
+publishes its own with its health. The node that reports an incident reads those of all, judges it
+(``membership.verdict``), and does what the verdict says: it asks a faulty node to leave, or ends a run that cannot go
+on. A fault of a machine is kept below the prefix of all runs, so that a later run does not start there.
+
+*Runs in* the agent: clues come from any thread, judging is done by the thread ``health-writer``.
+*Owns* a descriptor of the kernel's log.
+*Fails by* nothing: an incident that cannot be judged for want of the store waits for it; where the kernel's log or the
+records of machines may not be read, nothing is known of them.
+*Invariant*: an incident is judged once, and a machine's fault is written before the node is asked to leave.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import re
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.agent.workers.deaths import Death
+from elastic_trainer.agent.workers.machine import LINE
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ElasticTrainerError, UnfitError
+from elastic_trainer.ipc.page import Reading
+from elastic_trainer.membership.documents import (
+    Batch,
+    Clue,
+    ClueKind,
+    DocumentError,
+    Incident,
+    MachineFault,
+    NodeHealth,
+    RoundDocument,
+    Verdict,
+)
+from elastic_trainer.membership.forgetting import faults_of
+from elastic_trainer.membership.verdict import Case, can_spare, clues_of, due, judge, kernel_culprit, sick
+from elastic_trainer.model import Advice, Certainty, Culprit, Phase, Place, PreflightMode, is_script, place_of
+from elastic_trainer.store.api import Put, Read, RunKeys, Store, machine_faults
+from elastic_trainer.store.untrusted import plain
+from elastic_trainer.telemetry.logs import logger
+
+KEPT: Final = 24
+"""Clues that a node publishes; the newest."""
+HISTORY: Final = 40
+"""Earlier incidents that are compared."""
+KMSG: Final = Path("/dev/kmsg")
+RECORD_S: Final = 14 * 24 * 3600.0
+"""How long a fault of a machine counts; etcd's lease forgets it, whatever clocks say."""
+_LIMIT_S: Final = 3.0
+_LONGEST: Final = 300
+
+
+class Clues:
+    """What this node has seen, oldest first. ``round_now()`` is the newest round; ``wake()`` has them published."""
+
+    def __init__(
+        self, node: str, round_now: Callable[[], int], wake: Callable[[], None] = lambda: None, clock: Clock = SYSTEM
+    ) -> None:
+        self._node, self._round_now, self._wake, self._clock = node, round_now, wake, clock
+        self._lock = threading.Lock()
+        self._kept: deque[Clue] = deque(maxlen=KEPT)
+
+    def add(self, kind: ClueKind, text: str, **more: Any) -> None:
+        """Keep a clue, unless it is the last one again."""
+        more.setdefault("round", self._round_now())
+        clue = Clue(kind=kind, node=self._node, text=text[:_LONGEST], wall=self._clock.wall(), **more)
+        with self._lock:
+            if any(each.text == clue.text and each.round == clue.round for each in self._kept):
+                return
+            self._kept.append(clue)
+        self._wake()
+
+    def all(self) -> tuple[Clue, ...]:
+        with self._lock:
+            return tuple(self._kept)
+
+    # ---- where they come from
+
+    def died(self, deaths: Iterable[Death], readings: Mapping[int, Reading], number: int) -> None:
+        """Workers of this node have ended in round ``number``; ``readings``: their last pages, by process id."""
+        for each in deaths:
+            reading = readings.get(each.pid)
+            notes = reading.notes if reading is not None else {}
+            fault = notes.get("fault") or {}
+            place = Place(fault["place"]) if fault.get("place") in set(Place) else _place_by_phase(reading)
+            self.add(
+                ClueKind.SIGNAL if each.code < 0 else ClueKind.EXIT,
+                f"{self._who(each.rank)} {each.how}" + (f", at {fault['at']}" if fault.get("at") else ""),
+                rank=each.rank,
+                code=each.code,
+                memory=each.memory,
+                victim=bool(notes.get("lost_peer")),
+                types=tuple(map(str, fault.get("types") or ())),
+                place=place,
+                at=str(fault.get("at") or ""),
+                round=number,
+                **(_position(reading) if reading is not None else {}),
+            )
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} on {self._node}" if rank >= 0 else f"a worker of {self._node}, before it had a rank,"
+
+    def hung(self, reading: Reading | None, rank: int, reason: str, state: str, stacks: str) -> None:
+        """A worker makes no progress, and its agent ends it or leaves it behind."""
+        files, at = stack_of(stacks)
+        place = place_of(files) if files else _place_by_phase(reading)
+        where = f", in {at}" if at else ""
+        self.add(
+            ClueKind.HANG,
+            f"{self._who(rank)} hung: {reason}{where}",
+            rank=rank,
+            state=state,
+            place=place,
+            at=at,
+            **(_position(reading) if reading is not None else {}),
+        )
+
+    def waits(self, reading: Reading, stacks: str) -> None:
+        """A worker has waited for others for longer than it may."""
+        _, at = stack_of(stacks)
+        recorded = collective_of(reading.pulse.rank)
+        at = f"{recorded} ({at})" if recorded and at else recorded or at
+        text = f"rank {reading.pulse.rank} on {self._node} waited for others in {at or 'an unknown call'}"
+        self.add(ClueKind.WAIT, text, rank=reading.pulse.rank, at=at, place=Place.COLLECTIVE)
+
+    def told_to_leave(self, reason: str) -> None:
+        self.add(ClueKind.NOTICE, f"node {self._node} was told to leave: {reason}")
+
+    def logged(self, lines: Iterable[str]) -> None:
+        """Lines of the kernel's log; those that say nothing of a fault are left out."""
+        for line in lines:
+            if kernel_culprit(line) is not None:
+                self.add(ClueKind.KERNEL, f"the kernel of {self._node} logged: {line.strip()[:LINE]}")
+
+
+def _place_by_phase(reading: Reading | None) -> Place:
+    if reading is None:
+        return Place.SCRIPT
+    by_phase = {Phase.DATA: Place.DATA, Phase.CHECKPOINT: Place.STORAGE, Phase.HEALING: Place.STORAGE}
+    return by_phase.get(reading.phase, Place.COLLECTIVE if reading.waits else Place.SCRIPT)
+
+
+def _position(reading: Reading) -> dict[str, Any]:
+    """The step that the worker had committed, and the samples of the one that it was in."""
+    pulse, length, size = reading.pulse, int(reading.notes.get("length") or 0), int(reading.notes.get("batch") or 0)
+    if not size:
+        return {"step": pulse.step}
+    last = min(pulse.used + size, length or math.inf) - 1
+    batch = Batch(pulse.epoch, pulse.used, int(last)) if last >= pulse.used else None
+    return {"step": pulse.step, "batch": batch}
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)|^\s+(\S+) \(([^()]+):(\d+)\)', re.MULTILINE)
+
+
+def stack_of(stacks: str) -> tuple[list[str], str]:
+    """The files of the main thread's stack, innermost first, and the innermost line of the script.
+
+    ``stacks`` is what faulthandler or py-spy has written.
+    """
+    _, _, rest = stacks.rpartition("Current thread ")
+    if not rest:
+        rest = next((part for part in stacks.split("Thread ") if "MainThread" in part), "")
+    rest = re.split(r"\n\s*\nThread |\nThread ", rest)[0]
+    frames = [(m[1] or m[5], m[2] or m[6], m[3] or m[4]) for m in _FRAME.finditer(rest)]
+    mine = next(((file, line, name) for file, line, name in frames if is_script(file)), None)
+    at = f"{Path(mine[0]).name}:{mine[1]} in {mine[2]}" if mine is not None else ""
+    return [file for file, _, _ in frames], at
+
+
+# ---- NCCL's flight recorder (pytorch.org/tutorials/prototype/flight_recorder_tutorial): a pickle for each rank
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain values only: what names a class is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def collective_of(rank: int, environ: Mapping[str, str] = os.environ) -> str:
+    """The newest collective that ``rank`` had not completed, by NCCL's dump, with its number and sizes; else empty."""
+    prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE") or environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if not prefix:
+        return ""
+    try:
+        found = _Plain(io.BytesIO(Path(f"{prefix}{rank}").read_bytes())).load()
+        entries = [each for each in found["entries"] if each.get("state") != "completed"]
+        last = entries[0] if entries else None
+        if last is None:
+            return ""
+        sizes = "x".join(str(part) for part in (last.get("input_sizes") or [[]])[0])
+        return f"{last['profiling_name']} number {last['collective_seq_id']} of {sizes or 'no'} elements"
+    except (OSError, KeyError, IndexError, TypeError, ValueError, EOFError, pickle.UnpicklingError):
+        return ""
+
+
+# ---- the kernel's log
+
+_RECORD = re.compile(r"\d+,\d+,-?\d+,[^;]*;(.*)")
+
+
+class KernelLog:
+    """What the kernel logs from now on (Documentation/ABI/testing/dev-kmsg); nothing where it may not be read."""
+
+    def __init__(self, path: Path = KMSG) -> None:
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        except OSError as error:
+            logger().debug("kernel_log.unread", reason=error.strerror)
+
+    def read(self) -> list[str]:
+        """The lines since the last call."""
+        lines: list[str] = []
+        while self._descriptor is not None and len(lines) < 1000:
+            try:
+                block = os.read(self._descriptor, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                continue  # records were overwritten before they were read
+            except OSError:
+                self.close()
+                break
+            if not block:
+                break
+            for line in block.decode("utf-8", "replace").splitlines():
+                found = _RECORD.match(line)
+                lines += [found[1] if found else line] if not line.startswith(" ") else []
+        return lines
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+# ---- verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictLimits:
+    """``least``: the fewest nodes of the run; ``failures``: its ``failure_limit``; ``evicts``: whether a faulty node is
+    asked to leave."""
+
+    least: int = 1
+    failures: int = 3
+    evicts: bool = True
+
+
+class Verdicts:
+    """Judges incidents. ``told()``: what all nodes have published; ``ask(round, node, reason)`` asks a node to leave,
+    ``stop(number, reason)`` ends the run in that round."""
+
+    def __init__(
+        self,
+        clues: Clues,
+        store: Store,
+        keys: RunKeys,
+        limits: VerdictLimits,
+        told: Callable[[], Mapping[str, NodeHealth]],
+        ask: Callable[[RoundDocument, str, str], bool],
+        stop: Callable[[int, str], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._clues, self._store, self._keys, self._limits = clues, store, keys, limits
+        self._told, self._ask, self._stop, self._clock = told, ask, stop, clock
+        self._first: tuple[float, float] = (0.0, 0.0)
+        """The incident that waits for clues, by its wall, and since when."""
+
+    def judged(self, incident: Incident, current: RoundDocument | None, *, last: bool = False) -> Incident | None:
+        """``incident`` with its verdict; None while its clues are on their way. ``last``: there is no later.
+
+        Raises ElasticTrainerError where the store does not answer.
+        """
+        if incident.verdict is not None:
+            return incident
+        now = self._clock.monotonic()
+        if self._first[0] != incident.wall:
+            self._first = (incident.wall, now)
+        health = self._told()
+        clues, older = clues_of(incident, health, self._clues.all())
+        if not last and not due(incident, clues, now - self._first[1]):
+            return None
+        nodes = {*incident.nodes, *(each.node for each in clues)}
+        if current is not None:
+            nodes |= {member.node for member in current.members}
+        before = earlier(self._store, self._keys, incident)
+        limits = self._limits
+        case = Case(incident, clues, before, sorted(nodes), older, health, least=limits.least, limit=limits.failures)
+        verdict = judge(case)
+        log = logger().info if verdict.advice is Advice.GO_ON else logger().warning
+        log(
+            "incident.judged",
+            round=incident.round,
+            culprit=verdict.culprit,
+            advice=verdict.advice,
+            certainty=verdict.certainty,
+            nodes=verdict.nodes,
+            sentence=verdict.sentence,
+        )
+        verdict = self._act(case, verdict, current)
+        return incident.model_copy(update={"verdict": verdict})
+
+    def _act(self, case: Case, verdict: Verdict, current: RoundDocument | None) -> Verdict:
+        """Do what the verdict says, as far as it is this node's to do; the verdict with what was done."""
+        incident = case.incident
+        breaks = incident.kind in ("round", "audit_mismatch")
+        if breaks and verdict.culprit is Culprit.MACHINE and verdict.certainty is not Certainty.POSSIBLE:
+            for node in verdict.nodes:
+                told = case.health.get(node)
+                self._record(told.machine if told is not None else "", incident, verdict)
+        if incident.kind != "round" or current is None or incident.next_round is None:
+            return verdict
+        if verdict.advice is Advice.STOP:
+            self._stop(current.last_number, verdict.sentence)
+        elif verdict.advice is Advice.LEAVE_OUT and self._limits.evicts and can_spare(case, verdict):
+            gone = [node for node in verdict.nodes if self._asked(current, node, verdict.sentence)]
+            if gone:
+                sentence = f"{verdict.sentence} It was asked to leave."
+                return verdict.model_copy(update={"sentence": sentence})
+        return verdict
+
+    def _asked(self, current: RoundDocument, node: str, reason: str) -> bool:
+        try:
+            return self._ask(current, node, reason)
+        except ElasticTrainerError as error:
+            logger().warning("eviction.failed", node=node, error=str(error))
+            return False
+
+    def _record(self, machine: str, incident: Incident, verdict: Verdict) -> None:
+        """Keep a fault of ``machine`` for later runs."""
+        if not machine:
+            return
+        fault = MachineFault(
+            wall=incident.wall, run=self._keys.run_id, sentence=verdict.sentence, certainty=verdict.certainty
+        )
+        try:
+            lease = self._store.grant(RECORD_S, Deadline.after(_LIMIT_S))
+            key = f"{machine_faults(self._keys.prefix, machine)}{self._keys.run_id}.{int(incident.wall * 1000.0)}"
+            put = Put(key, fault.encode(), lease.id)
+            self._store.transact([], [put], deadline=Deadline.after(_LIMIT_S))
+            logger().warning("machine.recorded", machine=machine, sentence=verdict.sentence)
+        except ElasticTrainerError as error:  # an account of this run alone may not write there
+            logger().info("machine.not_recorded", machine=machine, error=str(error))
+
+
+def earlier(store: Store, keys: RunKeys, incident: Incident) -> list[Incident]:
+    """The incidents before this one, newest first. Raises ElasticTrainerError."""
+    known = store.range(keys.incidents, Deadline.after(_LIMIT_S), keys_only=True).items
+    last = keys.incident(int(incident.wall * 1000.0))
+    names = [item.key for item in known if item.key < last][-HISTORY:]
+    if not names:
+        return []
+    reads = [Read(names[0], range_end=last)]
+    items = store.transact([], reads, deadline=Deadline.after(_LIMIT_S)).reads[0].items
+    found = []
+    for item in items:
+        try:
+            found.append(Incident.decode(item.value, item.key))
+        except DocumentError as error:
+            logger().debug("document.refused", key=plain(item.key), error=str(error))
+    return found[::-1]
+
+
+# ---- machines
+
+
+def machine_name(environ: Mapping[str, str], named: str | None = None) -> str:
+    """The machine's name: as the option says, else Slurm, else the system."""
+    return named or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def ensure_healthy(store: Store, keys: RunKeys, machine: str, mode: PreflightMode, clock: Clock = SYSTEM) -> None:
+    """Keep a machine out that has failed again and again (UnfitError), or warn. A silent store is no fault."""
+    if mode is PreflightMode.OFF:
+        return
+    try:
+        known = sick(faults_of(store, keys.prefix, machine, Deadline.after(_LIMIT_S, clock)))
+    except ElasticTrainerError as error:
+        logger().info("machine.unknown", machine=machine, error=str(error))
+        return
+    if not known:
+        return
+    runs = sorted({each.run for each in known})
+    last = known[-1].sentence.partition(". ")[0]
+    text = f"machine {machine} has failed {len(known)} times (runs: {', '.join(runs)})"
+    logger().warning("machine.sick", machine=machine, faults=len(known), runs=runs, last=last)
+    if mode is PreflightMode.REFUSE:
+        hint = (
+            f"last: {last}; once it is repaired, run 'elastic-trainer forget --machine {machine}', "
+            "or join all the same with --rdzv-conf sick_machines=warn"
+        )
+        raise UnfitError(f"{text}: it stays out", hint=hint)
