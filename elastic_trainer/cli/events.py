@@ -145,7 +145,14 @@ def as_line(each: Happening) -> str:
         return f"{moment(each.wall)}  round {each.round} {each.state} ({size}){because}"
     nodes = f" [{named(each.nodes)}]" if each.nodes else ""
     outcome = f". {each.outcome}" if each.outcome else ""
-    return f"{moment(each.wall)}  {headline(each)}{because}{nodes}{outcome}"
+    verdict = f" Verdict: {_judged(each)}" if each.verdict is not None and not each.planned else ""
+    return f"{moment(each.wall)}  {headline(each)}{because}{nodes}{outcome}{verdict}"
+
+
+def _judged(each: Incident) -> str:
+    """The verdict, in words; empty where there is none."""
+    found = each.verdict
+    return f"{found.sentence} ({found.culprit}, {found.certainty})" if found is not None else ""
 
 
 def headline(incident: Incident) -> str:
@@ -211,6 +218,8 @@ def _facts(each: Incident) -> list[tuple[str, str]]:
         ("reported by", each.by),
         ("last committed step", number(each.step)),
         ("outcome", each.outcome),
+        ("verdict", _judged(each)),
+        ("evidence", "; ".join(each.verdict.evidence) if each.verdict else ""),
         ("next round", number(each.next_round) if followed else ""),
         ("ranks before and after", f"{each.world_before}, {each.world_after}" if followed else ""),
     ]

@@ -1,4 +1,5 @@
-"""``elastic-trainer forget``: takes what etcd holds of runs that are over out of it; checkpoints stay.
+"""``elastic-trainer forget``: takes what etcd holds of runs that are over, or of machines that were repaired, out of
+it; checkpoints stay.
 
 *Runs in* the process of the command, its main thread. *Owns* nothing.
 *Fails by* ConfigError for a run that is not there or must be kept, StoreUnavailableError when etcd does not answer.
@@ -33,6 +34,7 @@ def configure_forget(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=("instead of one run: all that ended at least N days ago, by the clock of the node that ended them"),
     )
+    add("--machine", metavar="NAME", help="instead of a run: the faults of this machine, which was repaired")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     connection.add_options(parser)
 
@@ -41,8 +43,10 @@ def run_forget(arguments: argparse.Namespace) -> int:
     """Do it, one line for each run."""
     logs.configure()
     days = arguments.older_than_days
+    if arguments.machine is not None:
+        return _forget_machine(arguments)
     if (arguments.run is None) == (days is None):
-        raise ConfigError("forget takes a run or --older-than-days", hint="give one of them")
+        raise ConfigError("forget takes a run, --older-than-days or --machine", hint="give one of them")
     if days is not None and (arguments.unfinished or not days >= 0.0):
         raise ConfigError(
             "--older-than-days takes a number of days from 0 on, and goes without --unfinished",
@@ -58,6 +62,21 @@ def run_forget(arguments: argparse.Namespace) -> int:
             if (refused := forgetting.refusal(remains, unfinished=arguments.unfinished)) is not None:
                 raise refused
             _forget(store, remains, dry=arguments.dry_run)
+    return 0
+
+
+def _forget_machine(arguments: argparse.Namespace) -> int:
+    if arguments.run is not None or arguments.older_than_days is not None or arguments.unfinished:
+        raise ConfigError("--machine goes without a run and other options", hint="give --machine NAME alone")
+    with connection.opened(arguments) as (store, settings):
+        deadline = Deadline.after(connection.CONNECT_S)
+        known = forgetting.faults_of(store, settings.prefix, arguments.machine, deadline)
+        if not known:
+            raise ConfigError(f"no fault of machine {arguments.machine!r} is known", hint="see elastic-trainer why RUN")
+        if not arguments.dry_run:
+            forgetting.forget_machine(store, settings.prefix, arguments.machine, deadline)
+        verb = "would forget" if arguments.dry_run else "forgot"
+        print(f"{verb} {counted(len(known), 'fault')} of machine {arguments.machine}", flush=True)
     return 0
 
 

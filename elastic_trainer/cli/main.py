@@ -96,6 +96,14 @@ COMMANDS = (
         "how long training stood still, from the last committed step before it to the first one after it.",
     ),
     Command(
+        "why",
+        "why",
+        "what failed in a run, how sure that is, and what to do",
+        "The verdict on the newest incident in one sentence, then its evidence, the records of the machines concerned, "
+        "and the verdicts before it. It rests on exit codes, exceptions, signals, the kernel's log, stacks, and what "
+        "the same batch or the same node has done before; no model guesses.",
+    ),
+    Command(
         "logs",
         "logs",
         "show the logs of a run's nodes, or where they are",
