@@ -601,10 +601,10 @@ class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
     Names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``, ``audit_mismatches``;
-    ``left`` (the node left on request); ``ended.<cause>`` (rounds whose end this node noticed first); ``save.ok``,
-    ``save.failed``, ``load.ok``, ``load.failed``. The histograms ``save_s``, ``load_s``, ``recovery_s.failure``,
-    ``recovery_s.planned`` and ``recovery_s.start`` have ``<name>.le.<bound>`` (not cumulative), ``<name>.sum``
-    and ``<name>.count``.
+    ``verdict.<culprit>.<advice>``; ``left`` (the node left on request); ``ended.<cause>`` (rounds whose end this node
+    noticed first); ``save.ok``, ``save.failed``, ``load.ok``, ``load.failed``. The histograms ``save_s``, ``load_s``,
+    ``recovery_s.failure``, ``recovery_s.planned`` and ``recovery_s.start`` have ``<name>.le.<bound>`` (not cumulative),
+    ``<name>.sum`` and ``<name>.count``.
     """
 
     node: str

@@ -543,12 +543,11 @@ def _same_node(case: Case, found: _Finding, past: Sequence[_Past]) -> tuple[_Fin
         return found, []
     node = found.nodes[0]
     mine = [each for each in past if each.nodes == (node,)]
-    batches = {each.batch for each in mine} | {found.batch}
+    places = {(each.batch, each.step) for each in mine} | {(found.batch, found.step)}
     times = len(mine) + 1
-    if not mine or len(mine) < len(past) or (len(batches) == 1 and found.batch is not None):
-        return found, []
-    where = "" if None in batches else ", at different batches"
-    told = f"of {len(case.nodes)} nodes {node} alone has done so {times} times{where}"
+    if not mine or len(mine) < len(past) or len(places) == 1:
+        return found, []  # at one place, or nobody knows where: it may be what this rank does there
+    told = f"of {len(case.nodes)} nodes {node} alone has done so {times} times, at different batches"
     if len(case.nodes) ** (1 - times) > CHANCE or found.culprit is Culprit.OUTSIDE:
         return found, [told]
     certainty = _SURER.get(found.certainty, found.certainty)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.model import Advice
 from elastic_trainer.monitor import state
 from elastic_trainer.monitor.state import Observed, RunDocuments, Stall
 from elastic_trainer.wording import counted, duration, fixed, named
@@ -48,6 +49,7 @@ def concerns(documents: RunDocuments, seen: Observed) -> tuple[Concern, ...]:
     if seen.state in (state.SUCCEEDED, state.STOPPED):
         return ()
     found = [*_nodes(documents, seen), *_ranks(documents), *_saves(documents, seen), *_loop(documents, seen)]
+    found += _at_fault(documents)
     if keys := documents.unreadable:
         sentence = f"{counted(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}."
         found.append(Concern("warn", "keys of another version", sentence))
@@ -154,6 +156,16 @@ def _loop(documents: RunDocuments, seen: Observed) -> list[Concern]:
     stuck = len(ends) == LOOP and max(ends) == min(ends) >= (state.current_step(documents) or 0)
     words = f"{len(broke)} rounds broke in the last {duration(LOOP_S)}{', without a new step between' if stuck else ''}"
     return [_whole("bad" if stuck else "warn", words)]
+
+
+def _at_fault(documents: RunDocuments) -> list[Concern]:
+    """Nodes that a verdict on the newest fault wants to be left out, and that are still there."""
+    last = documents.last_fault
+    verdict = last.verdict if last is not None else None
+    there = [name for name in verdict.nodes if name in documents.living_nodes] if verdict is not None else []
+    if verdict is None or verdict.advice is not Advice.LEAVE_OUT or not there:
+        return []
+    return [Concern("warn", f"{listed(there)} at fault", verdict.sentence)]
 
 
 def _whole(look: str, words: str) -> Concern:

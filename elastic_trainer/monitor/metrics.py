@@ -33,6 +33,7 @@ COUNTED: Final = {
     families.NONFINITE_LOSSES.name: "nonfinite_steps",
     families.DIFFERENCES.name: "differences",
     families.AUDIT_MISMATCHES.name: "audit_mismatches",
+    families.VERDICTS.name: "verdict.{}.{}",
     families.CHECKPOINTS.name: "{}.{}",
     families.CHECKPOINT_DURATION.name: "{}_s",
     families.RECOVERY.name: "recovery_s.{}",

@@ -17,7 +17,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Any, Final
 
-from elastic_trainer.model import Cause, Phase
+from elastic_trainer.model import Advice, Cause, Culprit, Phase
 
 PREFIX: Final = "elastic_trainer_"
 
@@ -228,6 +228,12 @@ NONFINITE_LOSSES = _run(
 DIFFERENCES = _run("parameter_differences", "Comparisons that found ranks with different parameters.", _COUNTER)
 AUDIT_MISMATCHES = _run(
     "audit_mismatches", "Audits that found ranks computing wrong results, by rank or pair.", _COUNTER
+)
+VERDICTS = _run(
+    "verdicts",
+    "Incidents that were judged, by what failed and what to do.",
+    _COUNTER,
+    values={"culprit": tuple(map(str, Culprit)), "advice": tuple(map(str, Advice))},
 )
 SAMPLES = _run("samples", "Samples trained on, including repeated ones.", _COUNTER)
 LOSS = _run("loss", "The newest known loss.")

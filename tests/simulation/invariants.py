@@ -30,6 +30,7 @@ ONLY_ENDED = "no worker leaves a round that is not over"
 NO_CRASH = "no turn of a thread fails"
 NO_RESTART = "a worker that could stay is not ended"
 NO_HEALTHY_KILLED = "a worker that is busy, or leaves its round in time, is not killed"
+NO_FALSE_STOP = "no verdict ends a run that can go on"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
 

@@ -906,6 +906,10 @@ class SimWorker:
         if self.code is not None:
             return
         self.code = code
+        world = self.agent.world
+        world.verdicts.died(
+            self.agent.name, self.groups.in_round, self.step.step if self.step else 0, code, world.round
+        )
         self.groups.close(0.0)
         self.groups.in_round = False
         gone_s = self._takes_s(0) if code == 0 or self.agent.chance.random() < 0.5 else 0.0

@@ -38,6 +38,7 @@ from tests.simulation.invariants import (
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
+from tests.simulation.verdicts import Verdicts
 from tests.simulation.workers import BATCH, Meeting, SimAssignment, SimWorker, after
 
 TICK_S = 0.2
@@ -61,6 +62,8 @@ class Counts:
     steps: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     closed: int = 0
+    judged: int = 0
+    """Incidents with a verdict."""
 
 
 class World:
@@ -99,6 +102,7 @@ class World:
         self.agents: dict[str, Agent] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
+        self.verdicts = Verdicts(self.limits)
         self.counts = Counts()
         self.step_s = TICK_S
         self.evaluates_every, self.saves_every = 3, 4
@@ -137,6 +141,7 @@ class World:
         self.wait_until(self.settled, "the run does not settle")
         if not self._closed() and self.chance.random() < 0.3:
             self._finish()
+        self.counts.judged = self.verdicts.judged
         return self.counts
 
     def run_for(self, seconds: float) -> None:
@@ -214,6 +219,7 @@ class World:
                 self.counts.rounds += self.round.state is RoundState.ACTIVE
                 self.say(f"round {self.round.number} {self.round.state} {_names(self.round)}: {self.round.reason}")
                 self.invariants.wrote(self.round)
+                self.verdicts.wrote(self.round, self.loop.wall())
                 self._check_author(events)
 
     def _check_author(self, events: Sequence[WatchEvent]) -> None:

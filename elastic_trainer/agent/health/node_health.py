@@ -301,8 +301,8 @@ class Health:
         """Keep what the kernel has logged of faults since the last look."""
         self._ports.clues.logged(self._ports.kernel_log.read())
 
-    def wake(self) -> None:
-        """Publish soon: there is something new."""
+    def publish_soon(self) -> None:
+        """There is something new."""
         self._writing.wake()
 
     def publish(self, *, last: bool = False) -> None:

@@ -75,7 +75,7 @@ class HealthService:
     ) -> None:
         self._node, self._member, self._clock = member.node_id, member, clock
         self.pages = Pages(clock)
-        self.clues = Clues(self._node, self._round_number, lambda: self.health.wake(), clock)
+        self.clues = Clues(self._node, self._round_number, lambda: self.health.publish_soon(), clock)
         self.hung = HungWorkers(partial(self.pages.count_event, "workers_killed"), self.pages.path_of, self._hung)
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:

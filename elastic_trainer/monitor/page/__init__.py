@@ -200,6 +200,12 @@ def what_of(each: Json) -> Mapping[str, str]:
     return named("causes", each.get("cause")) if each.get("cause") else named("kinds", each.get("kind") or "round")
 
 
+def verdict_words(verdict: Json) -> str:
+    """``machine, likely; leave out``: what failed, how sure that is, and what to do."""
+    culprit, certainty, advice = (text(verdict.get(name)) for name in ("culprit", "certainty", "advice"))
+    return f"({culprit}, {certainty}; {advice.replace('_', ' ')})"
+
+
 def incident_row(each: Json) -> Json:
     """An incident with its words; ``ended``: it ended a round; ``over``: and another has followed."""
     ended = text(each.get("kind")) in ("", "round")
@@ -790,7 +796,14 @@ def _environment() -> Environment:
     made.filters |= {"times": times, "stamp": stamp, "share": lambda share: f"{fixed(share * 100, 3)}%"}
     made.filters |= {"quoted": lambda run: quote(text(run), safe="")}
     made.globals |= {each.__name__: each for each in (change, counted, gauge_text, how_far, named, present, remark)}
-    made.globals |= {"square": square, "trouble": trouble, "what_of": what_of, "gauges": GAUGES, "none_known": NONE}
+    made.globals |= {
+        "square": square,
+        "trouble": trouble,
+        "what_of": what_of,
+        "verdict_words": verdict_words,
+        "gauges": GAUGES,
+        "none_known": NONE,
+    }
     return made
 
 

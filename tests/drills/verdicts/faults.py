@@ -1,7 +1,7 @@
 """Labelled faults: what is done to a job, and what its verdict must say.
 
-Each row is played on real nodes by ``test_verdicts``. Kinds are the causes that people know; the culprit is what a person
-who did it would answer to "what failed, and where?".
+Each row is played on real nodes by ``test_verdicts``. Kinds are the causes that people know; the culprit is what a
+person who did it would answer to "what failed, and where?".
 """
 
 from __future__ import annotations

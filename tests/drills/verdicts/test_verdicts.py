@@ -61,6 +61,10 @@ class Struck(Job):
             wanted = [each for each in wanted if (each.cause in PLANNED) == self.fault.planned]
         return wanted
 
+    def await_more(self, known: int) -> None:
+        """Wait until there are more than ``known`` incidents."""
+        self.wait_for(lambda: len(self.told()) > known, f"no incident after {self.fault.name}")
+
     def log_kernel(self, line: str) -> None:
         """As the kernel of n1's host would."""
         with (self.spec.directory / KMSG).open("a") as file:
@@ -136,7 +140,7 @@ def own_kernel_log(job: Struck, name: str) -> None:
     subprocess.run(command, check=True)
 
 
-@pytest.mark.parametrize("fault", (*FAULTS, *OTHER), ids=lambda each: f"{each.kind}: {each.name}")
+@pytest.mark.parametrize("fault", [*FAULTS, *OTHER], ids=lambda each: f"{each.kind}: {each.name}")
 def test_the_verdict_names_what_failed(tmp_path: Path, etcd_endpoint: str, run_id: str, fault: Labelled) -> None:
     """The culprit, the node, and what to do; the run goes on unless it cannot. The verdict is written within seconds of
     the step that ends the incident."""
@@ -158,7 +162,7 @@ def test_the_verdict_names_what_failed(tmp_path: Path, etcd_endpoint: str, run_i
             known = len(job.told())
             if fault.act != "begin":
                 job.break_it()
-            job.wait_for(lambda: len(job.told()) > known, f"no incident after {fault.name}")
+            job.await_more(known)
             if not fault.ends and fault.times > 1:
                 job.await_steps(5)
         if "again" in fault.code and fault.times > 1:

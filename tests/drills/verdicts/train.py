@@ -1,9 +1,9 @@
 """A small training that fails in whatever way a test asks for.
 
-A file ``fault-NODE`` in its directory is a piece of Python that the workers of that node run, once; ``fault-all`` is for
-all. Its first line says where: ``# start`` (before the Session), ``# data`` (inside the data set), ``# step`` (inside a
-step), ``# between`` (between two steps), ``# save`` (while a checkpoint is written). With ``# step again`` it stays, and
-is run each time. It knows ``ids``, the samples of the step, ``session``, ``loss`` and ``torch``.
+A file ``fault-NODE`` in its directory is a piece of Python that the workers of that node run, once; ``fault-all`` is
+for all. Its first line says where: ``# start`` (before the Session), ``# data`` (inside the data set), ``# step`` or
+``# loss`` (inside a step), ``# between`` (between two steps), ``# save`` (while a checkpoint is written). With ``# step
+again`` it stays, and is run each time. It knows ``ids``, the samples of the step, ``session``, ``loss`` and ``torch``.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def main() -> None:
         saving=SavingOptions(on_event=saving),
         group=GroupOptions(stop_timeout_s=60.0),
     ) as session:
-        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        model = session.wrap(model, optimizer=optimizer)
+        network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+        model = session.wrap(network, optimizer=optimizer)
         for batch in session.batches(Rows(faults), global_batch_size=BATCH, epochs=10_000):
             with session.step() as step:
                 faults.here("step", ids=batch.ids, session=session, torch=torch, model=model, batch=batch)

@@ -16,7 +16,7 @@ def test_a_node_leaves_once_when_its_cloud_says_so(cloud: str) -> None:
     """Not before, and not for another machine of its scale set or for a pause; what the log says names the notice."""
     left: list[str] = []
     with MetadataServer() as server, capture_logs() as logs:
-        watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append(cloud))
+        watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda reason: left.append(cloud))
         assert [watch.turn() for _ in range(3)] == [EVERY_S] * 3
         assert not left
         server.preempt()
@@ -32,7 +32,7 @@ def test_a_service_that_does_not_answer_is_logged_once_and_asked_again(cloud: st
     """Errors and closed ports are no notice; the node trains on, and obeys as soon as the service is there."""
     left: list[str] = []
     with MetadataServer() as server, capture_logs() as logs:
-        watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append(cloud))
+        watch = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda reason: left.append(cloud))
         server.broken = True
         for _ in range(SILENT_TURNS + 2):
             assert watch.turn() == EVERY_S
@@ -42,7 +42,7 @@ def test_a_service_that_does_not_answer_is_logged_once_and_asked_again(cloud: st
         server.preempt()
         watch.turn()
     assert left == [cloud]
-    gone = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda: left.append("again"))
+    gone = PreemptionWatch("n0", f"{cloud}@{server.url}", leave=lambda reason: left.append("again"))
     assert gone.turn() == EVERY_S
     assert left == [cloud]
 

@@ -132,6 +132,7 @@ SILENT = [
 
 STALLED, BELOW = Fires("Stalled", "critical"), Fires("BelowMinNodes", "critical")
 SLOW, LOOP = Fires("RendezvousSlow", "warning"), Fires("RestartLoop", "critical")
+VERDICT = Fires("Verdict", "warning")
 EXHAUSTING, FLAPPING = Fires("RestartsExhausting", "warning"), Fires("MembershipFlapping", "warning")
 MISSING, STRAGGLER = Fires("RanksMissing", "warning"), Fires("Straggler", "warning")
 GOODPUT, STALE = Fires("GoodputLow", "warning"), Fires("CheckpointStale", "critical")
@@ -182,6 +183,10 @@ FIRING = [
     Scene("restarts", "a worker hangs every half an hour", 200, [
         (range(20, 141, 30), do("regroup", reason="worker_hung", fresh=True)),
     ], (EXHAUSTING,), 100),
+    Scene("verdict", "a machine is found to be at fault, after faults for which nothing has to be done", 120, [
+        ((10, 15), do("count", families.VERDICTS, culprit="outside", advice="go_on")),
+        (20, do("count", families.VERDICTS, culprit="machine", advice="leave_out")),
+    ], (VERDICT,), 20, lasts=(20.0, 84.5)),
     Scene("flapping", "a node comes and goes", 80, [
         ((20, 26), do("regroup", *TWO, reason="node_left")), ((32, 38, 44), do("regroup", *TWO, reason="node_lost")),
         (range(23, 50, 6), do("regroup", *THREE, reason="node_joined")),

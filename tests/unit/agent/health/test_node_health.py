@@ -28,6 +28,7 @@ from elastic_trainer.agent.health.node_health import (
     row,
 )
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.verdicts import Clues, KernelLog, VerdictLimits, Verdicts
 from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.machine import LogTails, Machine
 from elastic_trainer.agent.workers.watchdog import HungWorkers
@@ -120,6 +121,7 @@ class Desk:
         go = partial(self.left.append, "a")
         evictions = Evictions("a", self.asks, KEYS, lambda: 0, go, obeys=False, leave=go)
         nobody_is_slow = StragglerWatch("a", evictions, dict, evicts=False, clock=self.clock)  # has tests of its own
+        clues = Clues("a", lambda: 0, clock=self.clock)
         ports = HealthPorts(
             self.pages,
             self.store,
@@ -131,6 +133,11 @@ class Desk:
             self.judge,
             Machine({"CUDA_VISIBLE_DEVICES": ""}),
             LogTails(8),
+            clues,
+            KernelLog(Path("/nowhere")),
+            Verdicts(
+                clues, MemoryStore(), KEYS, VerdictLimits(), self.store.told, evictions.ask, lambda *_: None, self.clock
+            ),
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),
         )

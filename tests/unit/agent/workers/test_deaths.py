@@ -37,7 +37,8 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
     ],
 )
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
-    assert Deaths(tmp_path / "memory.events").describe(failures, said) == told
+    found = Deaths(tmp_path / "memory.events").look(failures, said)
+    assert (found[0].text if found else "") == told
 
 
 def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
@@ -45,10 +46,12 @@ def test_a_worker_with_a_log_of_its_own_has_said_why(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("warming up\n\x1b[31mscript.py: error: no such option: --lr2\x1b[0m\n\n")
     found = {0: failure(2, error_file=str(tmp_path / "error.json"))}
     subject = Deaths(tmp_path / "memory.events")
-    assert subject.describe(found, {}) == (
+    assert subject.look(found, {})[0].text == (
         "worker 1 (rank 0) ended with exit code 2: script.py: error: no such option: --lr2"
     )
-    assert subject.describe(found, {7: "ValueError: x"}) == "worker 1 (rank 0) ended with exit code 2: ValueError: x"
+    assert (
+        subject.look(found, {7: "ValueError: x"})[0].text == "worker 1 (rank 0) ended with exit code 2: ValueError: x"
+    )
 
 
 def test_ranks_are_those_of_the_round() -> None:
@@ -61,10 +64,12 @@ def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 1\n")
     deaths = Deaths(events)
-    assert deaths.describe({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+    assert deaths.look({0: failure(-9)}, {})[0].text == "worker 1 (rank 0) was killed by SIGKILL"
     events.write_text("low 0\noom 2\noom_kill 2\n")
-    assert deaths.describe({0: failure(-9)}, {}).endswith("SIGKILL, because its cgroup was out of memory")
-    assert deaths.describe({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+    (found,) = deaths.look({0: failure(-9)}, {})
+    assert found.memory
+    assert found.text.endswith("SIGKILL, because its cgroup was out of memory")
+    assert deaths.look({0: failure(-9)}, {})[0].text == "worker 1 (rank 0) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

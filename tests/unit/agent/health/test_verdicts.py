@@ -1,0 +1,271 @@
+"""Clues as a node gathers them, and what it does with a verdict."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.agent.health.verdicts import (
+    KEPT,
+    Clues,
+    KernelLog,
+    VerdictLimits,
+    Verdicts,
+    collective_of,
+    earlier,
+    ensure_healthy,
+    machine_name,
+    stack_of,
+)
+from elastic_trainer.agent.workers.deaths import Death
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import UnfitError
+from elastic_trainer.ipc.page import Heartbeat, Reading
+from elastic_trainer.membership.documents import (
+    Batch,
+    ClueKind,
+    Incident,
+    NodeHealth,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
+from elastic_trainer.membership.forgetting import faults_of, forget_machine
+from elastic_trainer.model import Advice, Cause, Culprit, Phase, Place, PreflightMode
+from elastic_trainer.store.api import Put, RunKeys
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
+
+KEYS = RunKeys("/et", "job")
+STACKS = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 10 in __next__
+  File "/home/u/train.py", line 31 in batches
+  File "/home/u/train.py", line 60 in main
+"""
+
+
+def reading(pid: int = 7, **notes: Any) -> Reading:
+    pulse = Heartbeat(rank=2, round=4, step=9, epoch=1, used=64)
+    return Reading(Path("/page"), pulse, Phase.TRAINING, False, {"pid": pid, "length": 100, "batch": 32} | notes)
+
+
+def clues(**more: Any) -> Clues:
+    return Clues("a", lambda: 4, clock=ManualClock(), **more)
+
+
+def test_a_death_becomes_a_clue_with_the_batch_and_the_place() -> None:
+    known = clues()
+    fault = {"types": ["ValueError"], "place": "data", "at": "train.py:31 in row"}
+    known.died([Death(2, 0, 7, 1, False, "ended with exit code 1: ValueError: bad")], {7: reading(fault=fault)}, 4)
+    (found,) = known.all()
+    assert found.text == "rank 2 on a ended with exit code 1: ValueError: bad, at train.py:31 in row"
+    assert (found.kind, found.place, found.batch) == (ClueKind.EXIT, Place.DATA, Batch(1, 64, 95))
+    assert (found.step, found.round, found.types) == (9, 4, ("ValueError",))
+
+
+def test_who_lost_its_peers_says_so() -> None:
+    known = clues()
+    known.died([Death(2, 0, 7, -6, False, "was killed by SIGABRT")], {7: reading(lost_peer=True)}, 4)
+    assert known.all()[0].victim
+    assert known.all()[0].kind is ClueKind.SIGNAL
+
+
+def test_only_the_newest_clues_are_kept_and_each_once() -> None:
+    woken: list[int] = []
+    known = clues(wake=lambda: woken.append(1))
+    for number in range(KEPT + 5):
+        known.add(ClueKind.NOTICE, f"notice {number}")
+        known.add(ClueKind.NOTICE, f"notice {number}")
+    assert len(known.all()) == KEPT
+    assert known.all()[-1].text == f"notice {KEPT + 4}"
+    assert len(woken) == KEPT + 5
+
+
+def test_stacks_name_the_line_of_the_script_and_what_it_waits_for() -> None:
+    files, at = stack_of(STACKS)
+    assert at == "train.py:31 in batches"
+    assert "dataloader" in files[0]
+    assert stack_of("none: the process is stopped") == ([], "")
+
+
+def test_a_hang_names_its_place() -> None:
+    known = clues()
+    known.hung(reading(), 2, "no progress for 5.0 s", "sleeping", STACKS)
+    (found,) = known.all()
+    assert (found.kind, found.place, found.at) == (ClueKind.HANG, Place.DATA, "train.py:31 in batches")
+    assert found.text == "rank 2 on a hung: no progress for 5.0 s, in train.py:31 in batches"
+
+
+def dump(path: Path, value: object) -> dict[str, str]:
+    path.with_name(path.name + "2").write_bytes(pickle.dumps(value))
+    return {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path)}
+
+
+def test_a_flight_recorder_dump_names_the_collective(tmp_path: Path) -> None:
+    entries = [
+        {"state": "completed", "profiling_name": "nccl:all_reduce", "collective_seq_id": 6, "input_sizes": [[8]]},
+        {"state": "started", "profiling_name": "nccl:all_gather", "collective_seq_id": 7, "input_sizes": [[4, 1024]]},
+    ]
+    named = dump(tmp_path / "fr_", {"version": "2.9", "entries": entries})
+    assert collective_of(2, named) == "nccl:all_gather number 7 of 4x1024 elements"
+    assert collective_of(3, named) == ""
+    assert collective_of(2, {}) == ""
+
+
+def test_a_dump_that_would_run_code_is_not_read(tmp_path: Path) -> None:
+    assert collective_of(2, dump(tmp_path / "fr_", OrderedDict(entries=[]))) == ""
+
+
+def test_the_kernels_log_is_read_from_now_on(tmp_path: Path) -> None:
+    file = tmp_path / "kmsg"
+    file.write_text("3,1,1,-;mce: old\n")
+    log = KernelLog(file)
+    assert log.read() == []
+    with file.open("a") as more:
+        more.write("3,2,5,-;mce: [Hardware Error]: CPU 3\n SUBSYSTEM=x\n6,3,6,-;usb 1-1: new\n")
+    assert log.read() == ["mce: [Hardware Error]: CPU 3", "usb 1-1: new"]
+    known = clues()
+    known.logged(["mce: [Hardware Error]: CPU 3", "usb 1-1: new"])
+    assert [each.text for each in known.all()] == ["the kernel of a logged: mce: [Hardware Error]: CPU 3"]
+    log.close()
+    assert log.read() == []
+    assert KernelLog(tmp_path / "none").read() == []
+
+
+def test_the_machine_is_called_as_the_option_says_else_as_slurm_does() -> None:
+    assert machine_name({"SLURMD_NODENAME": "n7"}, "rack-1") == "rack-1"
+    assert machine_name({"SLURMD_NODENAME": "n7"}) == "n7"
+    assert machine_name({}) == os.uname().nodename
+
+
+# ---- verdicts
+
+
+class Bench:
+    """Verdicts of node a, over a store in memory."""
+
+    def __init__(self, *, evicts: bool = True) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(MemoryBackend())
+        self.clues = Clues("a", lambda: 5, clock=self.clock)
+        self.health = {"b": NodeHealth(node="b", wall=1.0, machine="rack-2")}
+        self.asked: list[tuple[str, str]] = []
+        self.stopped: list[tuple[int, str]] = []
+        self.verdicts = Verdicts(
+            self.clues,
+            self.store,
+            KEYS,
+            VerdictLimits(1, 3, evicts),
+            lambda: self.health,
+            self.ask,
+            self.stop,
+            self.clock,
+        )
+
+    def ask(self, current: RoundDocument, node: str, reason: str) -> bool:
+        self.asked.append((node, reason))
+        return True
+
+    def stop(self, number: int, reason: str) -> None:
+        self.stopped.append((number, reason))
+
+    def faults(self, machine: str = "rack-2") -> int:
+        return len(faults_of(self.store, "/et", machine, Deadline.after(1.0)))
+
+    def blame(self, text: str = "CUDA error: uncorrectable ECC error", step: int = 7, number: int = 5) -> None:
+        words = {"node": "b", "rank": 1, "round": number, "step": step, "code": 1}
+        node = Clues("b", lambda: number, clock=self.clock)
+        node.add(
+            ClueKind.EXIT,
+            f"rank 1 on b ended with exit code 1: {text}",
+            **{k: v for k, v in words.items() if k != "node"},
+        )
+        known = self.health["b"]
+        self.health["b"] = known.model_copy(update={"clues": (*known.clues, *node.all())})
+
+
+def incident(number: int = 5, **more: Any) -> Incident:
+    told = {"wall": float(number), "by": "a", "cause": Cause.WORKER_LOST, "round": number, "next_round": number + 1}
+    return Incident.model_validate(told | {"reason": "its worker was lost", "step": 7} | more)
+
+
+def following(*nodes: str) -> RoundDocument:
+    members = tuple(RoundMember(name, 1, 0, rank, 1) for rank, name in enumerate(nodes))
+    return RoundDocument(number=6, nonce="n", state=RoundState.ACTIVE, members=members)
+
+
+def test_an_incident_waits_a_moment_for_its_clues() -> None:
+    bench = Bench()
+    assert bench.verdicts.judged(incident(), following("a", "b")) is None
+    bench.blame()
+    found = bench.verdicts.judged(incident(), following("a", "b"))
+    assert found is not None
+    assert found.verdict is not None
+    assert found.verdict.culprit is Culprit.MACHINE
+    assert bench.verdicts.judged(incident(6), following("a", "b"), last=True) is not None
+
+
+def test_a_faulty_node_is_asked_to_leave_after_its_machine_is_recorded() -> None:
+    bench = Bench()
+    bench.blame()
+    bench.verdicts.judged(incident(), following("a", "b"))
+    assert [node for node, _ in bench.asked] == ["b"]
+    assert bench.faults() == 1
+
+
+@pytest.mark.parametrize(("evicts", "nodes"), [(False, ("a", "b")), (True, ("b",))])
+def test_it_stays_if_it_is_needed_or_the_options_say_so(evicts: bool, nodes: tuple[str, ...]) -> None:
+    bench = Bench(evicts=evicts)
+    bench.blame()
+    bench.verdicts.judged(incident(by="b"), following(*nodes))
+    assert bench.asked == []
+    assert bench.faults() == 1
+
+
+def test_a_storm_ends_the_run() -> None:
+    bench = Bench()
+    for number in (3, 4, 5):
+        bench.blame("ValueError: bad", number=number)
+    found = bench.verdicts.judged(incident(), following("a", "b"))
+    assert found is not None
+    assert found.verdict is not None
+    assert found.verdict.advice is Advice.STOP
+    assert bench.stopped == [(6, found.verdict.sentence)]
+
+
+def test_earlier_incidents_come_newest_first() -> None:
+    bench = Bench()
+    for number in (1, 2, 3):
+        one = incident(number)
+        put = Put(KEYS.incident(int(one.wall * 1000.0)), one.encode())
+        bench.store.transact([], [put], deadline=Deadline.after(1.0))
+    assert [each.round for each in earlier(bench.store, KEYS, incident(3))] == [2, 1]
+
+
+def test_a_machine_that_failed_in_two_runs_stays_out_of_the_third(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench()
+    bench.blame()
+    for run in ("one", "two"):
+        keys = RunKeys("/et", run)
+        judge = Verdicts(
+            bench.clues, bench.store, keys, VerdictLimits(), lambda: bench.health, bench.ask, bench.stop, bench.clock
+        )
+        ensure_healthy(bench.store, keys, "rack-2", PreflightMode.REFUSE)
+        judge.judged(incident(), following("a", "b"))
+    with pytest.raises(
+        UnfitError, match=r"machine rack-2 has failed 2 times \(runs: one, two\): it stays out"
+    ) as refused:
+        ensure_healthy(bench.store, KEYS, "rack-2", PreflightMode.REFUSE)
+    assert "elastic-trainer forget --machine rack-2" in str(refused.value)
+    ensure_healthy(bench.store, KEYS, "rack-2", PreflightMode.WARN)
+    ensure_healthy(bench.store, KEYS, "rack-2", PreflightMode.OFF)
+    ensure_healthy(bench.store, KEYS, "rack-20", PreflightMode.REFUSE)
+    assert forget_machine(bench.store, "/et", "rack-2", Deadline.after(1.0)) == 2
+    ensure_healthy(bench.store, KEYS, "rack-2", PreflightMode.REFUSE)

@@ -1,0 +1,286 @@
+"""What is concluded from clues, and from what came before."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.membership.documents import (
+    Batch,
+    Clue,
+    ClueKind,
+    Incident,
+    MachineFault,
+    NodeHealth,
+    NodeLoad,
+    Verdict,
+)
+from elastic_trainer.membership.verdict import STORM, Case, can_spare, clues_of, due, judge, kernel_culprit, sick
+from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place
+
+NODES = ("a", "b", "c")
+BATCH, NEXT = Batch(0, 96, 127), Batch(0, 128, 159)
+
+
+def incident(number: int = 5, **more: object) -> Incident:
+    told: dict[str, object] = {
+        "wall": 100.0 + number,
+        "by": "a",
+        "cause": Cause.WORKER_LOST,
+        "round": number,
+        "next_round": number + 1,
+        "reason": "node b left the round",
+        "step": 7,
+    }
+    return Incident.model_validate(told | more)
+
+
+def clue(node: str = "b", **more: object) -> Clue:
+    told: dict[str, object] = {
+        "kind": ClueKind.EXIT,
+        "node": node,
+        "text": f"rank 1 on {node} ended with exit code 1: ValueError: bad",
+        "rank": 1,
+        "round": 5,
+        "step": 7,
+        "batch": BATCH,
+        "code": 1,
+    }
+    return Clue.model_validate(told | more)
+
+
+def crash(node: str = "b", **more: object) -> Clue:
+    told: dict[str, object] = {"kind": ClueKind.SIGNAL, "code": -11, "text": f"rank 1 on {node} was killed by SIGSEGV"}
+    return clue(node, **(told | more))
+
+
+def judged(*clues: Clue, **more: object) -> Verdict:
+    what = more.pop("incident", incident())
+    return judge(Case(what, clues, nodes=NODES, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "culprit"),
+    [
+        ({"types": ("ValueError",)}, Culprit.SCRIPT),
+        ({"types": ("OSError[ENOSPC]",)}, Culprit.STORAGE),
+        ({"types": ("OSError[EIO]",), "place": Place.DATA}, Culprit.STORAGE),
+        ({"types": ("ValueError",), "place": Place.DATA}, Culprit.DATA),
+        ({"types": ("ValueError",), "place": Place.STORAGE}, Culprit.STORAGE),
+        ({"types": ("torch.OutOfMemoryError", "RuntimeError")}, Culprit.MEMORY),
+        ({"types": ("torch._dynamo.exc.BackendCompilerFailed",)}, Culprit.COMPILER),
+        (
+            {"types": ("torch.AcceleratorError",), "text": "rank 1: CUDA error: uncorrectable ECC error"},
+            Culprit.MACHINE,
+        ),
+        ({"types": ("torch.distributed.DistNetworkError",)}, Culprit.NETWORK),
+        ({"types": ("ModuleNotFoundError",)}, Culprit.MACHINE),
+        ({"code": EXIT_LEFT, "text": "rank 1 on b ended with exit code 143"}, Culprit.SCHEDULER),
+        ({"kind": ClueKind.SIGNAL, "code": -9, "memory": True}, Culprit.MEMORY),
+        ({"kind": ClueKind.SIGNAL, "code": -9, "text": "SIGKILL"}, Culprit.OUTSIDE),
+        ({"kind": ClueKind.SIGNAL, "code": -15, "text": "SIGTERM"}, Culprit.SCHEDULER),
+        ({"kind": ClueKind.SIGNAL, "code": -11, "place": Place.DATA}, Culprit.DATA),
+        ({"kind": ClueKind.HANG, "state": "stopped"}, Culprit.OUTSIDE),
+        ({"kind": ClueKind.HANG, "state": "disk sleep"}, Culprit.STORAGE),
+        ({"kind": ClueKind.HANG, "place": Place.COMPILER}, Culprit.COMPILER),
+        ({"kind": ClueKind.HANG, "place": Place.DATA}, Culprit.DATA),
+        ({"kind": ClueKind.HANG, "at": "train.py:3 in main"}, Culprit.SCRIPT),
+    ],
+)
+def test_one_clue_names_the_culprit(said: dict[str, object], culprit: Culprit) -> None:
+    found = judged(clue("b", **said))
+    assert found.culprit is culprit
+    assert found.nodes == ("b",)
+    assert found.evidence
+    assert found.sentence.endswith(".")
+
+
+def test_who_lost_its_peers_is_no_culprit() -> None:
+    """The one that failed is named, though the others ended too, and earlier."""
+    victim = clue("a", victim=True, text="rank 0 on a: Connection closed by peer", wall=1.0)
+    found = judged(victim, crash("b", wall=2.0))
+    assert found.nodes == ("b",)
+    assert judged(victim).culprit is Culprit.NETWORK
+
+
+def test_the_same_batch_on_another_node_is_the_data() -> None:
+    older = [crash("a", round=4)]
+    found = judged(crash("b"), older=older)
+    assert (found.culprit, found.certainty, found.advice) == (Culprit.DATA, Certainty.LIKELY, Advice.GO_ON)
+    assert "samples 96 to 127 of epoch 0" in found.sentence
+    other = judged(crash("b", batch=NEXT), older=older)
+    assert other.culprit is Culprit.SCRIPT
+
+
+def test_three_times_at_one_step_means_stop() -> None:
+    older = [crash("a", round=3), crash("c", round=4)]
+    assert judged(crash("b"), older=older).advice is Advice.STOP
+    assert judged(crash("b"), older=older, limit=4).advice is Advice.GO_ON
+    moved = [crash("a", round=3, step=5), crash("c", round=4)]
+    assert judged(crash("b"), older=moved).advice is Advice.GO_ON
+
+
+def test_the_same_node_at_different_batches_is_the_machine() -> None:
+    """Unless chance would strike it as often: of three nodes one is struck twice in a row in a third of all cases."""
+    twice = [crash("b", round=4, batch=NEXT, step=6)]
+    assert judged(crash("b"), older=twice).culprit is Culprit.SCRIPT
+    thrice = [*twice, crash("b", round=3, batch=Batch(0, 0, 31), step=5)]
+    found = judged(crash("b"), older=thrice)
+    assert (found.culprit, found.advice, found.nodes) == (Culprit.MACHINE, Advice.LEAVE_OUT, ("b",))
+    assert "Leave b out" in found.sentence
+    others = [*thrice, crash("a", round=2, step=4, batch=Batch(0, 32, 63))]
+    assert judged(crash("b"), older=others).culprit is Culprit.SCRIPT
+
+
+def test_kills_from_outside_never_leave_a_node_out() -> None:
+    kill = {"kind": ClueKind.SIGNAL, "code": -9, "text": "rank 1 on b was killed by SIGKILL"}
+    older = [clue("b", round=number, step=number, batch=Batch(0, number), **kill) for number in (1, 2, 3, 4)]
+    found = judged(clue("b", **kill), older=older)
+    assert (found.culprit, found.advice) == (Culprit.OUTSIDE, Advice.GO_ON)
+
+
+def test_all_nodes_at_once_are_the_script() -> None:
+    alike = [clue(node, types=("ModuleNotFoundError",)) for node in NODES]
+    found = judged(*alike)
+    assert (found.culprit, found.certainty, found.nodes) == (Culprit.SCRIPT, Certainty.CERTAIN, NODES)
+
+
+def test_the_kernel_is_believed_if_its_node_failed() -> None:
+    line = "the kernel of b logged: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+    logged = clue("b", kind=ClueKind.KERNEL, text=line, rank=-1)
+    assert judged(crash("b"), logged).culprit is Culprit.MACHINE
+    assert judged(crash("a"), logged).culprit is Culprit.SCRIPT
+    memory = clue("b", kind=ClueKind.KERNEL, text="the kernel of b logged: Out of memory: Killed process 7", rank=-1)
+    assert judged(crash("b"), memory).culprit is Culprit.SCRIPT
+    assert judged(crash("b", code=-9, text="SIGKILL"), memory).culprit is Culprit.MEMORY
+
+
+def test_a_lost_node_whose_memory_was_full_ran_out_of_it() -> None:
+    lost = incident(cause=Cause.NODE_LOST, reason="node b was lost", nodes=("b",))
+
+    def last(used: int) -> dict[str, NodeHealth]:
+        return {"b": NodeHealth(node="b", wall=1.0, load=NodeLoad(cpu=0.1, used_bytes=used, total_bytes=100))}
+
+    assert judged(incident=lost, health=last(99)).culprit is Culprit.MEMORY
+    assert judged(incident=lost, health=last(50)).culprit is Culprit.OUTSIDE
+
+
+def test_a_stall_in_different_calls_is_the_script_and_in_one_call_the_network() -> None:
+    stalled = incident(cause=Cause.STALLED, reason="all ranks have waited for each other for 9.0 s")
+
+    def waits(node: str, rank: int, at: str) -> Clue:
+        return clue(node, kind=ClueKind.WAIT, rank=rank, at=at, text="waits")
+
+    parted = judged(waits("a", 0, "train.py:9 in main"), waits("b", 1, "train.py:12 in main"), incident=stalled)
+    assert parted.culprit is Culprit.SCRIPT
+    assert "rank 0 in train.py:9 in main, rank 1 in train.py:12 in main" in parted.sentence
+    together = judged(waits("a", 0, "train.py:9 in main"), waits("b", 1, "train.py:9 in main"), incident=stalled)
+    assert together.culprit is Culprit.NETWORK
+
+
+def test_nodes_that_do_not_reach_each_other_are_both_named() -> None:
+    reason = "node b is excluded: node a cannot reach node b at 10.0.0.2, which b announces (timed out); to check, run"
+    found = judged(incident=incident(cause=Cause.CONTACT_LOST, reason=reason, nodes=("b",)))
+    assert (found.culprit, found.nodes) == (Culprit.NETWORK, ("a", "b"))
+
+
+def test_a_planned_change_is_nobodys_fault() -> None:
+    found = judged(incident=incident(cause=Cause.NODE_LEFT, reason="node b leaves", nodes=("b",)))
+    assert (found.culprit, found.certainty, found.advice) == (Culprit.SCHEDULER, Certainty.CERTAIN, Advice.GO_ON)
+
+
+def test_a_run_that_ended_is_stopped_or_begun_again() -> None:
+    over = incident(next_round=None)
+    assert judged(clue(types=("ValueError",)), incident=over).advice is Advice.STOP
+    again = judged(clue(kind=ClueKind.SIGNAL, code=-9, text="SIGKILL"), incident=over)
+    assert again.advice is Advice.RESTART
+    assert "resumes after step 7" in again.sentence
+
+
+def test_who_ended_with_the_run_is_not_who_ended_it() -> None:
+    """The node that failed for the last time has not said so yet; another one's worker ended as the run was closed."""
+    late = clue("a", rank=-1, batch=None, text="a worker of a, before it had a rank, ended with exit code 1")
+    older = [crash("b", round=3), crash("c", round=4)]
+    found = judged(late, incident=incident(next_round=None), older=older)
+    assert (found.culprit, found.nodes, found.advice) == (Culprit.DATA, ("c",), Advice.STOP)
+
+
+def storm(count: int, every_s: float, **more: object) -> list[Incident]:
+    """Lives of whose steps nothing is known, newest first."""
+    told = Verdict(
+        culprit=Culprit.SCRIPT,
+        advice=Advice.GO_ON,
+        certainty=Certainty.POSSIBLE,
+        sentence="",
+        signature=judged(clue(batch=None, step=0)).signature,
+        nodes=("b",),
+    )
+    return [incident(4, wall=1000.0 - every_s * number, step=0, verdict=told, **more) for number in range(1, count + 1)]
+
+
+def test_a_storm_of_equal_lives_ends() -> None:
+    """Ten lives in a row that end alike after as long: a script without a Session never says that it makes a step."""
+    now, last = incident(wall=1000.0, step=0), clue(batch=None, step=0)
+    assert judged(last, incident=now, before=storm(STORM, 70.0)).advice is Advice.STOP
+    assert judged(last, incident=now, before=storm(STORM - 1, 70.0)).advice is Advice.GO_ON
+    assert judged(last, incident=now, before=storm(STORM, 3000.0)).advice is Advice.GO_ON
+    uneven = storm(STORM, 70.0)[:-1] + storm(30, 70.0)[-1:]
+    assert judged(last, incident=now, before=uneven).advice is Advice.GO_ON
+
+
+def test_nobody_is_left_out_that_cannot_be_spared() -> None:
+    broken = clue(text="rank 1 on b ended with exit code 1: CUDA error: uncorrectable ECC error")
+    case = Case(incident(), [broken], nodes=("a", "b"), least=2)
+    found = judge(case)
+    assert found.advice is Advice.LEAVE_OUT
+    assert "Replace b" in found.sentence
+    assert not can_spare(case, found)
+    assert can_spare(Case(incident(), [broken], nodes=("a", "b"), least=1), found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "culprit"),
+    [
+        ("audit_mismatch", Culprit.MACHINE),
+        ("straggler", Culprit.MACHINE),
+        ("checkpoint_failed", Culprit.STORAGE),
+        ("nonfinite_loss", Culprit.DATA),
+        ("ranks_differ", Culprit.SCRIPT),
+        ("run_stopped", Culprit.SCHEDULER),
+    ],
+)
+def test_what_ends_no_round_has_a_verdict_too(kind: str, culprit: Culprit) -> None:
+    assert judged(incident=incident(kind=kind, nodes=("b",))).culprit is culprit
+
+
+def test_clues_of_other_rounds_are_older_and_old_kernel_lines_are_none() -> None:
+    logged = clue("b", kind=ClueKind.KERNEL, text="mce: oops", wall=10.0)
+    fresh = clue("b", kind=ClueKind.KERNEL, text="mce: again", wall=400.0)
+    health = {"b": NodeHealth(node="b", wall=500.0, clues=(crash(round=4), crash(), logged, fresh, crash(round=6)))}
+    own = [crash("a")]
+    mine, older = clues_of(incident(), health, own)
+    assert mine == [crash("a"), crash(), fresh]
+    assert older == [crash(round=4)]
+
+
+def test_a_verdict_waits_for_whoever_saw_it() -> None:
+    assert not due(incident(), [], 0.2)
+    assert not due(incident(), [clue(rank=-1)], 0.2)
+    assert due(incident(), [clue()], 0.0)
+    assert due(incident(), [], 1.0)
+    assert due(incident(cause=Cause.NODE_LOST), [], 0.0)
+
+
+def test_a_machine_is_sick_after_faults_in_two_runs_or_two_beyond_doubt() -> None:
+    def fault(run: str, certainty: Certainty = Certainty.LIKELY) -> MachineFault:
+        return MachineFault(wall=1.0, run=run, sentence="It failed.", certainty=certainty)
+
+    assert not sick([fault("x")])
+    assert not sick([fault("x"), fault("x")])
+    assert sick([fault("x"), fault("y")])
+    assert sick([fault("x", Certainty.CERTAIN), fault("x", Certainty.CERTAIN)])
+
+
+def test_harmless_lines_of_the_kernel_say_nothing() -> None:
+    for line in ("usb 1-1: new device", "systemd[1]: Started", "eth0: link up", "EXT4-fs (sda1): mounted filesystem"):
+        assert kernel_culprit(line) is None
