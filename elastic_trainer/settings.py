@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticSerializationError
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import NAME_PATTERN, PreflightMode, RecoveryMode, as_text
+from elastic_trainer.model import PreflightMode, RecoveryMode, as_text
 from elastic_trainer.variables import (
     ENV_ENDPOINT,
     ENV_KUBE_JOB,
@@ -285,11 +285,6 @@ class RendezvousOptions(Frozen):
             "what comes of a node whose machine has failed at least twice in any run of this etcd lately: it ends with "
             "71, joins with a warning, or is not asked"
         ),
-    )
-    machine: str | None = Field(
-        default=None,
-        pattern=f"^{NAME_PATTERN}$",
-        description="the machine's name, which its faults are kept by; without it that of Slurm or of the host",
     )
     preemption: str | None = Field(
         default=None,

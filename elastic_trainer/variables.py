@@ -22,6 +22,7 @@ ENV_LEDGER_DIR: Final = "ELASTIC_TRAINER_LEDGER_DIR"
 ENV_LOG_LEVEL: Final = "ELASTIC_TRAINER_LOG_LEVEL"
 ENV_LOG_FORMAT: Final = "ELASTIC_TRAINER_LOG_FORMAT"
 ENV_LEAVE_WITHIN: Final = "ELASTIC_TRAINER_LEAVE_WITHIN"
+ENV_MACHINE: Final = "ELASTIC_TRAINER_MACHINE"
 ENV_ENDPOINT: Final = "ELASTIC_TRAINER_ENDPOINT"
 ENV_REPLAY: Final = "ELASTIC_TRAINER_REPLAY"
 ENV_KUBE_JOB: Final = "ELASTIC_TRAINER_KUBE_JOB"
@@ -83,6 +84,11 @@ MEANINGS: Final = {
     ENV_ENDPOINT: (
         "you",
         "where commands with `--endpoint` look for etcd, except `doctor` and `k8s render`; 127.0.0.1:2379 by default",
+    ),
+    ENV_MACHINE: (
+        "you, the manifests in `k8s`",
+        "the name of the machine that this node runs on, by which its faults are remembered for later runs; without it "
+        "that of Slurm (`SLURMD_NODENAME`), or the host's. In a container give the machine's, not the container's",
     ),
     "ELASTIC_TRAINER_USER": (
         "you",

@@ -370,10 +370,10 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
         return replace(found, culprit=Culprit.STORAGE, certainty=certain)
     if clue.place is Place.STORAGE:
         return replace(found, culprit=Culprit.STORAGE, certainty=likely)
-    if clue.place is Place.DATA or _DATA.search(said):
-        return replace(found, culprit=Culprit.DATA, certainty=likely)
     if _NETWORK.search(said):
         return replace(found, culprit=Culprit.NETWORK, machine=False)
+    if clue.place is Place.DATA or _DATA.search(said):
+        return replace(found, culprit=Culprit.DATA, certainty=likely)
     if _INSTALLED.search(said):
         return replace(found, culprit=Culprit.MACHINE, certainty=Certainty.POSSIBLE)
     if clue.code in (EXIT_LEFT, EXIT_RESTARTED):
@@ -384,8 +384,8 @@ def _of_exit(found: _Finding, clue: Clue) -> _Finding:
 
 def _signature(clue: Clue) -> str:
     """Equal for failures of one kind: the words without ranks, nodes, numbers and addresses."""
-    said = clue.text.partition(": ")[2].rpartition(", at ")[0] or clue.text.partition(": ")[2]
-    said = said or f"exit code {clue.code}"
+    said = clue.text.partition(" ended with ")[2].removeprefix(f"exit code {clue.code}: ")
+    said = said.rpartition(", at ")[0] or said or f"exit code {clue.code}"
     words = re.sub(r"0x[0-9a-f]+|\d+(?:\.\d+)*", "#", said)[:120]
     return f"{clue.types[0] if clue.types else ''} {words}".strip()
 
@@ -641,7 +641,8 @@ def batch_words(batch: Batch) -> str:
     return f"samples {batch.first}{last} of epoch {batch.epoch}"
 
 
-def due(incident: Incident, clues: Iterable[Clue], waited_s: float, patience_s: float = 1.0) -> bool:
-    """Whether ``incident`` can be judged: what its cause must have left behind is there, or does not come."""
+def awaits(incident: Incident, clues: Iterable[Clue]) -> bool:
+    """Whether a worker's end has ended the round, and nobody has said yet how it ended: its process may need long to
+    exit, and a verdict before that is only provisional."""
     wanted = incident.cause in (Cause.WORKER_LOST, Cause.WORKER_HUNG) and incident.kind == "round"
-    return not wanted or waited_s >= patience_s or any(each.kind in _ENDED and each.rank >= 0 for each in clues)
+    return wanted and not any(each.kind in _ENDED and each.rank >= 0 for each in clues)

@@ -157,6 +157,8 @@ class Health:
         """The newest finding of an audit that was reported, by process."""
         self._pending: list[Incident] = []
         self._awaits_clues = False
+        self._failed = set[int]()
+        """The workers whose Session is known to have failed."""
         self._stacks_of = set[tuple[int, float]]()
         """The waits (process id and last progress) whose stacks are known."""
         self._saved: Saved | None = None
@@ -209,6 +211,7 @@ class Health:
             self._subject.alive.touch()
         readings = self._pages.living()
         self.look_at_kernel()
+        self._look_at_failures()
         self._meet_all(readings, now)
         if self._ports.saves.pass_on(readings):
             self._writing.wake()
@@ -230,6 +233,13 @@ class Health:
                 self._writing.wake()  # the node of rank 0 has to know, and the next turn may be seconds away
             self._consider_giving_up(victims)
         return self._pause_s
+
+    def _look_at_failures(self) -> None:
+        """Keep how Sessions ended, each once: others may judge before the process has exited."""
+        for each in self._pages.failed():
+            if each.pid not in self._failed:
+                self._failed.add(each.pid)
+                self._ports.clues.failed(each)
 
     def _look_at_waits(self, readings: list[Reading]) -> None:
         """Where these workers wait for others, asked once for each wait."""
@@ -322,14 +332,20 @@ class Health:
                     if judged is None:
                         self._awaits_clues = True
                         break
-                    self._pending[0] = judged
-                    self._ports.store.write_incident(judged)
-                    if judged.verdict is not None:
-                        self._pages.count_event(f"verdict.{judged.verdict.culprit}.{judged.verdict.advice}")
-                        self._last_incident = judged.verdict.sentence
+                    key = self._ports.store.write_incident(judged)
                     self._pending.pop(0)
+                    self._ports.verdicts.written(key, judged)
+                    self._count_verdict(judged)
+                for key, judged in self._ports.verdicts.reconsidered(self._round_now()):
+                    self._ports.store.replace_incident(key, judged)
+                    self._count_verdict(judged)
             except ElasticTrainerError as error:
                 logger().debug("incident.not_written", error=str(error))
+
+    def _count_verdict(self, judged: Incident) -> None:
+        if judged.verdict is not None:
+            self._pages.count_event(f"verdict.{judged.verdict.culprit}.{judged.verdict.advice}")
+            self._last_incident = judged.verdict.sentence
 
     def _turn(self) -> float:
         self.publish()
@@ -638,6 +654,19 @@ class Evictions:
         put = Put(self._keys.eviction(node), LeaveRequest(reason=reason).encode())
         return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
 
+    def ask_any(self, node: str, reason: str) -> bool:
+        """Ask ``node``, which may be in no round, to leave; this one does so at once. Whether it was there."""
+        if node == self._node:
+            self._go(reason)
+            return True
+        key = self._keys.node(node)
+        there = self._store.get(key, Deadline.after(_LIMIT_S)).first
+        if there is None:
+            return False
+        put = Put(self._keys.eviction(node), LeaveRequest(reason=reason).encode())
+        guard = created_at(key, there.create_revision)
+        return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded
+
     def _go(self, reason: str) -> None:
         logger().warning("node.evicted", node=self._node, reason=reason)
         self._told(reason)
@@ -822,8 +851,9 @@ class HealthStore:
     def told(self) -> dict[str, NodeHealth]:
         return told_by_all(self._store, self._keys)
 
-    def write_incident(self, incident: Incident) -> None:
-        """Add ``incident``, once however often it is tried. Raises ElasticTrainerError when it could not be written."""
+    def write_incident(self, incident: Incident) -> str:
+        """Add ``incident``, once however often it is tried; its key. Raises ElasticTrainerError when it could not be
+        written."""
         number = int(incident.wall * 1000.0)
         while True:  # two incidents in one millisecond
             key, put = self._keys.incident(number), incident.encode()
@@ -837,6 +867,11 @@ class HealthStore:
         if len(kept) > INCIDENTS_KEPT:
             first, last = kept[0].key, kept[-INCIDENTS_KEPT].key
             self._store.transact([], [Delete(first, range_end=last)], deadline=Deadline.after(WRITE_S))
+        return key
+
+    def replace_incident(self, key: str, incident: Incident) -> None:
+        """Write ``incident`` with a better verdict over ``key``. Raises ElasticTrainerError."""
+        self._store.transact([], [Put(key, incident.encode())], deadline=Deadline.after(WRITE_S))
 
     def fold(self, present: Mapping[str, object]) -> None:
         """If many nodes are gone, add up their counters: the sums stay, their documents are deleted.

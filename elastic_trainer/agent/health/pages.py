@@ -117,6 +117,10 @@ class Pages:
         """The last line of the exception that ended a worker's Session, by process id."""
         return {each.pid: str(each.notes["error"]) for each in self._known() if each.notes.get("error")}
 
+    def failed(self) -> list[Reading]:
+        """The workers whose Session has ended by an exception, which they have noted; dead ones too."""
+        return [each for each in self._known() if each.notes.get("fault")]
+
     def passed(self) -> bool:
         """Whether a worker's last Session has passed the end of its training, which all ranks pass together."""
         return any(each.notes.get("passed") and not each.notes.get("closed") for each in self._known())

@@ -104,7 +104,7 @@ class HealthService:
             logs=log_location(socket.gethostname()),
             evicts_mismatched=options.evict_mismatched,
             min_nodes=member.limits.min_nodes,
-            machine=machine_name(os.environ, options.machine),
+            machine=machine_name(os.environ),
         )
         obeys = options.evict_stragglers or options.evict_mismatched or options.evict_faulty
         evictions = Evictions(
@@ -117,7 +117,7 @@ class HealthService:
             told=self.clues.told_to_leave,
         )
         judging = VerdictLimits(member.limits.min_nodes, member.limits.failure_limit, options.evict_faulty)
-        verdicts = Verdicts(self.clues, store, keys, judging, self._told.told, evictions.ask, self._end, clock)
+        verdicts = Verdicts(self.clues, store, keys, judging, self._told.told, evictions.ask_any, self._end, clock)
         ports = HealthPorts(
             self.pages,
             self._told,

@@ -30,7 +30,7 @@ from typing import Any, Final
 from elastic_trainer.agent.workers.deaths import Death
 from elastic_trainer.agent.workers.machine import LINE
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import ElasticTrainerError, UnfitError
+from elastic_trainer.errors import EXIT_FAILURE, ElasticTrainerError, UnfitError
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import (
     Batch,
@@ -44,11 +44,12 @@ from elastic_trainer.membership.documents import (
     Verdict,
 )
 from elastic_trainer.membership.forgetting import faults_of
-from elastic_trainer.membership.verdict import Case, can_spare, clues_of, due, judge, kernel_culprit, sick
+from elastic_trainer.membership.verdict import Case, awaits, can_spare, clues_of, judge, kernel_culprit, sick
 from elastic_trainer.model import Advice, Certainty, Culprit, Phase, Place, PreflightMode, is_script, place_of
 from elastic_trainer.store.api import Put, Read, RunKeys, Store, machine_faults
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.variables import ENV_MACHINE
 
 KEPT: Final = 24
 """Clues that a node publishes; the newest."""
@@ -57,6 +58,11 @@ HISTORY: Final = 40
 KMSG: Final = Path("/dev/kmsg")
 RECORD_S: Final = 14 * 24 * 3600.0
 """How long a fault of a machine counts; etcd's lease forgets it, whatever clocks say."""
+PATIENCE_S: Final = 1.0
+"""How long an incident waits for what its nodes have seen of it, before a provisional verdict is published."""
+LATE_S: Final = 120.0
+"""And how long such a verdict may still be replaced."""
+_PROVISIONAL: Final = 8
 _LIMIT_S: Final = 3.0
 _LONGEST: Final = 300
 
@@ -87,26 +93,43 @@ class Clues:
 
     # ---- where they come from
 
+    def failed(self, reading: Reading) -> None:
+        """A worker's Session has ended by an exception; its process may need seconds to exit."""
+        notes, rank = reading.notes, reading.pulse.rank
+        fault = notes["fault"]
+        self.add(
+            ClueKind.EXIT,
+            f"{self._who(rank)} ended with {notes.get('error', 'an exception')}" + _at(fault),
+            rank=rank,
+            round=reading.pulse.round,
+            code=EXIT_FAILURE,
+            **_fault(fault, reading),
+            **_position(reading),
+        )
+
     def died(self, deaths: Iterable[Death], readings: Mapping[int, Reading], number: int) -> None:
         """Workers of this node have ended in round ``number``; ``readings``: their last pages, by process id."""
         for each in deaths:
             reading = readings.get(each.pid)
             notes = reading.notes if reading is not None else {}
             fault = notes.get("fault") or {}
-            place = Place(fault["place"]) if fault.get("place") in set(Place) else _place_by_phase(reading)
+            if fault and self._knows(each.rank, number):
+                continue
             self.add(
                 ClueKind.SIGNAL if each.code < 0 else ClueKind.EXIT,
-                f"{self._who(each.rank)} {each.how}" + (f", at {fault['at']}" if fault.get("at") else ""),
+                f"{self._who(each.rank)} {each.how}" + _at(fault),
                 rank=each.rank,
                 code=each.code,
                 memory=each.memory,
                 victim=bool(notes.get("lost_peer")),
-                types=tuple(map(str, fault.get("types") or ())),
-                place=place,
-                at=str(fault.get("at") or ""),
                 round=number,
+                **_fault(fault, reading),
                 **(_position(reading) if reading is not None else {}),
             )
+
+    def _knows(self, rank: int, number: int) -> bool:
+        """Whether the end of this rank in round ``number`` is known."""
+        return any(each.kind is ClueKind.EXIT and (each.rank, each.round) == (rank, number) for each in self.all())
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._node}" if rank >= 0 else f"a worker of {self._node}, before it had a rank,"
@@ -142,6 +165,19 @@ class Clues:
         for line in lines:
             if kernel_culprit(line) is not None:
                 self.add(ClueKind.KERNEL, f"the kernel of {self._node} logged: {line.strip()[:LINE]}")
+
+
+def _at(fault: Mapping[str, Any]) -> str:
+    return f", at {fault['at']}" if fault.get("at") else ""
+
+
+def _fault(fault: Mapping[str, Any], reading: Reading | None) -> dict[str, Any]:
+    """What the worker has noted of its exception; without that the place by its phase."""
+    return {
+        "types": tuple(map(str, fault.get("types") or ())),
+        "place": Place(fault["place"]) if fault.get("place") in set(Place) else _place_by_phase(reading),
+        "at": str(fault.get("at") or ""),
+    }
 
 
 def _place_by_phase(reading: Reading | None) -> Place:
@@ -262,7 +298,7 @@ class VerdictLimits:
 
 
 class Verdicts:
-    """Judges incidents. ``told()``: what all nodes have published; ``ask(round, node, reason)`` asks a node to leave,
+    """Judges incidents. ``told()``: what all nodes have published; ``ask(node, reason)`` asks a node to leave,
     ``stop(number, reason)`` ends the run in that round."""
 
     def __init__(
@@ -272,28 +308,53 @@ class Verdicts:
         keys: RunKeys,
         limits: VerdictLimits,
         told: Callable[[], Mapping[str, NodeHealth]],
-        ask: Callable[[RoundDocument, str, str], bool],
+        ask: Callable[[str, str], bool],
         stop: Callable[[int, str], None],
         clock: Clock = SYSTEM,
     ) -> None:
         self._clues, self._store, self._keys, self._limits = clues, store, keys, limits
         self._told, self._ask, self._stop, self._clock = told, ask, stop, clock
-        self._first: tuple[float, float] = (0.0, 0.0)
-        """The incident that waits for clues, by its wall, and since when."""
+        self._awaited: tuple[Incident | None, float] = (None, 0.0)
+        """The incident that waits for clues, and since when."""
+        self._early = False
+        """Whether the last incident was judged before its clues had come."""
+        self._provisional: deque[tuple[str, Incident, float]] = deque(maxlen=_PROVISIONAL)
+        """Incidents that were judged before anybody said how the worker ended, with their keys, and when that was."""
 
     def judged(self, incident: Incident, current: RoundDocument | None, *, last: bool = False) -> Incident | None:
         """``incident`` with its verdict; None while its clues are on their way. ``last``: there is no later.
 
         Raises ElasticTrainerError where the store does not answer.
         """
-        if incident.verdict is not None:
-            return incident
         now = self._clock.monotonic()
-        if self._first[0] != incident.wall:
-            self._first = (incident.wall, now)
+        if self._awaited[0] is not incident:
+            self._awaited = (incident, now)
+        patience_s = 0.0 if last else PATIENCE_S
+        return self._judged(incident, current, now - self._awaited[1] < patience_s)
+
+    def written(self, key: str, incident: Incident) -> None:
+        """``incident`` is in the store: it is judged again if it was judged too early."""
+        if self._early:
+            self._provisional.append((key, incident, self._clock.monotonic()))
+
+    def reconsidered(self, current: RoundDocument | None) -> list[tuple[str, Incident]]:
+        """The incidents whose clues have come since they were judged, with their keys and new verdicts."""
+        found = []
+        for _ in range(len(self._provisional)):
+            key, incident, since = self._provisional.popleft()
+            again = self._judged(incident, current, wait=True)
+            if again is not None and again != incident:
+                found.append((key, again))
+            elif again is None and self._clock.monotonic() - since < LATE_S:
+                self._provisional.append((key, incident, since))
+        return found
+
+    def _judged(self, incident: Incident, current: RoundDocument | None, wait: bool) -> Incident | None:
+        """The same; None if it has to ``wait`` for clues."""
         health = self._told()
         clues, older = clues_of(incident, health, self._clues.all())
-        if not last and not due(incident, clues, now - self._first[1]):
+        self._early = awaits(incident, clues)
+        if wait and self._early:
             return None
         nodes = {*incident.nodes, *(each.node for each in clues)}
         if current is not None:
@@ -328,15 +389,15 @@ class Verdicts:
         if verdict.advice is Advice.STOP:
             self._stop(current.last_number, verdict.sentence)
         elif verdict.advice is Advice.LEAVE_OUT and self._limits.evicts and can_spare(case, verdict):
-            gone = [node for node in verdict.nodes if self._asked(current, node, verdict.sentence)]
+            gone = [node for node in verdict.nodes if self._asked(node, verdict.sentence)]
             if gone:
                 sentence = f"{verdict.sentence} It was asked to leave."
                 return verdict.model_copy(update={"sentence": sentence})
         return verdict
 
-    def _asked(self, current: RoundDocument, node: str, reason: str) -> bool:
+    def _asked(self, node: str, reason: str) -> bool:
         try:
-            return self._ask(current, node, reason)
+            return self._ask(node, reason)
         except ElasticTrainerError as error:
             logger().warning("eviction.failed", node=node, error=str(error))
             return False
@@ -379,9 +440,10 @@ def earlier(store: Store, keys: RunKeys, incident: Incident) -> list[Incident]:
 # ---- machines
 
 
-def machine_name(environ: Mapping[str, str], named: str | None = None) -> str:
-    """The machine's name: as the option says, else Slurm, else the system."""
-    return named or environ.get("SLURMD_NODENAME") or socket.gethostname()
+def machine_name(environ: Mapping[str, str]) -> str:
+    """The machine's name, as the environment, Slurm or the system says; what no key may hold becomes a dash."""
+    name = environ.get(ENV_MACHINE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:128] or "unnamed"
 
 
 def ensure_healthy(store: Store, keys: RunKeys, machine: str, mode: PreflightMode, clock: Clock = SYSTEM) -> None:

@@ -400,7 +400,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             least = self._spec.min_nodes
             ensure_fit(self._store, self._keys, self._options, subject, self.node_id, least, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
-        machine = machine_name(os.environ, self._options.machine)
+        machine = machine_name(os.environ)
         ensure_healthy(self._store, self._keys, machine, self._options.sick_machines, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         member = Member(self._store, self._keys, self.node_id, session, self._limits(), self._replaced, self._clock)
