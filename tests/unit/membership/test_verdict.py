@@ -15,7 +15,7 @@ from elastic_trainer.membership.documents import (
     NodeLoad,
     Verdict,
 )
-from elastic_trainer.membership.verdict import STORM, Case, can_spare, clues_of, due, judge, kernel_culprit, sick
+from elastic_trainer.membership.verdict import STORM, Case, awaits, can_spare, clues_of, judge, kernel_culprit, sick
 from elastic_trainer.model import Advice, Cause, Certainty, Culprit, Place
 
 NODES = ("a", "b", "c")
@@ -264,11 +264,10 @@ def test_clues_of_other_rounds_are_older_and_old_kernel_lines_are_none() -> None
 
 
 def test_a_verdict_waits_for_whoever_saw_it() -> None:
-    assert not due(incident(), [], 0.2)
-    assert not due(incident(), [clue(rank=-1)], 0.2)
-    assert due(incident(), [clue()], 0.0)
-    assert due(incident(), [], 1.0)
-    assert due(incident(cause=Cause.NODE_LOST), [], 0.0)
+    assert awaits(incident(), [])
+    assert awaits(incident(), [clue(rank=-1)])
+    assert not awaits(incident(), [clue()])
+    assert not awaits(incident(cause=Cause.NODE_LOST), [])
 
 
 def test_a_machine_is_sick_after_faults_in_two_runs_or_two_beyond_doubt() -> None:

@@ -91,10 +91,11 @@ class Kept(HealthStore):
     def told(self) -> dict[str, NodeHealth]:
         return self.documents
 
-    def write_incident(self, incident: Incident) -> None:
+    def write_incident(self, incident: Incident) -> str:
         if self.away:
             raise StoreUnavailableError("away")
         self.incidents.append(incident)
+        return "key"
 
 
 KEYS = RunKeys("/p", "run")
@@ -136,7 +137,14 @@ class Desk:
             clues,
             KernelLog(Path("/nowhere")),
             Verdicts(
-                clues, MemoryStore(), KEYS, VerdictLimits(), self.store.told, evictions.ask, lambda *_: None, self.clock
+                clues,
+                MemoryStore(),
+                KEYS,
+                VerdictLimits(),
+                self.store.told,
+                evictions.ask_any,
+                lambda *_: None,
+                self.clock,
             ),
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),
@@ -715,3 +723,14 @@ def test_an_operator_may_have_the_workers_leave_alone() -> None:
     write(job.store, Put(KEYS.eviction("c"), LeaveRequest(reason="", ordered=True, workers=True).encode()))
     job.evictions("c").obey()
     assert job.left == ["workers of c"]
+
+
+def test_a_node_that_is_in_no_round_can_be_asked_to_leave() -> None:
+    """Its workers may be starting again; one that is not there at all is not asked."""
+    job = Job()
+    here = job.evictions("a")
+    assert here.ask_any("b", "its machine is broken")
+    assert job.asked("b")
+    assert not here.ask_any("nobody", "its machine is broken")
+    assert here.ask_any("a", "this one")
+    assert job.left == ["a"]

@@ -70,6 +70,18 @@ def test_a_death_becomes_a_clue_with_the_batch_and_the_place() -> None:
     assert (found.step, found.round, found.types) == (9, 4, ("ValueError",))
 
 
+def test_a_failed_session_is_known_before_its_process_has_exited() -> None:
+    """And once, whatever its process exits with."""
+    known = clues()
+    fault = {"types": ["ValueError"], "place": "data", "at": "train.py:31 in row"}
+    page = reading(fault=fault, error="ValueError: bad")
+    known.failed(page)
+    known.died([Death(2, 0, 7, 1, False, "ended with exit code 1: ValueError: bad")], {7: page}, 4)
+    (found,) = known.all()
+    assert found.text == "rank 2 on a ended with ValueError: bad, at train.py:31 in row"
+    assert (found.place, found.step, found.round) == (Place.DATA, 9, 4)
+
+
 def test_who_lost_its_peers_says_so() -> None:
     known = clues()
     known.died([Death(2, 0, 7, -6, False, "was killed by SIGABRT")], {7: reading(lost_peer=True)}, 4)
@@ -139,10 +151,11 @@ def test_the_kernels_log_is_read_from_now_on(tmp_path: Path) -> None:
     assert KernelLog(tmp_path / "none").read() == []
 
 
-def test_the_machine_is_called_as_the_option_says_else_as_slurm_does() -> None:
-    assert machine_name({"SLURMD_NODENAME": "n7"}, "rack-1") == "rack-1"
+def test_the_machine_is_called_as_the_environment_says() -> None:
+    assert machine_name({"SLURMD_NODENAME": "n7", "ELASTIC_TRAINER_MACHINE": "rack-1"}) == "rack-1"
     assert machine_name({"SLURMD_NODENAME": "n7"}) == "n7"
     assert machine_name({}) == os.uname().nodename
+    assert machine_name({"ELASTIC_TRAINER_MACHINE": "_my machine/7"}) == "my-machine-7"
 
 
 # ---- verdicts
@@ -169,7 +182,7 @@ class Bench:
             self.clock,
         )
 
-    def ask(self, current: RoundDocument, node: str, reason: str) -> bool:
+    def ask(self, node: str, reason: str) -> bool:
         self.asked.append((node, reason))
         return True
 
@@ -202,14 +215,34 @@ def following(*nodes: str) -> RoundDocument:
 
 
 def test_an_incident_waits_a_moment_for_its_clues() -> None:
-    bench = Bench()
-    assert bench.verdicts.judged(incident(), following("a", "b")) is None
+    bench, one = Bench(), incident()
+    assert bench.verdicts.judged(one, following("a", "b")) is None
     bench.blame()
-    found = bench.verdicts.judged(incident(), following("a", "b"))
+    found = bench.verdicts.judged(one, following("a", "b"))
     assert found is not None
     assert found.verdict is not None
     assert found.verdict.culprit is Culprit.MACHINE
     assert bench.verdicts.judged(incident(6), following("a", "b"), last=True) is not None
+
+
+def test_a_verdict_without_its_clue_is_replaced_when_that_comes() -> None:
+    """The process of a worker may need seconds to exit; what others see at once is that its connection is gone."""
+    bench, one = Bench(), incident()
+    assert bench.verdicts.judged(one, following("a", "b")) is None
+    bench.clock.advance(1.1)
+    first = bench.verdicts.judged(one, following("a", "b"))
+    assert first is not None
+    assert first.verdict is not None
+    assert first.verdict.culprit is Culprit.UNKNOWN
+    bench.verdicts.written("key", first)
+    assert bench.verdicts.reconsidered(following("a", "b")) == []
+    bench.blame()
+    ((key, again),) = bench.verdicts.reconsidered(following("a", "b"))
+    assert key == "key"
+    assert again.verdict is not None
+    assert again.verdict.culprit is Culprit.MACHINE
+    assert [node for node, _ in bench.asked] == ["b"]
+    assert bench.verdicts.reconsidered(following("a", "b")) == []
 
 
 def test_a_faulty_node_is_asked_to_leave_after_its_machine_is_recorded() -> None:

@@ -1,0 +1,210 @@
+"""Strikes a job of real nodes with a labelled fault, and waits for the verdict on it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.cli.main import key_values
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.local.ledger import LineKind
+from elastic_trainer.membership.documents import Incident
+from elastic_trainer.model import Cause, Culprit
+from tests.drills.endings.job import Job
+from tests.drills.verdicts.faults import Labelled
+
+SCRIPT = Path(__file__).with_name("train.py")
+KMSG = "kmsg"
+KERNEL = ("oom", "xid", "machine_check", "disk")
+PLANNED = (Cause.NODE_JOINED, Cause.NODE_LEFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``incident``: the one that is judged; ``verdict_s``: from the step that ended it until its verdict was there, if
+    training went on; ``codes``: the nodes' exit codes, where the run ended."""
+
+    incident: Incident
+    verdict_s: float | None
+    codes: frozenset[int | None] = frozenset()
+
+    def mistakes(self, fault: Labelled) -> list[str]:
+        """In what the verdict differs from the label; empty if it is right."""
+        verdict = self.incident.verdict
+        if verdict is None:
+            return ["there is no verdict"]
+        found = [
+            ("culprit", str(verdict.culprit), str(fault.culprit)),
+            ("advice", str(verdict.advice), str(fault.advice)),
+        ]
+        if fault.nodes is not None:
+            found.append(("nodes", " ".join(verdict.nodes), " ".join(fault.nodes)))
+        return [f"{what} {said}, not {label}" for what, said, label in found if said != label]
+
+
+class Struck(Job):
+    """A job of two or three nodes that a labelled fault strikes."""
+
+    def __init__(self, directory: Path, endpoint: str, run: str, fault: Labelled, **more: str) -> None:
+        mode = {"recovery": "restart", "ttl": "20"} if fault.restart else {}
+        options = {
+            "hang_timeout": "6",
+            "form_timeout": "3",
+            "regroup_grace": "10",
+            **key_values(fault.options),
+            **mode,
+        }
+        self.fault = fault
+        entry = [str(SCRIPT), str(directory), *fault.flags.split()]
+        super().__init__(directory, endpoint, run, least=1, most=3, options=options, entry=entry)
+
+    def break_it(self) -> None:
+        """Do what the fault says, once."""
+        fault = self.fault
+        if fault.code:
+            file = self.spec.directory / f"fault-{fault.on}"
+            begun = file.with_suffix(".begun")
+            begun.write_text(fault.code)
+            begun.rename(file)
+        if fault.act:
+            ACTS[fault.act](self)
+
+    def told(self) -> list[Incident]:
+        """The incidents of the kind that is looked for, oldest first; not how the first nodes came together."""
+        items = self.store.range(self.keys.incidents, Deadline.after(10.0)).items
+        known = [Incident.decode(item.value, item.key) for item in items]
+        wanted = [each for each in known if each.kind == self.fault.incident and not each.open]
+        if self.fault.incident == "round":
+            wanted = [each for each in wanted if (each.cause in PLANNED) == self.fault.planned]
+        return wanted
+
+    def await_more(self, known: int) -> None:
+        """Wait until there are more than ``known`` incidents."""
+        self.wait_for(lambda: len(self.told()) > known, f"no incident after {self.fault.name}")
+
+    def settle(self, at: int) -> None:
+        """Wait for a verdict with a culprit, if there is one within reason."""
+        deadline = Deadline.after(20.0)
+        while not deadline.expired:
+            verdict = self.told()[at].verdict
+            if verdict is not None and verdict.culprit is not Culprit.UNKNOWN:
+                return
+            pause(0.1)
+
+    def log_kernel(self, line: str) -> None:
+        """As the kernel of n1's host would."""
+        with (self.spec.directory / KMSG).open("a") as file:
+            file.write(f"3,1,1,-;{line}\n")
+
+    def await_logged(self) -> None:
+        pause(1.0)  # the agent reads it four times a second
+
+
+def _kill(job: Struck) -> None:
+    killed = job.node("n1").kill_worker()
+    assert killed is not None
+
+
+def _oom(job: Struck) -> None:
+    worker = job.node("n1").worker()
+    assert worker is not None
+    job.log_kernel(f"Memory cgroup out of memory: Killed process {worker.pid} (python3) total-vm:81920kB")
+    worker.kill()
+
+
+def _with_line(line: str, number: int) -> Callable[[Struck], None]:
+    def act(job: Struck) -> None:
+        job.log_kernel(line)
+        job.await_logged()
+        worker = job.node("n1").worker()
+        assert worker is not None
+        worker.send_signal(number)
+
+    return act
+
+
+def _freeze(job: Struck) -> None:
+    worker = job.node("n1").worker()
+    assert worker is not None
+    worker.send_signal(signal.SIGSTOP)
+
+
+def _part(job: Struck) -> None:
+    segment = job.segment
+    if segment is None:
+        pytest.skip("needs hosts of their own")
+    job.add()
+    for one, other in (("n1", "n2"), ("n2", "n1")):
+        segment.part(one, other)
+
+
+ACTS: Mapping[str, Callable[[Struck], object]] = {
+    "begin": lambda job: None,
+    "oom": _oom,
+    "xid": _with_line("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", signal.SIGABRT),
+    "machine_check": _with_line(
+        "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: dc00008001010090", signal.SIGBUS
+    ),
+    "disk": _with_line("blk_update_request: I/O error, dev sdb, sector 12345", signal.SIGBUS),
+    "kill_worker": _kill,
+    "kill_node": lambda job: job.node("n1").kill(),
+    "freeze_worker": _freeze,
+    "terminate_node": lambda job: job.node("n1").terminate(),
+    "join": lambda job: job.add(),
+    "part_newcomer": _part,
+}
+
+
+def own_kernel_log(job: Struck, name: str) -> None:
+    """The host of ``name`` has a kernel's log of its own: all share this machine's."""
+    host = job.hosts.get(name)
+    if host is None:
+        pytest.skip("needs hosts of their own")
+    file = job.spec.directory / KMSG
+    file.touch()
+    command = ["nsenter", "-t", str(host.pid), "-m", "mount", "--bind", str(file), "/dev/kmsg"]
+    subprocess.run(command, check=True)
+
+
+def play(fault: Labelled, directory: Path, endpoint: str, run: str) -> Outcome:
+    """Start the job, strike it, and wait for the verdict; the run goes on unless it cannot."""
+    with Struck(directory, endpoint, run, fault) as job:
+        starts = fault.act == "begin"
+        if starts:
+            job.break_it()
+        if fault.act in KERNEL:
+            if job.segment is None:
+                pytest.skip("needs hosts of their own")
+            job.hosts["n1"] = job.segment.attach("n1", [directory], job.spec.ledger)
+            own_kernel_log(job, "n1")
+        job.start(fault.start)
+        if not starts:
+            job.await_world(*(node.name for node in job.nodes))
+            job.await_steps(20)  # by then it is told how they came together
+        known = 0
+        repeats = "again" in fault.code
+        for _ in range(1 if repeats else fault.times):
+            known = len(job.told())
+            if not starts:
+                job.break_it()
+            job.await_more(known)
+            if not fault.ends and fault.times > 1:
+                job.await_steps(5)
+        if repeats:
+            job.await_more(fault.times - 1)
+        seen = SYSTEM.monotonic()
+        at = -1 if repeats else known
+        if (first_verdict := job.told()[at].verdict) is None or first_verdict.culprit is Culprit.UNKNOWN:
+            job.settle(at)  # on a busy machine a process may need seconds to exit
+            seen = SYSTEM.monotonic()
+        incident = job.told()[at]
+        if fault.ends:
+            return Outcome(incident, None, frozenset(job.exit_codes().values()))
+        job.await_steps(3)
+        first = [line.t for line in job.lines() if line.event is LineKind.STEP and line.round == incident.next_round]
+        return Outcome(incident, max(0.0, seen - min(first)) if first else None)
