@@ -144,7 +144,7 @@ def container(
 ) -> Container:
     """The only container of a pod; ``settings``: the data of ConfigMaps by name."""
     (manifest,) = template["spec"]["containers"]
-    fields = FIELDS | {"metadata.name": pod, "status.podIP": ip}
+    fields = FIELDS | {"metadata.name": pod, "status.podIP": ip, "spec.nodeName": f"machine-of-{pod}"}
     environment: dict[str, str] = {}
     unresolved: list[str] = []
     for source in manifest.get("envFrom", ()):
