@@ -6,7 +6,7 @@ before it are compared: a fault that meets the same batch on another node is not
 node on other batches is.
 
 A verdict is a suspicion that becomes surer with each incident. It says "stop" only where the same fault has come back
-without a step between, as often as ``failure_limit`` says.
+without a step between, as often as ``failure_limit`` says, or ten lives of unknown progress have ended alike.
 """
 
 from __future__ import annotations
@@ -505,9 +505,11 @@ def _compared(case: Case, found: _Finding) -> tuple[_Finding, Advice, tuple[str,
         found, told = _same_node(case, found, past)
     advice = _advice(found)
     ended = _closed(case.incident)
+    # The rules close a run at its limit: a verdict ends it one time later, where they did not count (a node was lost).
     if (again := _without_progress(found, past)) >= case.limit:
         told.append(f"it has come {again} times in a row without a step between")
-        advice = Advice.STOP if ended or found.culprit in _HELPLESS else advice
+        loops = again > case.limit and found.culprit in _HELPLESS
+        advice = Advice.STOP if ended or loops else advice
     elif (lives := _storm(case, found)) >= STORM:
         told.append(f"{lives} lives in a row ended in this way, each after about as long")
         advice = Advice.STOP

@@ -112,11 +112,15 @@ def test_the_same_batch_on_another_node_is_the_data() -> None:
     assert other.culprit is Culprit.SCRIPT
 
 
-def test_three_times_at_one_step_means_stop() -> None:
+def test_more_often_at_one_step_than_the_limit_means_stop() -> None:
+    """At the limit the rules close the run, unless they have counted a loss of a node instead."""
     older = [crash("a", round=3), crash("c", round=4)]
+    assert judged(crash("b"), older=older).advice is Advice.GO_ON
+    assert judged(crash("b"), older=older, incident=incident(next_round=None)).advice is Advice.STOP
+    older += [crash("a", round=2)]
     assert judged(crash("b"), older=older).advice is Advice.STOP
     assert judged(crash("b"), older=older, limit=4).advice is Advice.GO_ON
-    moved = [crash("a", round=3, step=5), crash("c", round=4)]
+    moved = [crash("a", round=2, step=5), *older[:2]]
     assert judged(crash("b"), older=moved).advice is Advice.GO_ON
 
 

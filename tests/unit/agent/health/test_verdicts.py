@@ -264,7 +264,7 @@ def test_it_stays_if_it_is_needed_or_the_options_say_so(evicts: bool, nodes: tup
 
 def test_a_storm_ends_the_run() -> None:
     bench = Bench()
-    for number in (3, 4, 5):
+    for number in (2, 3, 4, 5):
         bench.blame("ValueError: bad", number=number)
     found = bench.verdicts.judged(incident(), following("a", "b"))
     assert found is not None
