@@ -354,6 +354,22 @@ class RendezvousOptions(Frozen):
             "ones imported; `off`: none (warm starts)"
         ),
     )
+    compile_cache_mb: int = Field(
+        default=1024,
+        ge=0,
+        le=1 << 20,
+        description=(
+            "how many MB of what `torch.compile` has made nodes keep in memory and in the run's directory, for nodes "
+            "that join and for the next start; 0: none"
+        ),
+    )
+    compile_cache_dir: str | None = Field(
+        default=None,
+        description=(
+            "a directory or URL that all nodes reach, for the same; null: `preflight_dir`, else the checkpoint "
+            "directory where the script's command names it (`--checkpoint-dir`)"
+        ),
+    )
     sizes: str | None = Field(
         default=None,
         pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$",

@@ -11,13 +11,17 @@ goes on without.
 from __future__ import annotations
 
 import functools
+import getpass
 import importlib
 import inspect
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from subprocess import Popen
 from typing import Any, Self, cast
 
@@ -149,6 +153,16 @@ def require(part: TorchPart) -> None:
         f"{part.capability} need {newer}: torch {torch.__version__} has no {lacks}",
         hint="install a version from the table in https://elastic-trainer.github.io/elastic_trainer/explanation/map/",
     )
+
+
+def header_directory() -> Path:
+    """Where Inductor keeps the headers that it has precompiled for C++: for all scripts of a user, with no variable for
+    another place (codecache's _HEADER_DIR). Its own function would cost the import of Inductor, a second."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user), "precompiled_headers")
 
 
 def version() -> tuple[int, int]:

@@ -10,6 +10,7 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer import torch_internals
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
-    from elastic_trainer.agent.workers import orphan_reaper
+    from elastic_trainer.agent.workers import compile_cache, orphan_reaper
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
@@ -45,8 +46,9 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         options = rendezvous_options(parameters.config)
         if in_place:
             torch_internals.survive_nccl_errors()
+        compiled = compile_cache.claim(launcher.launched_script(), os.environ, options.compile_cache_mb)
         await_imports = launcher.start_workers_warm(options.preload)
-        handler = kind.from_parameters(parameters, options, await_imports)
+        handler = kind.from_parameters(parameters, options, await_imports, compiled)
         orphan_reaper.install(options.stop_grace)
     except ElasticTrainerError as error:
         end(error)

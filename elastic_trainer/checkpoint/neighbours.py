@@ -9,7 +9,7 @@ with its HMAC-SHA256 (RFC 2104) under the key, then asks in JSON::
 
 The answer to "read" are the bytes, in messages of at most PIECE; an empty one means that the file ends. The answer to
 "put" is empty, or says why not; then the client sends the file from DATA on and its seal, which an empty message
-confirms. "keep" may be null.
+confirms. "keep" may be null. A client whose key is the digest of the agent's compile cache can read that alone.
 
 *Runs in* any thread; one at a time uses a connection. *Owns* its connection, until ``close``.
 *Fails by* OSError if the agent does not answer (when reading: twice); RefusedError if it has no memory for a copy.
@@ -78,11 +78,12 @@ def proof(nonce: bytes, key: str) -> bytes:
     return hmac.new(bytes.fromhex(key), nonce, hashlib.sha256).digest()
 
 
-def admitted(link: Connection, key: str) -> bool:
-    """The server's part: whether the client at ``link`` knows the ``key``."""
+def admitted(link: Connection, *keys: str) -> str:
+    """The server's part: which of these ``keys`` the client at ``link`` knows; empty for none."""
     nonce = os.urandom(_NONCE)
     link.send_bytes(nonce)
-    return hmac.compare_digest(link.recv_bytes(LONGEST_REQUEST), proof(nonce, key))
+    shown = link.recv_bytes(LONGEST_REQUEST)
+    return next((key for key in keys if hmac.compare_digest(shown, proof(nonce, key))), "")
 
 
 class _Client:

@@ -750,6 +750,16 @@ class RestartRequest(Document):
     round: int
 
 
+class CompileBundle(Document):
+    """What the compilers of node ``node`` have made: a bundle is taken up only if its SHA-256 is this one."""
+
+    node: Name
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    size: int = Field(ge=1)
+    names: str = Field(pattern="^[0-9a-f]{64}$")
+    """A digest of the names of its files: a node that has all of them need not fetch it."""
+
+
 class SaveRequest(Document):
     """A requested save; another request may replace it only once it is answered."""
 

@@ -282,6 +282,8 @@ class RunKeys:
         """The nodes' preflight reports."""
         self.preflight_meeting = root + "preflight/_meeting/"  # no node can have this name
         """The nodes that measure their network together."""
+        self.compile_caches = root + "compiled/"
+        """The bundles of what compilers have made."""
         self.events = root + "events/"
         """The journal."""
 
@@ -307,6 +309,10 @@ class RunKeys:
         if not 0 <= number < 10**_INCIDENT_DIGITS:
             raise ValueError(f"incident {number} is out of range")
         return f"{self.incidents}{number:0{_INCIDENT_DIGITS}d}"
+
+    def compiled(self, key: str) -> str:
+        """The bundle of what compilers have made of one script on machines of one kind."""
+        return self.compile_caches + checked_name(key, "key of a compile cache")
 
     def preflight_node(self, node_id: str) -> str:
         """One node's preflight report."""

@@ -468,6 +468,8 @@ def _report(error: BaseException) -> None:
 
 TITLE = "elastic-trainer: template of processes"
 EXIT_ORPHAN = 75
+_COMPILER, _COMPILING = "torch._inductor.compile_fx", "elastic_trainer.warm.compiling"
+"""What a worker imports that compiles its model, and what makes a fork's compiler start at once."""
 QUIET_S = 5.0
 """Seconds after the last learned name: by then the worker has finished its own imports."""
 _HEADER = 8
@@ -549,6 +551,8 @@ class Template:
         if fresh:
             self._known.update(fresh)
             self._pending += [(name, False) for name in fresh]
+            if _COMPILER in fresh:
+                self._pending.append((_COMPILING, False))
             self._heard = time.monotonic()
 
     def _load_next(self) -> None:

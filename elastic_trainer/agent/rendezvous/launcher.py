@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_trainer import torch_internals
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -146,6 +147,14 @@ def local_workers() -> WorkerSpec:
         if isinstance(agent := names.get("self"), ElasticAgent):
             return agent.get_worker_group().spec
     raise ConfigError("this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun")
+
+
+def launched_script() -> str:
+    """The script or module that torchrun was called with, before it has an agent; empty if that cannot be seen."""
+    for names in _callers():
+        if isinstance(names.get("config"), LaunchConfig) and "entrypoint" in names:
+            return job_of(names["entrypoint"], names.get("args") or ())["script"]
+    return ""
 
 
 def failures() -> dict[int, ProcessFailure]:

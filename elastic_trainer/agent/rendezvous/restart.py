@@ -40,6 +40,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     local_workers,
 )
 from elastic_trainer.agent.suspicion import AgentPort
+from elastic_trainer.agent.workers.compile_cache import LOOK_S, CachePorts, CompileCache, Home
 from elastic_trainer.agent.workers.deaths import (
     RESTARTED,
     Death,
@@ -130,6 +131,7 @@ class ArrivedNode:
     health: HealthService
     rescue: Rescue
     copies: NeighbourCopies
+    cache: CompileCache | None
 
     def lend_memory(self, address: str) -> None:
         """Name the memory files to the workers that start next, and the ``address`` at which others reach this node."""
@@ -144,9 +146,13 @@ class ArrivedNode:
         except Exception:  # noqa: BLE001 - a failing health report must not keep the key that others wait for
             logger().exception("health.failed")
         last = self.member.observation().round
+        if self.cache is not None:
+            self.cache.abandon()
         self.member.leave(departure)
         self.copies.stop()
         self.rescue.close(last)
+        if self.cache is not None:
+            self.cache.close()
         self.copies.close()
         self.supervisor.close()
         self.port.close()
@@ -165,9 +171,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         max_nodes: int,
         address: str,
         await_imports: Await = at_once,
+        compiled: Home | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._await_imports = await_imports
+        self._await_imports, self._compiled = await_imports, compiled
         self._store = MeteredStore(store, clock)
         self._run_id, self._options, self._clock = run_id, options, clock
         self._address = address
@@ -195,7 +202,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     @classmethod
     def from_parameters(
-        cls, parameters: RendezvousParameters, options: RendezvousOptions, await_imports: Await
+        cls, parameters: RendezvousParameters, options: RendezvousOptions, await_imports: Await, compiled: Home | None
     ) -> Self:
         """Validate torchrun's parameters and connect to the store. Raises ConfigError or StoreUnavailableError."""
         checked_name(parameters.run_id, "run id (--rdzv-id)")
@@ -223,6 +230,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             max_nodes=parameters.max_nodes,
             address=address,
             await_imports=await_imports,
+            compiled=compiled,
         )
 
     # ---- called by torchrun
@@ -418,9 +426,27 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
             rescue = Rescue(self.node_id, member.nodes, workers.local_world_size, self._clock, lambda: copies.files)
-            self._node = ArrivedNode(member, port, supervisor, health, rescue, copies)
+            cache = self._share_compiled(member, copies)
+            self._node = ArrivedNode(member, port, supervisor, health, rescue, copies, cache)
             undo.pop_all()
         return self._node
+
+    def _share_compiled(self, member: Member, copies: NeighbourCopies) -> CompileCache | None:
+        """Take up what the run's nodes have compiled, and share from now on what this one does."""
+        if self._compiled is None:
+            return None
+
+        def members() -> list[str]:
+            current = member.observation().round
+            return [each.node for each in current.members] if current is not None else []
+
+        options = self._options
+        where = options.compile_cache_dir or options.preflight_dir or self._spec.checkpoint_dir
+        ports = CachePorts(self._store, self._keys, members, member.nodes, copies, where)
+        cache = CompileCache(self.node_id, self._compiled, options.compile_cache_mb, ports, self._clock)
+        cache.fetch()
+        cache.start(LOOK_S)
+        return cache
 
     def _confirm(self, deadline: Deadline) -> None:
         """This node's key is there: nobody else's job was admitted before it."""

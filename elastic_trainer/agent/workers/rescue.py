@@ -9,7 +9,8 @@ ranks of a sharded model.
 ``NeighbourCopies``: a model that is sharded over all nodes loses shards with a node. Each node therefore leaves a copy
 of its own with the next one (checkpoint.neighbours has the protocol), and the workers that start after a failure read
 all parts from the agents that have them. There are two copies of each worker's part: one is whole while the other is
-overwritten.
+overwritten. It also serves the bundle of what the compilers made (``compile_cache``), and nothing else, to clients that
+know only its digest.
 
 *Runs in* the agent: a thread each time this node's workers die, torchrun's main thread when the node leaves; a thread
 ``neighbours`` that takes connections of other nodes from the agent's port, and one for each of them.
@@ -28,7 +29,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -196,9 +197,17 @@ class NeighbourCopies:
         self._permits = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._clients: SimpleQueue[socket.socket | None] = SimpleQueue()
         self._closing = False
+        self._bundle = ("", -1)
         self.key = secrets.token_hex(16)
         """What a client has to know."""
         threading.Thread(target=self._run, name="neighbours", daemon=True).start()
+
+    def lend_bundle(self, digest: str, descriptor: int) -> None:
+        """Serve the memory file ``descriptor``, and close it, to clients that know its ``digest``; "" and -1: none."""
+        with self._lock:
+            before, self._bundle = self._bundle, (digest, descriptor)
+            if before[1] >= 0:
+                os.close(before[1])
 
     @property
     def files(self) -> list[int]:
@@ -248,14 +257,21 @@ class NeighbourCopies:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            with framed(client) as link:
-                if not admitted(link, self.key):
+            with framed(client) as link, ExitStack() as held:
+                with self._lock:
+                    digest, bundle = self._bundle
+                    if digest:  # its owner may replace it meanwhile
+                        held.callback(os.close, bundle := os.dup(bundle))
+                key = admitted(link, *filter(None, (self.key, digest)))
+                if not key:
                     logger().warning("neighbour_copies.refused", reason="a client does not know the key")
                     return
                 while not self._closing and link.poll(IDLE_S):
                     request = json.loads(link.recv_bytes(LONGEST_REQUEST))
-                    if "read" in request:
-                        self._send(link, request)
+                    if key != self.key:
+                        self._send(link, request, bundle)
+                    elif "read" in request:
+                        self._send(link, request, _memory_file(request))
                     else:
                         self._keep(link, request)
         except EOFError:
@@ -265,11 +281,8 @@ class NeighbourCopies:
         finally:
             self._permits.release()
 
-    def _send(self, link: Any, request: dict[str, Any]) -> None:
-        descriptor = int(str(request["read"]).rpartition("/")[2])
+    def _send(self, link: Any, request: dict[str, Any], descriptor: int) -> None:
         begin, end = int(request["begin"]), int(request["begin"]) + int(request["size"])
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
-            raise ValueError(f"{request['read']} is not a memory file of a snapshot")
         while begin < end and not self._closing:
             piece = os.pread(descriptor, min(PIECE, end - begin), begin)
             link.send_bytes(piece)
@@ -301,6 +314,13 @@ class NeighbourCopies:
             if number not in self._copies:
                 self._copies[number] = _memory(number)
             return min(self._copies[number], key=lambda each: (_order(each) == keep, _order(each)))
+
+
+def _memory_file(request: dict[str, Any]) -> int:
+    descriptor = int(str(request["read"]).rpartition("/")[2])
+    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
+        raise ValueError(f"{request['read']} is not a memory file of a snapshot")
+    return descriptor
 
 
 def _memory(number: int) -> list[int]:
