@@ -10,7 +10,6 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         options = rendezvous_options(parameters.config)
         if in_place:
             torch_internals.survive_nccl_errors()
-        compiled = compile_cache.claim(launcher.launched_script(), os.environ, options.compile_cache_mb)
+        compiled = compile_cache.claim(launcher.launched_script(), options.compile_cache_mb)
         await_imports = launcher.start_workers_warm(options.preload)
         handler = kind.from_parameters(parameters, options, await_imports, compiled)
         orphan_reaper.install(options.stop_grace)

@@ -143,6 +143,7 @@ _OF_ONE_WORKER = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_DIST_USE_NCCL2",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
 })  # fmt: skip
 """Variables that differ between workers: a module that reads one during its import is not preloaded."""
 _PREFIXES = ("TORCHELASTIC_", "ELASTIC_TRAINER_")

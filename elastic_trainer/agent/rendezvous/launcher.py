@@ -52,6 +52,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_trainer import torch_internals
+from elastic_trainer.agent.workers.compile_cache import VARIABLES as CACHES
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ConfigError, ElasticTrainerError, last_line
 from elastic_trainer.telemetry.logs import logger
@@ -245,7 +246,7 @@ def start_workers_warm(preload: str) -> Await:
         logger().warning("template.refused", reason=reason)
         return at_once
     names = _FIRST if preload == AUTOMATIC else tuple(preload.split(":"))
-    marks = (ENV_LEDGER_DIR,)  # of all processes of a local cluster
+    marks = (ENV_LEDGER_DIR, *CACHES)  # of all processes of a local cluster, and of all workers of this node
     environment = {name: value for name, value in os.environ.items() if name in marks or not of_one_worker(name)}
     try:
         starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)

@@ -131,7 +131,7 @@ class ArrivedNode:
     health: HealthService
     rescue: Rescue
     copies: NeighbourCopies
-    cache: CompileCache | None
+    cache: CompileCache | None = None
 
     def lend_memory(self, address: str) -> None:
         """Name the memory files to the workers that start next, and the ``address`` at which others reach this node."""

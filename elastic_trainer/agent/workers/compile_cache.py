@@ -35,7 +35,7 @@ import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def machine_facts() -> list[str]:
     return [*versions, " ".join(sorted(cpu)), *gpus]
 
 
-def claim(script: str, environ: MutableMapping[str, str], limit_mb: int) -> Home | None:
+def claim(script: str, limit_mb: int) -> Home | None:
     """Let the workers that start from now on keep their caches in a directory for ``script``.
 
     None where the user has chosen another, wants none, or the directory could be written by others.
@@ -107,7 +107,7 @@ def claim(script: str, environ: MutableMapping[str, str], limit_mb: int) -> Home
     reason = ""
     if limit_mb == 0:
         reason = "compile_cache_mb=0"
-    elif given := [name for name in VARIABLES if environ.get(name)]:
+    elif given := [name for name in VARIABLES if os.environ.get(name)]:
         reason = f"{given[0]} is set"
     if not reason:
         key = key_of(script, machine_facts())
@@ -121,7 +121,8 @@ def claim(script: str, environ: MutableMapping[str, str], limit_mb: int) -> Home
     if reason:
         logger().info("compile_cache.skipped", reason=reason)
         return None
-    environ.update(zip(VARIABLES, (str(home.cache), str(home.cache / "triton")), strict=True))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home.cache)
+    os.environ["TRITON_CACHE_DIR"] = str(home.cache / "triton")
     return home
 
 

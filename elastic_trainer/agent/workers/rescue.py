@@ -269,9 +269,9 @@ class NeighbourCopies:
                 while not self._closing and link.poll(IDLE_S):
                     request = json.loads(link.recv_bytes(LONGEST_REQUEST))
                     if key != self.key:
-                        self._send(link, request, bundle)
+                        self._send_file(link, request, bundle)
                     elif "read" in request:
-                        self._send(link, request, _memory_file(request))
+                        self._send(link, request)
                     else:
                         self._keep(link, request)
         except EOFError:
@@ -281,7 +281,13 @@ class NeighbourCopies:
         finally:
             self._permits.release()
 
-    def _send(self, link: Any, request: dict[str, Any], descriptor: int) -> None:
+    def _send(self, link: Any, request: dict[str, Any]) -> None:
+        descriptor = int(str(request["read"]).rpartition("/")[2])
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
+            raise ValueError(f"{request['read']} is not a memory file of a snapshot")
+        self._send_file(link, request, descriptor)
+
+    def _send_file(self, link: Any, request: dict[str, Any], descriptor: int) -> None:
         begin, end = int(request["begin"]), int(request["begin"]) + int(request["size"])
         while begin < end and not self._closing:
             piece = os.pread(descriptor, min(PIECE, end - begin), begin)
@@ -314,13 +320,6 @@ class NeighbourCopies:
             if number not in self._copies:
                 self._copies[number] = _memory(number)
             return min(self._copies[number], key=lambda each: (_order(each) == keep, _order(each)))
-
-
-def _memory_file(request: dict[str, Any]) -> int:
-    descriptor = int(str(request["read"]).rpartition("/")[2])
-    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
-        raise ValueError(f"{request['read']} is not a memory file of a snapshot")
-    return descriptor
 
 
 def _memory(number: int) -> list[int]:

@@ -21,6 +21,7 @@ from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, DamagedError, Owner, SaveInfo
 from elastic_trainer.checkpoint import neighbours as protocol
 from elastic_trainer.checkpoint.background import SnapshotPurpose
+from elastic_trainer.checkpoint.manifest import PIECE
 from elastic_trainer.checkpoint.memory import DATA, SLOTS, LocalMemory, StateSnapshot, read, seal_as
 from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RefusedError, RemoteMemory
 from elastic_trainer.checkpoint.reading import read_state
@@ -292,3 +293,30 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
         assert not saves.sending
         saves.close()
     assert [each["step"] for each in logged if each["event"] == "snapshot.not_copied"] == [1]
+
+
+def test_who_knows_only_the_digest_of_the_compile_cache_can_read_that_alone(nodes: list[Node]) -> None:
+    """Not the state of a run, nor leave a copy; a bundle that is replaced while it is read is read to its end."""
+    content, digest = os.urandom(3 * PIECE), "ab" * 32
+    bundle = os.memfd_create("elastic-trainer-bundle")
+    os.write(bundle, content)
+    nodes[0].agent.lend_bundle(digest, bundle)
+    address = nodes[0].address._replace(key=digest)
+    state = nodes[0].paths([nodes[0].copies(1)])[0]
+    for path in ("bundle", str(state)):
+        memory, got = RemoteMemory(address, path), bytearray(len(content))
+        assert memory.read_into(memoryview(got)[:PIECE], 0)
+        nodes[0].agent.lend_bundle("cd" * 32, os.memfd_create("elastic-trainer-bundle"))
+        assert memory.read_into(memoryview(got)[PIECE:], PIECE)
+        assert got == content
+        memory.close()
+        nodes[0].agent.lend_bundle(digest, again := os.memfd_create("elastic-trainer-bundle"))
+        os.write(again, content)
+    client = Neighbour(address, 0)
+    with pytest.raises(OSError, match="does not answer"):
+        client.keep(nodes[0].copies(2), None, lambda: False)
+    client.close()
+    assert nodes[0].kept() == []
+    nodes[0].agent.lend_bundle("", -1)
+    with pytest.raises(OSError, match="does not answer"):
+        RemoteMemory(address, "bundle").read_into(memoryview(bytearray(1)), 0)
