@@ -122,14 +122,17 @@ class Starter:
                 self._make_again()
             raise ColdStart(answer["cold"])
 
-    def await_imports(self, limit_s: float) -> bool:
-        """Wait until a program would be forked at once: False after ``limit_s``, or if programs start cold here."""
+    def await_imports(self, limit_s: float, also: Sequence[str] = ()) -> bool:
+        """Wait until a program would be forked at once: False after ``limit_s``, or if programs start cold here.
+
+        ``also``: modules that it is known to need, for a template that learns such modules.
+        """
         with self._lock:
             if self._link is None:
                 return False
             try:
                 self._link.settimeout(min(limit_s, PATIENCE_S))
-                send(self._link, {})
+                send(self._link, {"also": list(also)})
                 receive(self._link)
                 return True
             except BaseException as error:  # its answer is still to come, and would be taken for the next one's

@@ -6,7 +6,8 @@ reads a variable that differs between workers, starts a thread or a process, lea
 open, uses a global random number generator, changes the working directory, or loads the user's own code.
 
 A request is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe by
-which the owner starts it. An empty object is answered when the named modules are imported. A process between template
+which the owner starts it. An object without a command is answered when the named modules are imported, with those that
+it names (``also``), which the next program will need. A process between template
 and fork exits at once, so that the fork becomes a child of the owner, which can wait for it and read its exit code like
 that of any other child. The fork runs its script or module as ``python`` would, and sends the names that it imports.
 
@@ -469,7 +470,7 @@ def _report(error: BaseException) -> None:
 
 TITLE = "elastic-trainer: template of processes"
 EXIT_ORPHAN = 75
-_COMPILER, _COMPILING = "torch._inductor.compile_fx", "elastic_trainer.warm.compiling"
+COMPILERS = ("torch._inductor.compile_fx", "elastic_trainer.warm.compiling")
 """What a worker imports that compiles its model, and what makes a fork's compiler start at once."""
 QUIET_S = 5.0
 """Seconds after the last learned name: by then the worker has finished its own imports."""
@@ -552,8 +553,8 @@ class Template:
         if fresh:
             self._known.update(fresh)
             self._pending += [(name, False) for name in fresh]
-            if _COMPILER in fresh:
-                self._pending.append((_COMPILING, False))
+            if COMPILERS[0] in fresh:
+                self._pending.append((COMPILERS[1], False))
             self._heard = time.monotonic()
 
     def _load_next(self) -> None:
@@ -573,9 +574,13 @@ class Template:
             order, descriptors = receive(self._link, _DESCRIPTORS)
         except (EOFError, OSError):
             os._exit(0)
+        if self._start.learn:
+            also = [name for name in order.get("also", ()) if name not in self._known]
+            self._known.update(also)
+            self._pending[:0] = [(name, True) for name in also]
         while self._pending and self._pending[0][1] and not self._flaw:
             self._load_next()  # the program would import these too
-        if not order:
+        if "command" not in order:
             send(self._link, {})
             return None
         command = PythonCommand(**order["command"])

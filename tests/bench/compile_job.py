@@ -1,8 +1,8 @@
-"""A GPT under DDP that knows nothing of this project, compiled or not: ``compile_job.py DIRECTORY [compiled] [WIDTH]``.
+"""A GPT under DDP that knows nothing of this project, compiled or not: ``compile_job.py WIDTH [compiled] DIRECTORY``.
 
-nanoGPT's CPU settings: 4 layers of width 128, 4 heads, 64 tokens, 12 samples. It resumes from its newest checkpoint,
-and writes ``time round rank world step pid loss kernels`` to ``DIRECTORY/NODE-0.txt`` for each step. The last column is
-how many files of C++ this process has had compiled.
+With WIDTH 128 it has nanoGPT's CPU settings: 4 layers, 4 heads, 64 tokens, 12 samples. It resumes from its newest
+checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step, and the seconds of the first to
+``DIRECTORY/NODE.first``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GPT(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS if width >= 128 else 1))
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -51,14 +51,7 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.last(h)).flatten(0, 1), y.flatten())
 
 
-def kernels() -> int:
-    """How often this process has called the C++ compiler, by torch's own count."""
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return len(compilation_time_metrics.get("compile_file", []))
-
-
-def main(directory: Path, compiled: bool, width: int) -> None:
+def train(directory: Path, compiled: bool, width: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -66,7 +59,7 @@ def main(directory: Path, compiled: bool, width: int) -> None:
     plain = GPT(width)
     model = DistributedDataParallel(torch.compile(plain) if compiled else plain)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    checkpoint, step = directory / "checkpoint.pt", 0
+    checkpoint, step, first = directory / "checkpoint.pt", 0, True
     if checkpoint.exists():
         state = torch.load(checkpoint)
         plain.load_state_dict(state["model"])
@@ -76,15 +69,19 @@ def main(directory: Path, compiled: bool, width: int) -> None:
     number = number if number != "0" else os.environ["TORCHELASTIC_RESTART_COUNT"]
     with (directory / f"{node}-0.txt").open("a", buffering=1) as lines:
         while not (directory / "stop").exists():
-            step += 1
+            begun, step = time.monotonic(), step + 1
             choice = torch.Generator().manual_seed(1000 * step + rank)
             x = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=choice)
             loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            said = [time.monotonic(), number, rank, world, step, os.getpid(), loss.item(), kernels()]
-            lines.write(" ".join(map(str, said)) + "\n")
+            now = time.monotonic()
+            if first:
+                first = False
+                with (directory / f"{node}.first").open("a") as file:
+                    file.write(f"{now - begun}\n")
+            lines.write(f"{now} {number} {rank} {world} {step} {os.getpid()}\n")
             if step % SAVE_EVERY == 0 and rank == 0:
                 state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, checkpoint.with_suffix(".new"))
@@ -92,4 +89,4 @@ def main(directory: Path, compiled: bool, width: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "compiled" in sys.argv, int(sys.argv[-1]) if sys.argv[-1].isdigit() else 128)
+    train(Path(sys.argv[-1]), "compiled" in sys.argv, int(sys.argv[1]))

@@ -223,11 +223,11 @@ OFF, AUTOMATIC = "off", "auto"
 """Special values of ``--rdzv-conf preload``; any other value names modules."""
 _FIRST = ("torch",)
 """The modules that every worker imports; preloaded before the first worker has shown which others it needs."""
-Await = Callable[[float], object]
-"""Waits that many seconds at most until workers would start at once."""
+Await = Callable[[float, Sequence[str]], object]
+"""Waits that many seconds at most until workers would start at once, with these modules too."""
 
 
-def at_once(limit_s: float) -> None:
+def at_once(limit_s: float, also: Sequence[str] = ()) -> None:
     """Workers start cold: there is nothing to wait for."""
 
 

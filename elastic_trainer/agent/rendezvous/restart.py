@@ -369,7 +369,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
         seen = node.member.observation().round
         if self._current is None and seen is not None and seen.state is RoundState.ACTIVE:
-            self._await_imports(waiting.remaining_s())  # the others train on, and would stand still for it
+            known = node.cache.modules if node.cache is not None else ()
+            self._await_imports(waiting.remaining_s(), known)  # the others train on, and would stand still for it
         if self._current is not None:
             node.rescue.begin(self._current, in_place=False)
         planned, cause = self._leave_round(node, waiting)

@@ -31,13 +31,14 @@ import platform
 import random
 import re
 import stat
-import struct
+import sys
 import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -56,6 +57,7 @@ from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import CompileBundle, DocumentError
 from elastic_trainer.store.api import Put, RunKeys, Store, unchanged
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.warm.template import COMPILERS
 
 # ---- whose caches: the key, and the directory
 
@@ -99,6 +101,13 @@ def machine_facts() -> list[str]:
     return [*versions, " ".join(sorted(cpu)), *gpus]
 
 
+def home_of(script: str) -> Home:
+    """Where the caches of ``script`` are on this machine."""
+    key = key_of(script, machine_facts())
+    top = Path(tempfile.gettempdir(), f"elastic_trainer-{os.geteuid()}")
+    return Home(key, top / "compiled" / key, torch_internals.header_directory())
+
+
 def claim(script: str, limit_mb: int) -> Home | None:
     """Let the workers that start from now on keep their caches in a directory for ``script``.
 
@@ -110,11 +119,9 @@ def claim(script: str, limit_mb: int) -> Home | None:
     elif given := [name for name in VARIABLES if os.environ.get(name)]:
         reason = f"{given[0]} is set"
     if not reason:
-        key = key_of(script, machine_facts())
-        top = Path(tempfile.gettempdir(), f"elastic_trainer-{os.geteuid()}")
-        home = Home(key, top / "compiled" / key, torch_internals.header_directory())
+        home = home_of(script)
         try:
-            for each in (top, top / "compiled", home.cache, home.headers.parent, home.headers):
+            for each in (*reversed(home.cache.parents[:2]), home.cache, home.headers.parent, home.headers):
                 _make_private(each)
         except OSError as error:
             reason = str(error)
@@ -174,7 +181,8 @@ def _is_whole(path: Path, size: int) -> bool:
         head = file.read(64)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
         return False
-    (offset,), (length, count) = struct.unpack_from("=Q", head, 40), struct.unpack_from("=2H", head, 58)
+    offset = int.from_bytes(head[40:48], sys.byteorder)
+    length, count = (int.from_bytes(head[at : at + 2], sys.byteorder) for at in (58, 60))
     return offset > 0 and size >= offset + length * count
 
 
@@ -350,6 +358,11 @@ class CompileCache(PeriodicThread):
         self._since = clock.monotonic()
         self._quiet_s = QUIET_S
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What workers will import, as is known from what others of this run have compiled."""
+        return COMPILERS if self._held else ()
+
     def fetch(self) -> bool:
         """At the start of a node: take up what the run has compiled, within FETCH_S. Whether there was something."""
         try:
@@ -452,11 +465,11 @@ class CompileCache(PeriodicThread):
             nodes = self._ports.nodes([name for name in names if name != self._node], deadline.at_most(STORE_S))
         for name, node in nodes.items():
             address = MemoryAddress(node.record.address, node.record.probe_port, stored.sha256)
-            yield name, lambda memory, its=address: _from_neighbour(its, stored.size, memory, deadline)
+            yield name, partial(_from_neighbour, address, stored.size, deadline)
         if self._ports.location:
-            yield self._ports.location, lambda memory: self._from_directory(stored, memory, deadline)
+            yield self._ports.location, partial(self._from_directory, stored, deadline)
 
-    def _from_directory(self, stored: CompileBundle, memory: int, deadline: Deadline) -> None:
+    def _from_directory(self, stored: CompileBundle, deadline: Deadline, memory: int) -> None:
         source = self._storage().source(_entry(stored), "bundle")
         try:
             if source.size != stored.size:
@@ -537,7 +550,7 @@ def _entry(bundle: CompileBundle) -> str:
     return f"compile-cache-{bundle.sha256[:16]}-{bundle.node}"
 
 
-def _from_neighbour(address: MemoryAddress, size: int, memory: int, deadline: Deadline) -> None:
+def _from_neighbour(address: MemoryAddress, size: int, deadline: Deadline, memory: int) -> None:
     remote = RemoteMemory(address, "bundle")
     try:
         _copy(remote.read_into, size, memory, deadline)

@@ -1,0 +1,144 @@
+"""A compiled GPT in restart mode: a worker killed, a node joining, against the same script uncompiled, and under c10d.
+
+Two nodes on this machine, as root each on a host of its own with a ``/tmp`` of its own, so that the second has compiled
+nothing. Each repeat and column: one node starts and compiles, another joins, its worker is killed several times.
+``first_step_s`` is what the first step of a process takes: on the first node compiled from nothing, on the second with
+what that one has published. ``kill_s`` is from the kill to the next step of the other node.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.hosts import Segment, lacks
+from tests.bench.recovery import SHARED_STORE_OFF, TUNED
+from tests.bench.recovery_jobs import Column, Job, join, kill_worker, start
+from tests.bench.report import Must, Report, alternate, at_most, emit, median, note, parse
+
+SCRIPT = str(Path(__file__).with_name("compile_job.py"))
+OPTIONS = {"ttl": "10", "last_call": "0.5", "join_interval": "0.2"}
+KILLS = 3
+LIMIT_S = 600.0
+QUIET_S = 10.0
+"""Seconds of training before a fault: templates have imported and published what they will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of one job; the first steps are those of the first node, the joiner, and the lives after kills."""
+
+    start_s: float
+    join_s: float
+    cold_first_s: float
+    joined_first_s: float
+    kills_s: Sequence[float]
+    warm_first_s: Sequence[float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse("compile", __doc__, argv, repeats=3, quick_repeats=1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with ExitStack() as ends:
+        place = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="elastic-bench-")))
+        if lacks() is None:
+            ends.enter_context(Segment())
+        etcd = ends.enter_context(EtcdServer())
+        width = "32" if options.quick else "128"
+        chosen = columns(etcd.endpoint, width, options.quick)
+        kills, quiet_s = (1, 1.0) if options.quick else (KILLS, QUIET_S)
+        calls = {name: partial(measure, each, place, kills, quiet_s) for name, each in chosen.items()}
+        found = alternate(calls, options.repeats)
+    medians = {name: summary(each) for name, each in found.items()}
+    figures = {"hosts": lacks() is None, "width": int(width), "median_s": medians, "all": as_json(found)}
+    return emit(Report(options, figures, musts(medians)))
+
+
+def columns(endpoint: str, width: str, quick: bool) -> dict[str, Column]:
+    plain, compiled = (SCRIPT, width), (SCRIPT, width, "compiled")
+    chosen = [
+        Column("etcd3_plain", "etcd3", endpoint, OPTIONS, script=plain),
+        Column("etcd3_compiled", "etcd3", endpoint, OPTIONS, script=compiled),
+        Column("c10d_plain", "c10d", options=TUNED, environment=SHARED_STORE_OFF, script=plain),
+        Column("c10d_compiled", "c10d", options=TUNED, environment=SHARED_STORE_OFF, script=compiled),
+    ]
+    return {each.name: each for each in (chosen[:2] if quick else chosen)}
+
+
+def measure(column: Column, place: Path, kills: int, quiet_s: float) -> Taken:
+    """One job from its first node to the last kill."""
+    with Job(column, place, least=1, most=2) as job:
+        begun = start(job, 1, LIMIT_S)
+        cold = first_steps(job, "n0")
+        if column.name == "etcd3_compiled":
+            await_published(job)
+        pause(quiet_s)
+        joined = join(job, LIMIT_S)
+        joiner = first_steps(job, "n1")
+        taken, lives = [], len(joiner)
+        for _ in range(kills):
+            pause(quiet_s)
+            taken.append(kill_worker(job, "n1", LIMIT_S).seconds)
+        warm = first_steps(job, "n1")[lives:]
+    note(f"  {column.name}: first step {cold[0]:.2f} s, joined {joiner[0]:.2f} s, kills {taken}")
+    return Taken(begun.seconds, joined.seconds, cold[0], joiner[0], taken, warm)
+
+
+def await_published(job: Job) -> None:
+    deadline = Deadline.after(LIMIT_S)
+    while "compile_cache.published" not in job.log("n0") and not deadline.expired:
+        pause(0.1)
+
+
+def first_steps(job: Job, node: str) -> list[float]:
+    """What the first step of each life of this node's worker took."""
+    return [float(line) for line in (job.spec.directory / f"{node}.first").read_text().split()]
+
+
+def summary(found: Sequence[Taken]) -> dict[str, float]:
+    return {
+        "start": median(each.start_s for each in found),
+        "cold_first_step": median(each.cold_first_s for each in found),
+        "join": median(each.join_s for each in found),
+        "joined_first_step": median(each.joined_first_s for each in found),
+        "kill": median(kill for each in found for kill in each.kills_s),
+        "warm_first_step": median(first for each in found for first in each.warm_first_s),
+    }
+
+
+def as_json(found: Mapping[str, Sequence[Taken]]) -> dict[str, Any]:
+    names = ("start_s", "cold_first_s", "join_s", "joined_first_s", "kills_s", "warm_first_s")
+    return {name: [{key: getattr(each, key) for key in names} for each in taken] for name, taken in found.items()}
+
+
+def musts(medians: Mapping[str, Mapping[str, float]]) -> list[Must]:
+    plain, compiled = medians["etcd3_plain"], medians["etcd3_compiled"]
+    found = [
+        at_most("kill to next step, compiled over uncompiled", compiled["kill"] / plain["kill"], 1.2),
+        at_most(
+            "a joiner's first step over a cold one", compiled["joined_first_step"] / compiled["cold_first_step"], 0.1
+        ),
+    ]
+    if "c10d_compiled" in medians:
+        peer = medians["c10d_compiled"]
+        found += [
+            at_most("kill to next step, compiled: etcd3 over c10d", compiled["kill"] / peer["kill"], 1.0),
+            at_most(
+                "a joiner's first step: etcd3 over c10d", compiled["joined_first_step"] / peer["joined_first_step"], 1.0
+            ),
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
