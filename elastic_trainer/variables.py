@@ -119,6 +119,11 @@ MEANINGS: Final = {
     ),
     ENV_LEDGER_DIR: ("you, `elastic-trainer local`", "write one JSON line for each committed step and rank there"),
     "OMP_NUM_THREADS": ("you, torchrun", "threads that each worker computes with; checked against the cores"),
+    "TORCHINDUCTOR_CACHE_DIR": (
+        "the node agent, or you",
+        "where Inductor keeps what it compiles; one that you set is not shared with other nodes (`compile_cache_mb`)",
+    ),
+    "TRITON_CACHE_DIR": ("the node agent, or you", "the same for Triton's kernels"),
     "XDG_CACHE_HOME": ("you", "data that can be made again is kept in `elastic_trainer` below it; by default ~/.cache"),
     "GLOO_SOCKET_IFNAME": (
         "you",

@@ -7,9 +7,9 @@ open, uses a global random number generator, changes the working directory, or l
 
 A request is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe by
 which the owner starts it. An object without a command is answered when the named modules are imported, with those that
-it names (``also``), which the next program will need. A process between template
-and fork exits at once, so that the fork becomes a child of the owner, which can wait for it and read its exit code like
-that of any other child. The fork runs its script or module as ``python`` would, and sends the names that it imports.
+it names (``also``), which the next program will need. A process between template and fork exits at once, so that the
+fork becomes a child of the owner, which can wait for it and read its exit code like that of any other child. The fork
+runs its script or module as ``python`` would, and sends the names that it imports.
 
 *Runs in* its own process, with one thread, and in forks of it. *Owns* ``os.environ``'s class in the template;
 ``__main__``, ``sys.argv`` and the first entry of ``sys.path`` in a fork.

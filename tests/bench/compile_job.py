@@ -1,8 +1,8 @@
 """A GPT under DDP that knows nothing of this project, compiled or not: ``compile_job.py WIDTH [compiled] DIRECTORY``.
 
 With WIDTH 128 it has nanoGPT's CPU settings: 4 layers, 4 heads, 64 tokens, 12 samples. It resumes from its newest
-checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step, and the seconds of the first to
-``DIRECTORY/NODE.first``.
+checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step, and the seconds of
+the first to ``DIRECTORY/NODE.first``.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -62,6 +63,8 @@ from elastic_trainer.warm.template import COMPILERS
 # ---- whose caches: the key, and the directory
 
 
+KEPT_S: Final = 7 * 24 * 3600.0
+"""How long the caches of a script that does not run here are kept."""
 VARIABLES: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -121,8 +124,11 @@ def claim(script: str, limit_mb: int) -> Home | None:
     if not reason:
         home = home_of(script)
         try:
-            for each in (*reversed(home.cache.parents[:2]), home.cache, home.headers.parent, home.headers):
+            for each in (*reversed(home.cache.parents[:2]), home.cache):
                 _make_private(each)
+            for each in (home.headers.parent, home.headers):
+                _make_private(each, torchs=True)
+            _remove_old(home.cache)
         except OSError as error:
             reason = str(error)
     if reason:
@@ -133,13 +139,28 @@ def claim(script: str, limit_mb: int) -> Home | None:
     return home
 
 
-def _make_private(directory: Path) -> None:
-    """Create it for this user alone; PermissionError if others could put code there."""
+def _make_private(directory: Path, *, torchs: bool = False) -> None:
+    """Create it for this user alone; PermissionError if others could put code there.
+
+    One of ``torchs`` own, which are as the user's umask makes them, is closed to others.
+    """
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if torchs and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+        directory.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    elif not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"{directory} is not a directory that this user alone can write")
+
+
+def _remove_old(cache: Path) -> None:
+    """Remove the directories of scripts that have not run here for KEPT_S."""
+    os.utime(cache)
+    now = cache.stat().st_mtime
+    for each in cache.parent.iterdir():
+        with suppress(OSError):
+            if now - each.stat().st_mtime > KEPT_S:
+                shutil.rmtree(each)
 
 
 # ---- what is there, and the bundle made of it
@@ -158,9 +179,9 @@ class BundleError(ElasticTrainerError):
     """These bytes are no bundle, or not one that may be unpacked here."""
 
 
-def look(home: Home) -> Found:
-    """The files that the compilers have finished, without their locks and temporary ones."""
-    found = {}
+def look(home: Home, before: Found | None = None) -> Found:
+    """The files that the compilers have finished, without their locks and temporary ones; ``before``: as last seen."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for root, directory in home.roots().items():
         for parent, below, files in os.walk(directory):
             below[:] = sorted(each for each in below if _PART.fullmatch(each) and not each.startswith(_PASSING))
@@ -169,9 +190,12 @@ def look(home: Home) -> Found:
                 if not _PART.fullmatch(file) or file.endswith((".lock", ".tmp")):
                     continue
                 with suppress(OSError):
-                    status = path.lstat()
-                    if stat.S_ISREG(status.st_mode) and (path.suffix != ".so" or _is_whole(path, status.st_size)):
-                        found[root, str(path.relative_to(directory))] = (status.st_size, status.st_mtime_ns)
+                    status, name = path.lstat(), (root, str(path.relative_to(directory)))
+                    seen = status.st_size, status.st_mtime_ns
+                    known = before is not None and before.get(name) == seen
+                    whole = known or path.suffix != ".so" or _is_whole(path, status.st_size)
+                    if stat.S_ISREG(status.st_mode) and whole:
+                        found[name] = seen
     return found
 
 
@@ -319,13 +343,15 @@ class _Unpressed:
 
 
 LOOK_S: Final = 1.0
+LONG_S: Final = 30.0
+"""Seconds between two looks once nothing has come for as long."""
 QUIET_S: Final = 3.0
 """Seconds without a new file until a cache is published; after each time twice as many, at most LONGEST_QUIET_S."""
 LONGEST_QUIET_S: Final = 600.0
 FETCH_S: Final = 30.0
 STORE_S: Final = 5.0
-_ASKED: Final = 4
-"""Neighbours that are asked for a bundle."""
+_ASKED: Final = 3
+"""Neighbours that are asked for a bundle whose publisher is gone."""
 _HOLDERS: Final = 16
 """About so many nodes of a run keep a bundle in memory, the one that published it aside."""
 _NICE: Final = 10
@@ -374,13 +400,15 @@ class CompileCache(PeriodicThread):
 
     def turn(self) -> float:
         """Publish what is new, once it is quiet; the seconds until the next look."""
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
-        now, found = self._clock.monotonic(), look(self._home)
+        now, found = self._clock.monotonic(), look(self._home, self._seen)
         if found != self._seen:
             self._seen, self._since = found, now
         files = chosen(found, self._limit)
         fresh = {name for name in files if name[0] == "cache"} - self._known
+        if not fresh and now - self._since > LONG_S:
+            with suppress(OSError):
+                os.utime(self._home.cache)  # it is in use
+            return LONG_S
         if not fresh or now - self._since < self._quiet_s or is_busy(self._home):
             return LOOK_S
         self._quiet_s = min(2 * self._quiet_s, LONGEST_QUIET_S)
@@ -407,6 +435,11 @@ class CompileCache(PeriodicThread):
             return LOOK_S
         self._known.update(files)
         return LOOK_S
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
+        super()._run()
 
     def close(self) -> None:
         super().close()
@@ -457,17 +490,22 @@ class CompileCache(PeriodicThread):
         return False
 
     def _sources(self, stored: CompileBundle, deadline: Deadline) -> Iterator[tuple[str, Callable[[int], None]]]:
-        """Where the bundle may be: the node that published it, some others, the run's directory."""
+        """Where the bundle may be: with the node that published it, in the run's directory, with some others."""
+        yield from self._neighbours([stored.node] if stored.node != self._node else [], stored, deadline)
+        if self._ports.location:
+            yield self._ports.location, partial(self._from_directory, stored, deadline)
         others = [name for name in self._ports.members() if name not in (self._node, stored.node)]
-        names = [stored.node, *random.sample(others, min(_ASKED - 1, len(others)))]
+        yield from self._neighbours(random.sample(others, min(_ASKED, len(others))), stored, deadline)
+
+    def _neighbours(
+        self, names: Sequence[str], stored: CompileBundle, deadline: Deadline
+    ) -> Iterator[tuple[str, Callable[[int], None]]]:
         nodes: Mapping[str, NodeView] = {}
         with suppress(ElasticTrainerError):
-            nodes = self._ports.nodes([name for name in names if name != self._node], deadline.at_most(STORE_S))
+            nodes = self._ports.nodes(names, deadline.at_most(STORE_S)) if names else {}
         for name, node in nodes.items():
             address = MemoryAddress(node.record.address, node.record.probe_port, stored.sha256)
             yield name, partial(_from_neighbour, address, stored.size, deadline)
-        if self._ports.location:
-            yield self._ports.location, partial(self._from_directory, stored, deadline)
 
     def _from_directory(self, stored: CompileBundle, deadline: Deadline, memory: int) -> None:
         source = self._storage().source(_entry(stored), "bundle")
