@@ -122,8 +122,8 @@ def claim(script: str, limit_mb: int) -> Home | None:
     elif given := [name for name in VARIABLES if os.environ.get(name)]:
         reason = f"{given[0]} is set"
     if not reason:
-        home = home_of(script)
         try:
+            home = home_of(script)
             for each in (*reversed(home.cache.parents[:2]), home.cache):
                 _make_private(each)
             for each in (home.headers.parent, home.headers):

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 from elastic_trainer.agent.workers import compile_cache
 from elastic_trainer.agent.workers.compile_cache import (
+    KEPT_S,
     QUIET_S,
     BundleError,
     CachePorts,
@@ -98,6 +99,24 @@ def test_workers_are_led_to_a_directory_that_is_this_users_alone(machine: Path) 
     for name in compile_cache.VARIABLES:
         os.environ[name] = ""
     assert claim("train.py", 1) == found
+
+
+def test_directories_of_torch_are_closed_to_others_and_old_caches_removed(machine: Path) -> None:
+    """Torch makes its own as the user's umask says. A cache of another script goes a week after its last run."""
+    headers = compile_cache.torch_internals.header_directory()
+    headers.mkdir(parents=True)
+    headers.chmod(0o775)
+    found = claim("train.py", 1)
+    assert found is not None
+    assert found.headers.stat().st_mode & 0o022 == 0
+    for name, age_s in (("old", 2 * KEPT_S), ("recent", KEPT_S / 2)):
+        write(found.cache.with_name(name) / "kernel")
+        at = found.cache.stat().st_mtime - age_s
+        os.utime(found.cache.with_name(name), (at, at))
+    for name in compile_cache.VARIABLES:
+        os.environ[name] = ""
+    assert claim("train.py", 1) == found
+    assert {each.name for each in found.cache.parent.iterdir()} == {found.key, "recent"}
 
 
 def _by_others(machine: Path) -> None:
