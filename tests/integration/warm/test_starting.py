@@ -17,6 +17,8 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents
 from elastic_trainer.local.processes import alive
 from elastic_trainer.warm.starting import Adopted, ColdStart, Starter, StartRequest
+from elastic_trainer.warm.template import COMPILERS
+from tests.support.requirements import needs
 from tests.support.waiting import eventually
 
 LOOK = Path(__file__).parent / "look.py"
@@ -261,3 +263,21 @@ def test_the_end_of_a_process_that_loaded_torch_says_nothing() -> None:
     command = [sys.executable, "-c", f"{program}atexit.register(skip_last_collection)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_fork_compiles_at_once_where_others_of_the_run_have_compiled(tmp_path: Path, runner: Runner) -> None:
+    """The template has imported Inductor and asked compiler and processor; it is as fit to fork as before. One whose
+    modules the user has named imports no others."""
+    needs("g++", "compiles kernels for the CPU")
+    path = script(
+        tmp_path,
+        "import sys, threading\nfrom torch._inductor import codecache, cpu_vec_isa\n"
+        "asked = cpu_vec_isa.valid_vec_isa_list, codecache._precompile_header\n"
+        "kernels = [each for each in sys.modules if '.compile_tasks.' in each]\n"
+        "print(*[each.cache_info().currsize for each in asked], threading.active_count(), kernels)",
+    )
+    runner.more = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    for learn, said in ((True, "1 1 1 []\n"), (False, "0 0 1 []\n")):
+        with starter("torch", learn=learn, **runner.more) as it:
+            assert it.await_imports(2 * LIMIT_S, COMPILERS)
+            assert runner.of(it, path) == (0, said, "")

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.utils.store import barrier
+from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_trainer.agent.rendezvous import launcher
 from elastic_trainer.agent.rendezvous.launcher import (
@@ -27,6 +28,7 @@ from elastic_trainer.agent.rendezvous.launcher import (
     exit_code_after,
     exit_reason_of,
     job_of,
+    launched_script,
     local_workers,
     unless_leaving,
 )
@@ -81,6 +83,19 @@ def test_script_and_arguments_are_those_that_the_user_typed(words: tuple[str, ..
     assert job_of("/opt/other/python", ("-u", *words)) == found
     assert typed(*words[:-1], "2")["command"] != found["command"]
     assert job_of("./train", ("--lr", "1")) == {**found, "script": "./train"}
+
+
+def test_the_script_is_known_before_torchrun_has_an_agent() -> None:
+    """From the function that makes the rendezvous, and then the agent; a function that is launched has its name."""
+
+    def launches(config: LaunchConfig, entrypoint: Any, args: list[Any]) -> str:
+        return launched_script()
+
+    config = LaunchConfig(1, 1, 1)
+    assert launches(config, "/usr/bin/python3", ["-u", "dir/train.py", "--lr", "1"]) == "dir/train.py"
+    assert launches(config, "/usr/bin/python3", ["-u", "-m", "my.train"]) == "-m my.train"
+    assert launches(config, barrier, []) == "barrier"
+    assert launched_script() == ""
 
 
 @pytest.mark.parametrize("name", ["--node-rank", "--node_rank", "--machine-rank", "--hostname", "--node-id"])
