@@ -469,11 +469,12 @@ class CompileCache(PeriodicThread):
                 if checked_digest(memory, stored.size) != stored.sha256:
                     raise BundleError("its digest is not the one that the store names")
                 files = unpack(memory, self._home, self._limit)
-            except (OSError, BundleError) as error:
+            except (OSError, ElasticTrainerError) as error:
                 os.close(memory)
-                wrong = isinstance(error, BundleError)
-                log = logger().warning if wrong else logger().info
-                log("compile_cache.refused" if wrong else "compile_cache.not_fetched", source=name, reason=str(error))
+                if isinstance(error, BundleError):
+                    logger().warning("compile_cache.refused", source=name, reason=str(error))
+                else:
+                    logger().info("compile_cache.not_fetched", source=name, reason=str(error))
                 continue
             self._known.update(files)
             self._hold(stored.sha256, memory)
