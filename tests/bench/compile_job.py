@@ -1,8 +1,9 @@
 """A GPT under DDP that knows nothing of this project, compiled or not: ``compile_job.py WIDTH [compiled] DIRECTORY``.
 
 With WIDTH 128 it has nanoGPT's CPU settings: 4 layers, 4 heads, 64 tokens, 12 samples. It resumes from its newest
-checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step, and the seconds of
-the first to ``DIRECTORY/NODE.first``.
+checkpoint, and writes ``time round rank world step pid`` to ``DIRECTORY/NODE-0.txt`` for each step. To
+``DIRECTORY/NODE.first`` it writes what the first step took: seconds, seconds of CPU with its child processes, and those
+since the process began.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.last(h)).flatten(0, 1), y.flatten())
 
 
+def cpu_s() -> float:
+    return sum(os.times()[:4])
+
+
 def train(directory: Path, compiled: bool, width: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -69,7 +74,7 @@ def train(directory: Path, compiled: bool, width: int) -> None:
     number = number if number != "0" else os.environ["TORCHELASTIC_RESTART_COUNT"]
     with (directory / f"{node}-0.txt").open("a", buffering=1) as lines:
         while not (directory / "stop").exists():
-            begun, step = time.monotonic(), step + 1
+            begun, before, step = time.monotonic(), cpu_s(), step + 1
             choice = torch.Generator().manual_seed(1000 * step + rank)
             x = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=choice)
             loss = model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
@@ -80,7 +85,7 @@ def train(directory: Path, compiled: bool, width: int) -> None:
             if first:
                 first = False
                 with (directory / f"{node}.first").open("a") as file:
-                    file.write(f"{now - begun}\n")
+                    file.write(f"{now - begun} {cpu_s() - before} {cpu_s()}\n")
             lines.write(f"{now} {number} {rank} {world} {step} {os.getpid()}\n")
             if step % SAVE_EVERY == 0 and rank == 0:
                 state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "step": step}

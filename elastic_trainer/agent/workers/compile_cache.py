@@ -129,6 +129,8 @@ def claim(script: str, limit_mb: int) -> Home | None:
             for each in (home.headers.parent, home.headers):
                 _make_private(each, torchs=True)
             _remove_old(home.cache)
+            if not is_busy(home):
+                _remove_torn(home.cache)
         except OSError as error:
             reason = str(error)
     if reason:
@@ -161,6 +163,14 @@ def _remove_old(cache: Path) -> None:
         with suppress(OSError):
             if now - each.stat().st_mtime > KEPT_S:
                 shutil.rmtree(each)
+
+
+def _remove_torn(cache: Path) -> None:
+    """Remove libraries that a linker had begun when this node was killed: torch would load them at each start."""
+    for each in cache.rglob("*.so"):
+        with suppress(OSError):
+            if not _is_whole(each, each.stat().st_size):
+                each.unlink()
 
 
 # ---- what is there, and the bundle made of it
@@ -286,9 +296,9 @@ def unpack(descriptor: int, home: Home, limit: int) -> list[tuple[str, str]]:
             content.skip(size)
             continue
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(".tmp", ".", path.parent)
+        fresh, temporary = tempfile.mkstemp(".tmp", ".", path.parent)
         try:
-            with open(descriptor, "wb") as file:
+            with open(fresh, "wb") as file:
                 for piece in content.pieces(size):
                     file.write(piece)
             os.rename(temporary, path)

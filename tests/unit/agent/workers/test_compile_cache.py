@@ -35,6 +35,7 @@ from elastic_trainer.agent.workers.rescue import NeighbourCopies
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import CompileBundle
 from elastic_trainer.store.api import RunKeys
+from elastic_trainer.torch_internals import header_directory
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 MEGABYTE = 1 << 20
@@ -103,7 +104,7 @@ def test_workers_are_led_to_a_directory_that_is_this_users_alone(machine: Path) 
 
 def test_directories_of_torch_are_closed_to_others_and_old_caches_removed(machine: Path) -> None:
     """Torch makes its own as the user's umask says. A cache of another script goes a week after its last run."""
-    headers = compile_cache.torch_internals.header_directory()
+    headers = header_directory()
     headers.mkdir(parents=True)
     headers.chmod(0o775)
     found = claim("train.py", 1)
@@ -117,6 +118,22 @@ def test_directories_of_torch_are_closed_to_others_and_old_caches_removed(machin
         os.environ[name] = ""
     assert claim("train.py", 1) == found
     assert {each.name for each in found.cache.parent.iterdir()} == {found.key, "recent"}
+
+
+def test_a_library_that_a_killed_node_left_unfinished_is_removed_when_it_starts_again(machine: Path) -> None:
+    """Torch would load it at each start. Not while another agent's linker may be writing it."""
+    found = claim("train.py", 1)
+    assert found is not None
+    torn, whole = (write(found.cache / "ab" / f"{size}.so", library(size, 200)) for size in (150, 200))
+    write(lock := found.cache / "locks" / "150.lock")
+    for busy in (True, False):
+        for name in compile_cache.VARIABLES:
+            os.environ[name] = ""
+        with lock.open("rb") as held:
+            if busy:
+                flock(held, LOCK_EX)
+            claim("train.py", 1)
+        assert (torn.exists(), whole.exists()) == (busy, True)
 
 
 def _by_others(machine: Path) -> None:
@@ -292,8 +309,14 @@ def names(logs: Sequence[Any]) -> list[str]:
 
 
 def test_a_cache_is_published_when_it_is_quiet_and_taken_up_by_the_next_node(run: Run) -> None:
-    """Not while files come, and not again without new ones; what comes later replaces the bundle in the directory."""
+    """Not while files come or a compiler writes, and not again without new ones; what comes later replaces the bundle in
+    the directory."""
     cache, place = run.node("a")
+    with write(place.cache / "locks" / "k.lock").open("rb") as lock:
+        flock(lock, LOCK_EX)
+        write(place.cache / "one", b"")
+        run.quiet(cache)
+        assert run.stored() is None
     write(place.cache / "one", b"1")
     cache.turn()
     run.clock.advance(QUIET_S / 2)
@@ -373,7 +396,7 @@ def other_code(path: Path) -> None:
     """A bundle as sound as the right one, put there by somebody who cannot write to the store."""
     memory = os.memfd_create("evil")
     crafted(memory, [["cache", "evil.so", 1]], b"x")
-    path.write_bytes(os.pread(memory, 1 << 20, 0))
+    path.write_bytes(os.pread(memory, 1 << 20, 0).ljust(path.stat().st_size, b"\0"))
     os.close(memory)
 
 
