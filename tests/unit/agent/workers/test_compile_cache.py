@@ -309,8 +309,8 @@ def names(logs: Sequence[Any]) -> list[str]:
 
 
 def test_a_cache_is_published_when_it_is_quiet_and_taken_up_by_the_next_node(run: Run) -> None:
-    """Not while files come or a compiler writes, and not again without new ones; what comes later replaces the bundle in
-    the directory."""
+    """Not while files come or a compiler writes, and not again without new ones; what comes later replaces the bundle
+    in the directory."""
     cache, place = run.node("a")
     with write(place.cache / "locks" / "k.lock").open("rb") as lock:
         flock(lock, LOCK_EX)
