@@ -109,9 +109,8 @@ def measure(column: Column, place: Path, kills: int, quiet_s: float) -> Taken:
             pause(quiet_s)
             taken.append(kill_worker(job, "n1", LIMIT_S).seconds if math.isfinite(joined.seconds) else math.inf)
         warm = first_steps(job, "n1")[lives:]
-    done = Taken(
-        begun.seconds, joined.seconds, taken, *(each[0] if each else NEVER for each in (cold, joiner)), warm or [NEVER]
-    )
+    first, second = (each[0] if each else NEVER for each in (cold, joiner))
+    done = Taken(begun.seconds, joined.seconds, taken, first, second, warm or [NEVER])
     note(f"  {column.name}: {done}")
     return done
 
