@@ -1,9 +1,10 @@
 """A compiled GPT in restart mode: a worker killed, a node joining, against the same script uncompiled, and under c10d.
 
-Two nodes on this machine, as root each on a host of its own with a ``/tmp`` of its own, so that the second has compiled
-nothing. Each repeat and column: one node starts and compiles, another joins, its worker is killed several times.
-``kill_s`` is from the kill to the next step of the other node. First steps of processes: ``cold``, of the first node;
-``joined``, with what that one has published; ``warm``, after kills. On a busy machine their seconds of CPU say more.
+Two nodes on this machine, as root each on a host of its own, so that the second has compiled nothing. (Those of c10d,
+whose workers do not find each other across such hosts, share this one: the second finds the first's caches.) Each
+repeat and column: one node starts and compiles, another joins, its worker is killed several times. ``kill_s`` is from
+the kill to the next step of the other node. First steps of processes: ``cold``, of the first node; ``joined``, with what
+that one has published; ``warm``, after kills. On a busy machine their seconds of CPU say more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +97,11 @@ def columns(endpoint: str, width: str, quick: bool) -> dict[str, Column]:
 
 def measure(column: Column, place: Path, kills: int, quiet_s: float) -> Taken:
     """One job from its first node to the last kill."""
+    together = column.backend == "c10d"
+    if together:
+        column = replace(column, environment={**column.environment, "TMPDIR": tempfile.mkdtemp(dir=place)})
     with Job(column, place, least=1, most=2) as job:
+        job.segment = None if together else job.segment
         begun = start(job, 1, START_LIMIT_S)
         cold = first_steps(job, "n0")
         if column.name == "etcd3_compiled":
