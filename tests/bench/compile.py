@@ -3,8 +3,8 @@
 Two nodes on this machine, as root each on a host of its own, so that the second has compiled nothing. (Those of c10d,
 whose workers do not find each other across such hosts, share this one: the second finds the first's caches.) Each
 repeat and column: one node starts and compiles, another joins, its worker is killed several times. ``kill_s`` is from
-the kill to the next step of the other node. First steps of processes: ``cold``, of the first node; ``joined``, with what
-that one has published; ``warm``, after kills. On a busy machine their seconds of CPU say more.
+the kill to the next step of the other node. First steps of processes: ``cold``, of the first node; ``joined``, with
+what that one has published; ``warm``, after kills. On a busy machine their seconds of CPU say more.
 """
 
 from __future__ import annotations
