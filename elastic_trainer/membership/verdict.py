@@ -257,7 +257,8 @@ def _killed_of_memory(case: Case, found: _Finding, clue: Clue) -> _Finding:
 # ---- what one clue says
 
 _HARDWARE = re.compile(
-    r"uncorrectable|\bECC error|\bXid\b|GPU is lost|fallen off the bus|[Mm]achine check|Hardware Error|NVLink|"
+    r"uncorrectable|\bECC error|\bXid\b|GPU is lost|fallen off the bus|[Mm]achine check|Hardware Error|"
+    r"NVLink\b.*?(?:error|fail|fault|down)|"
     r"no CUDA-capable device|hardware error|CUDA error: unknown error|device kernel image is invalid"
 )
 _MEMORY = re.compile(r"[Oo]ut of memory|OutOfMemory|MemoryError|[Cc]annot allocate memory|can't allocate memory|ENOMEM")

@@ -160,7 +160,8 @@ class Health:
         self._failed = set[int]()
         """The workers whose Session is known to have failed."""
         self._stacks_of = set[tuple[int, float]]()
-        """The waits (process id and last progress) whose stacks are known."""
+        """The waits (process id and last progress) whose stacks are known, or about to be."""
+        self._waits_unseen: deque[Reading] = deque()
         self._saved: Saved | None = None
         self._saves_failing = 0
         self._loss: float | None = None
@@ -242,11 +243,12 @@ class Health:
                 self._ports.clues.failed(each)
 
     def _look_at_waits(self, readings: list[Reading]) -> None:
-        """Where these workers wait for others, asked once for each wait."""
+        """Have the writer look where these workers wait for others, once for each wait: a stack may take seconds."""
         known, self._stacks_of = self._stacks_of, {(each.pid, each.pulse.moved_at) for each in readings}
-        for each in readings:
-            if (each.pid, each.pulse.moved_at) not in known:
-                self._ports.clues.waits(each, stacks_of(each.pid, each.path))
+        fresh = [each for each in readings if (each.pid, each.pulse.moved_at) not in known]
+        self._waits_unseen.extend(fresh)
+        if fresh:
+            self._writing.wake()
 
     def _consider_giving_up(self, victims: list[hang_rules.Hung]) -> None:
         """All here wait for others; if all ranks of the round do, nobody is to blame, and nobody will end it."""
@@ -321,6 +323,9 @@ class Health:
         ``last``: this node leaves.
         """
         with self._publishing:
+            while self._waits_unseen:
+                each = self._waits_unseen.popleft()
+                self._ports.clues.waits(each, stacks_of(each.pid, each.path))
             readings, counters = self._pages.living(), self._pages.counters()
             self._notice(counters)
             self._notice_audits(readings)

@@ -51,7 +51,7 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.variables import ENV_MACHINE
 
-KEPT: Final = 24
+KEPT: Final = 12
 """Clues that a node publishes; the newest."""
 HISTORY: Final = 40
 """Earlier incidents that are compared."""
